@@ -53,6 +53,7 @@ from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import (
     Channel,
+    ClientChannel,
     Endpoint,
     ServerChannel,
     open_socket,
@@ -164,7 +165,7 @@ class LiveEngine:
 
     def connect_client(self) -> Channel[ToEngine, ToClient]:
         """The channel of a gateway that the scheduler has accepted."""
-        client: Channel[ToEngine, ToClient] = Channel(
+        client: ClientChannel[ToEngine, ToClient] = ClientChannel(
             open_socket(self.context, zmq.DEALER, self._config.clients, bind=False), ToClient
         )
         client.send(ClientHello("benchmark", self._identity.model_fingerprint))

@@ -401,6 +401,7 @@ class SimpleCPUWorker(WorkerConnector[Commands]):
     """Copies this rank's share of each block. Two queues: a load never waits for a store."""
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)

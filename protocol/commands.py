@@ -14,7 +14,7 @@ CacheName: TypeAlias = Literal["prefix", "encoder", "connector"]
 
 
 class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True, forbid_unknown_fields=True):
-    """Log records of this level and above, until the process is restarted."""
+    """Log records of this level and above, also after a restart."""
 
     level: LogLevel
 
@@ -31,7 +31,7 @@ class DescribeState(msgspec.Struct, tag="describe", frozen=True, forbid_unknown_
 
 
 class Pause(msgspec.Struct, tag="pause", frozen=True, forbid_unknown_fields=True):
-    """Admit no more requests, which wait until Resume.
+    """Admit no more requests, which wait until Resume, also after a restart: nothing runs then.
 
     mode:      wait: running requests finish, and the answer is sent when they have, or after
                `timeout_s`. keep: running requests stop, and keep their blocks. abort: all requests

@@ -35,6 +35,10 @@ class EngineDead(LongshoreError):
     """A process that a request depended on is gone; the request cannot be answered."""
 
 
+class MessagesLost(EngineDead):
+    """Messages of a connection were lost; only a new connection recovers from it."""
+
+
 class ProtocolError(LongshoreError):
     """Received data is not a message of this protocol. It is counted and dropped."""
 
@@ -45,6 +49,10 @@ class UnknownMessage(ProtocolError):
 
 class MalformedMessage(ProtocolError):
     """The message is truncated, or a field has the wrong type."""
+
+
+class RepeatedMessage(ProtocolError):
+    """The message has arrived before."""
 
 
 class MessageTooLarge(ProtocolError):

@@ -50,7 +50,8 @@ class ModelRunnerOutput(
                   such elements; their token is meaningless.
     failed_block_ids: blocks that a load failed to fill before this step used them.
     is_out_of_memory: the device had no memory for the step: nothing of it was computed, what later
-                  plans compute from it is meaningless, and the fields of results are empty.
+                  plans compute from it is meaningless, and the fields of results are empty. Its
+                  loads and stores have been carried out.
     connector_metadata: data of the connector's worker half, opaque here.
     compute_s:    time that the step took on the device, in seconds.
     """
@@ -102,12 +103,14 @@ class WorkerFailed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fie
     """The worker cannot continue and exits after this message.
 
     is_consequence: the cause is that another rank failed; that rank's message explains more.
+    is_out_of_memory: it had no memory for a step that cannot be computed again in its epoch.
     """
 
     epoch: int
     rank: int
     reason: str
     is_consequence: bool = False
+    is_out_of_memory: bool = False
 
 
 WorkerReport: TypeAlias = ModelRunnerOutput | WorkerFailed

@@ -86,6 +86,14 @@ class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.operations_by_bytes)
 
 
+class TenantStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The live requests of one tenant that has some."""
+
+    name: str
+    num_running: Count
+    num_waiting: Count
+
+
 class TierStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tier of a connector.
 
@@ -160,6 +168,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_swaps_too_slow: swaps not begun because recomputing takes less time.
     num_failed_lookups: lookups in which the connector raised.
     num_failed_loads: loads that did not fill all of their blocks.
+    tenants:         requests by tenant; those of no tenant are not among them.
     tiers, transfers: of the connector, if it reports them.
     workers:         the latest report of each rank that has sent one, by rising rank.
     """
@@ -194,6 +203,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_swaps_too_slow: int = 0
     num_failed_lookups: int = 0
     num_failed_loads: int = 0
+    tenants: tuple[TenantStats, ...] = ()
     tiers: tuple[TierStats, ...] = ()
     transfers: tuple[TransferStats, ...] = ()
     workers: tuple[WorkerStats, ...] = ()

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+from longshore.protocol.commands import PauseMode
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import EngineIdentity
@@ -266,6 +267,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
                  scheduler waits for that and begins a new epoch. Otherwise it ends with them.
     adopts_kv:   the memory of the workers' KV outlives them.
+    paused:      the pause that an operator has begun in a former process; None: no pause.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -287,6 +289,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_events: KVEventsConfig | None = None
     outlives_workers: bool = False
     adopts_kv: bool = False
+    paused: PauseMode | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

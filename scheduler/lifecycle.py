@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import AddRequest, Malformed
+from longshore.protocol.statistics import TenantStats
 from longshore.scheduler.features.forks import fork_problem
 from longshore.scheduler.features.sessions import Sessions
 from longshore.scheduler.features.transfers import EndedLoad
@@ -58,6 +59,20 @@ class Lifecycle(SchedulerPart):
     def handles_of(self, client: int) -> list[int]:
         """Handles of a client's live requests."""
         return [handle for owner, handle in self._requests if owner == client]
+
+    def count_by_tenant(self) -> tuple[TenantStats, ...]:
+        """The live requests of each tenant, by name; those without a tenant do not count."""
+        live = Counter(request.tenant.name for request in self._requests.values())
+        running = Counter(
+            request.tenant.name
+            for request in self._requests.values()
+            if request.status is RequestStatus.RUNNING
+        )
+        return tuple(
+            TenantStats(name, running[name], live[name] - running[name])
+            for name in sorted(live)
+            if name
+        )
 
     def check(self) -> None:
         """Raise LongshoreError unless each live request has one row or one position in a queue, and

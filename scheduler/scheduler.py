@@ -351,6 +351,11 @@ class Scheduler:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
+    def lower_demand(self, now: float) -> None:
+        """The workers had no memory for a step: later ones get fewer tokens, or the newest request
+        ends. Called before `begin_epoch`."""
+        self._recovery.lower_demand(self._in_flight.newest_step, now)
+
     def begin_epoch(self, epoch: int, now: float, *, keeps_kv: bool = False) -> None:
         """All workers are new: rows are free, transfers have failed. Running requests wait again,
         in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no
@@ -497,10 +502,16 @@ class Scheduler:
         )
 
     def idle_s(self, now: float) -> float:
-        """Seconds for which no request has advanced although some wait."""
-        if not self.is_waited_for():
+        """Seconds for which no request has advanced although some wait. Time in which a pause
+        keeps all of them does not count."""
+        if self._is_kept_by_pause() or not self.is_waited_for():
             self._advanced_at_s = now
         return 0.0 if self._advanced_at_s is None else max(now - self._advanced_at_s, 0.0)
+
+    def _is_kept_by_pause(self) -> bool:
+        if self.pause is PauseState.PAUSED_ALL:
+            return not self.num_steps_in_flight
+        return self.pause is PauseState.PAUSED_NEW and not self.running.num_rows
 
     def make_stats(
         self, num_bad_messages: int = 0, workers: tuple[WorkerStats, ...] = ()
@@ -535,6 +546,7 @@ class Scheduler:
             num_bad_messages=num_bad_messages,
             encoder_cache_usage=0.0 if self._encoder is None else self._encoder.usage,
             num_rewinds=self._recovery.num_rewinds,
+            tenants=self._lifecycle.count_by_tenant(),
             workers=workers,
             **of_features,
         )

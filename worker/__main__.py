@@ -16,7 +16,7 @@ from longshore.protocol.transport.lifeline import (
     stop_signals,
 )
 from longshore.worker.config import load_config
-from longshore.worker.errors import RankLost
+from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.process.low_priority import at_low_priority
 
 
@@ -49,7 +49,13 @@ def main() -> int:
     except LongshoreError as error:
         if config.lifeline_fd is None:  # otherwise the supervisor prints the reason
             print(f"error: {error}", file=sys.stderr)
-        lifeline.report(Failed(str(error), is_consequence=isinstance(error, RankLost)))
+        lifeline.report(
+            Failed(
+                str(error),
+                is_consequence=isinstance(error, RankLost),
+                is_out_of_memory=isinstance(error, OutOfMemory),
+            )
+        )
         return 1
     finally:
         # A second stop signal must not interrupt the clean-up.

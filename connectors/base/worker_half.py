@@ -153,6 +153,9 @@ class WorkerConnector(Generic[MetadataT]):
     has_layer_hooks:  call `wait_for_layer_load` and `save_kv_layer` around the attention of every
                       layer. Steps then run layer by layer instead of replaying a graph.
     has_hidden_states_hook: call `save_hidden_states` after the last layer.
+    stores_within_step: `save_kv_layer` or `wait_for_save` stores what the step computes before the
+                      step is answered. A step for which the device has no memory is computed again
+                      if this is False; otherwise the worker is replaced.
     poll_interval_s:  call `get_finished` at least this often while the engine is idle; None: only
                       after steps and `wake`.
     """
@@ -160,6 +163,7 @@ class WorkerConnector(Generic[MetadataT]):
     contract_version: ClassVar[int] = CONTRACT_VERSION
     has_layer_hooks: bool = False
     has_hidden_states_hook: bool = False
+    stores_within_step: bool = True
     poll_interval_s: float | None = None
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -24,6 +24,7 @@ class DecodeBenchWorker(WorkerConnector[Fills]):
     so nothing has to be waited for, and nothing can fail."""
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)

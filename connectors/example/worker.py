@@ -38,6 +38,7 @@ class ExampleWorker(WorkerConnector[Commands]):
     """
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)
@@ -67,12 +68,9 @@ class ExampleWorker(WorkerConnector[Commands]):
 
     def start_load_kv(self, metadata: Commands) -> None:
         for load in metadata.loads:
-            self._load_queue.submit(partial(self._load, load), self._on_done)
+            self._load_queue.submit(partial(self._load, load), partial(self._load_ended, load))
         for store in metadata.stores:
-            self._store_queue.submit(partial(self._store, store), self._on_done)
-
-    def _on_done(self, event: QueueEvent) -> None:
-        self._wake()
+            self._store_queue.submit(partial(self._store, store), partial(self._store_ended, store))
 
     # On the threads of the queues
 
@@ -88,9 +86,15 @@ class ExampleWorker(WorkerConnector[Commands]):
         if self._blocks.is_cuda:
             torch.cuda.current_stream().synchronize()
         with self._lock:
-            self._received.append(load.request_id)
             self._failed += failed
             self._lost += lost
+
+    def _load_ended(self, load: Load, event: QueueEvent) -> None:
+        with self._lock:
+            self._received.append(load.request_id)
+            if event.error is not None:
+                self._failed += load.block_ids
+        self._wake()
 
     def _read(self, block_hash: bytes) -> bytearray | None:
         """The block; None if its file is missing or damaged."""
@@ -119,8 +123,14 @@ class ExampleWorker(WorkerConnector[Commands]):
                 logger.warning("a block cannot be stored: %s", error)
                 lost.append(block_hash)
         with self._lock:
-            self._stored.append(store.hold_id)
             self._lost += lost
+
+    def _store_ended(self, store: Store, event: QueueEvent) -> None:
+        with self._lock:
+            self._stored.append(store.hold_id)
+            if event.error is not None:
+                self._lost += store.block_hashes
+        self._wake()
 
     def _write(self, path: Path, content: bytes) -> None:
         checksum = zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "little")

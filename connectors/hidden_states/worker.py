@@ -41,9 +41,13 @@ class HiddenStates:
             self._pieces.clear()
         num_kept = min(len(states), self._num_tokens - position)
         if num_kept > 0:
-            piece = torch.empty(
-                (num_kept, states.shape[1]), dtype=states.dtype, pin_memory=states.is_cuda
-            )
+            try:
+                piece = torch.empty(
+                    (num_kept, states.shape[1]), dtype=states.dtype, pin_memory=states.is_cuda
+                )
+            except (RuntimeError, MemoryError) as error:
+                logger.error("hidden states of %d tokens are lost: no memory: %s", num_kept, error)
+                return
             piece.copy_(states[:num_kept], non_blocking=True)
             self._pieces.append((position, piece))
 
@@ -71,6 +75,7 @@ class HiddenStatesWorker(WorkerConnector[Commands]):
     its name when it is complete."""
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
     has_hidden_states_hook = True
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -34,6 +34,7 @@ class LMCacheWorker(WorkerConnector[Commands]):
     """Moves whole blocks, so it needs no layer hooks."""
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)

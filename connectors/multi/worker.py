@@ -42,6 +42,7 @@ class MultiWorker(WorkerConnector[Bound]):
         ]
         self.has_layer_hooks = any(child.has_layer_hooks for child in self.children)
         self.has_hidden_states_hook = any(child.has_hidden_states_hook for child in self.children)
+        self.stores_within_step = any(child.stores_within_step for child in self.children)
         intervals = [child.poll_interval_s for child in self.children]
         self.poll_interval_s = min((each for each in intervals if each is not None), default=None)
         self._loading: dict[str, int] = {}  # which child loads in the background

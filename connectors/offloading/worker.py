@@ -26,6 +26,7 @@ class OffloadingWorker(WorkerConnector[Commands]):
     answer of the step that computed their blocks."""
 
     contract_version: ClassVar[int] = 1
+    stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)

@@ -76,7 +76,7 @@ def status(*, options: _EngineOptions = _ALL) -> None:
 def pause(
     *, mode: PauseMode = "wait", timeout_s: float = 30.0, options: _EngineOptions = _ALL
 ) -> None:
-    """Stop admitting requests. New ones go to engines that are not paused, or wait.
+    """Stop admitting requests, until `resume`. New ones go to engines that are not paused, or wait.
 
     Args:
         mode: What happens to requests that run: they finish (wait), they stop, and keep their KV
@@ -200,7 +200,7 @@ def profile(
 def log_level(
     level: LogLevel, *, process: str | None = None, options: _EngineOptions = _ALL
 ) -> None:
-    """Set the lowest level of log records, until the process is restarted.
+    """Set the lowest level of log records. It is kept when the process is restarted.
 
     Args:
         level: debug, info, warning or error.

@@ -132,6 +132,10 @@ def judge(report: EngineReport, stall_after_s: float) -> Verdict:
     idle = f"no request has advanced for {report.idle_s:.1f} s"
     if not report.num_running and not report.num_waiting:
         return Verdict(Health.HEALTHY, "idle", "no requests.")
+    if report.pause != PauseState.UNPAUSED.value and not report.steps_in_flight:
+        return Verdict(
+            Health.HEALTHY, "paused", f"{requests}; the engine is {_pause(report)}.", "Resume it."
+        )
     if report.idle_s < stall_after_s:
         return Verdict(Health.HEALTHY, "serving", f"{requests}.")
     if report.steps_in_flight:
@@ -142,10 +146,6 @@ def judge(report: EngineReport, stall_after_s: float) -> Verdict:
             f"{requests}, and {idle}: the worker has not answered {steps}.",
             "If its process is stopped or hangs, restart the deployment. If steps are just too "
             "long, lower --max-num-batched-tokens.",
-        )
-    if report.pause != PauseState.UNPAUSED.value:
-        return Verdict(
-            Health.HEALTHY, "paused", f"{requests}; the engine is {_pause(report)}.", "Resume it."
         )
     reasons = Counter(waiting.waits_for for waiting in report.waiting).most_common(1)
     most = f" The most frequent reason for waiting: {reasons[0][0]}." if reasons else ""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from longshore.deploy.admin.key import read_admin_key
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import AdminServer
@@ -221,4 +223,10 @@ class _Deployment:
             pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
             stop_group="gateways",
             restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
+            config_after=_next_gateway,
         )
+
+
+def _next_gateway(config: GatewayConfig) -> GatewayConfig:
+    """For a restart: an engine may be restarting, too, and the others can serve."""
+    return msgspec.structs.replace(config, awaits_all_engines=False)

@@ -16,6 +16,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vocab_size:        token ids at or above it are rejected.
     eos_token_ids:     token ids that end an answer.
     engines:           endpoints of the schedulers.
+    awaits_all_engines: accept requests once all engines are ready; False: once one is.
     number:            number of this gateway within the deployment.
     peers:             paths of the private sockets of all gateways, including this one.
     listen_fd:         inherited socket, already bound; the gateway listens on it.
@@ -45,6 +46,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling_defaults: SamplingDefaults
     engines: tuple[Endpoint, ...]
     listen_fd: int
+    awaits_all_engines: bool = True
     number: int = 0
     peers: tuple[str, ...] = ()
     chat_template: str | None = None

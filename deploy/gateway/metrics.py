@@ -4,16 +4,18 @@ docs/metrics.md lists them all; a test compares. Times are in seconds.
 """
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
 import longshore
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
+from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import (
     FinishedRequest,
@@ -47,6 +49,25 @@ class KeyCounts(NamedTuple):
     live_requests: Gauge
     tokens: Counter
     rejected: Mapping[str, Counter]
+
+
+class _RestartMetrics:
+    """A collector for a registry."""
+
+    def __init__(self, read: Callable[[], RestartRecord]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        counter = CounterMetricFamily(
+            "longshore_process_restarts",
+            "Restarts of a process because one of its engine, or the gateway, died or hung, or "
+            "because an operator wanted it",
+            labels=("process", "reason"),
+        )
+        for process, counts in self._read().counts.items():
+            for reason, count in counts.items():
+                counter.add_metric((process, reason), count)
+        yield counter
 
 
 class KeyMetrics:
@@ -158,6 +179,10 @@ class GatewayMetrics:
         self._durations = {reason: durations.labels(reason) for reason in _REASONS}
         self._engines = EngineMetrics()
         registry.register(self._engines)
+
+    def watch_restarts(self, read: Callable[[], RestartRecord]) -> None:
+        """Set the function that returns the restarts so far at every scrape."""
+        self._registry.register(_RestartMetrics(read))
 
     def watch_readiness(self, not_ready_reason: Callable[[], str | None]) -> None:
         """Set the function that `longshore_ready` calls at every scrape."""

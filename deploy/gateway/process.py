@@ -35,6 +35,8 @@ from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
+from longshore.deploy.supervisor.replica import Replica
+from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
@@ -125,6 +127,7 @@ class GatewayProcess:
             memory_fd=config.key_usage_fd,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+        self._gateway.metrics.watch_restarts(partial(read_restarts, self._runtime_dir))
         name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
         self._engines = Engines(
@@ -135,6 +138,7 @@ class GatewayProcess:
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
             why_stopped=partial(read_death_note, self._runtime_dir),
+            why_lost=self._why_lost,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -176,7 +180,7 @@ class GatewayProcess:
                 max_model_len=config.max_model_len,
             )
         lifeline.report(Progress("waiting for the scheduler"))
-        engine = await self._engines.wait_until_ready()
+        engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,
@@ -235,6 +239,9 @@ class GatewayProcess:
         asyncio.get_running_loop().call_later(
             self._config.drain_timeout_s, self._engines.shut_down, "the server is shutting down"
         )
+
+    def _why_lost(self, engine: int) -> str | None:
+        return read_restarts(self._runtime_dir).deaths.get(Replica(engine).engine_id)
 
     def _not_ready_reason(self) -> str | None:
         if not self._gateway.is_serving and self._engines.death is None:

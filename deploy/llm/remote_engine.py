@@ -13,7 +13,7 @@ from longshore.deploy.supervisor.engine_config import (
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import Supervisor
-from longshore.protocol.errors import EngineDead, HandshakeRejected
+from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (
     AdmissionChanged,
@@ -24,7 +24,7 @@ from longshore.protocol.outputs import (
 )
 from longshore.protocol.requests import ClientRequest
 from longshore.protocol.statistics import BlockSnapshot, DescribeBlocks, EngineReport
-from longshore.protocol.transport.channel import Channel, open_socket
+from longshore.protocol.transport.channel import ClientChannel, open_socket
 
 HELLO_TIMEOUT_S: Final = 10.0
 # Interval of checks that the processes are alive, while no message arrives.
@@ -44,7 +44,7 @@ class RemoteEngine:
         try:
             specs, clients = engine_processes(plan, self._supervisor.runtime_dir)
             self._supervisor.start(specs, timeout_s=plan.options.startup_timeout_s)
-            self._channel: Channel[ToEngine, ToClient] = Channel(
+            self._channel: ClientChannel[ToEngine, ToClient] = ClientChannel(
                 open_socket(self._context, zmq.DEALER, clients, bind=False), ToClient
             )
             self.ready = self._greet(plan)
@@ -88,7 +88,10 @@ class RemoteEngine:
         return message
 
     def _receive(self) -> EngineOutputs | BlockSnapshot | None:
-        message = self._channel.receive(DEATH_CHECK_S)
+        try:
+            message = self._channel.receive(DEATH_CHECK_S)
+        except MessagesLost as error:
+            raise self._dead(str(error)) from None
         match message:
             case EngineOutputs() | BlockSnapshot():
                 return message
@@ -99,9 +102,7 @@ class RemoteEngine:
                 return None
             case EngineFailed(reason):
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
-            case Rejected(reason):  # the engine has disconnected this client
-                raise self._dead(reason)
-            case EngineReady() | EngineReport() | AdmissionChanged():
+            case EngineReady() | Rejected() | EngineReport() | AdmissionChanged():
                 return None  # a second handshake; not requested; no operator pauses this engine
             case EnginePaused() | EngineContinues():
                 return None  # only of engines whose workers are restarted

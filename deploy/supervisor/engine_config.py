@@ -189,10 +189,6 @@ def _scheduler_config(
     )
 
 
-def _engine_id(replica: Replica) -> str:
-    return f"engine-{replica.number}"
-
-
 def _check_policy(name: str) -> None:
     """Raise ConfigError for an unknown policy, before the model is loaded."""
     try:
@@ -253,18 +249,18 @@ def engine_processes(
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
-        engine_id=_engine_id(replica),
+        engine_id=replica.engine_id,
         outlives_workers=is_restarted,
         adopts_kv=adopts_kv,
         log_level=plan.options.log_level,
     )
     memory_fd = None
     if options.kv_connector is not None and uses_shared_memory(options.kv_connector):
-        memory_fd = runtime_dir.shared_memory(f"longshore-{_engine_id(replica)}")
+        memory_fd = runtime_dir.shared_memory(f"longshore-{replica.engine_id}")
     kv_memory_fds: list[int | None] = [None] * options.num_ranks
     if adopts_kv:
         kv_memory_fds = [
-            runtime_dir.shared_memory(f"longshore-{_engine_id(replica)}-kv-{rank}")
+            runtime_dir.shared_memory(f"longshore-{replica.engine_id}-kv-{rank}")
             for rank in range(options.num_ranks)
         ]
     return [
@@ -281,7 +277,7 @@ def engine_processes(
                 environment=_worker_environment(options, runtime_dir),
                 stop_group="workers",
                 stopped_by=replica.scheduler,
-                restart_group=_engine_id(replica),
+                restart_group=replica.engine_id,
                 survives=(replica.scheduler,),
                 config_after=_next_worker,
                 num_standbys=num_standbys,
@@ -297,7 +293,7 @@ def engine_processes(
             scheduler,
             environment=NO_BLAS_THREADS,
             stop_group="schedulers",
-            restart_group=_engine_id(replica),
+            restart_group=replica.engine_id,
             survives=tuple(replica.worker(rank) for rank in range(options.num_ranks)),
             is_told=True,
             config_after=_next_scheduler,
@@ -353,7 +349,7 @@ def _worker_process(
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         state_dir=str(plan.state_dir),
-        engine_id=_engine_id(replica),
+        engine_id=replica.engine_id,
         cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )

@@ -9,9 +9,10 @@ from typing import Final
 from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess
 from longshore.deploy.supervisor.process_set import EXIT_POLL_S, ProcessSet, StopSignal, hang_of
+from longshore.deploy.supervisor.restart_history import RestartHistory, RestartReason
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.standbys import Standbys
-from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Restarting
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class GroupRestarts:
         self,
         processes: ProcessSet,
         ordered: OrderedRestarts,
+        history: RestartHistory,
         *,
         max_restarts: int,
         start_timeout_s: float,
@@ -42,6 +44,7 @@ class GroupRestarts:
     ) -> None:
         self._processes = processes
         self._ordered = ordered
+        self._history = history
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
         names = dict.fromkeys(process.spec.restart_group for process in processes.running)
@@ -121,7 +124,7 @@ class GroupRestarts:
                 return None
             group.started(deadline_s=now_s + self._start_timeout_s)
             try:
-                self._start_again(name)
+                self._start_again(name, group.reason)
             except OSError as error:  # the disk is full, or there are too many processes
                 return self._note_death(f"{name} cannot be started: {error}.", name, group)
         members = self._processes.members(name)
@@ -130,6 +133,7 @@ class GroupRestarts:
             if group.running_since_s is None and all(process.ready for process in members):
                 group.became_ready(now_s)
                 logger.info("%s is ready again", name)
+                self._history.became_ready(name)
                 self._ordered.finish(name)
             return None
         return self._note_death(death, name, group)
@@ -162,7 +166,10 @@ class GroupRestarts:
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
-        if group.died(time.monotonic()):
+        members = self._processes.members(name)
+        reason: RestartReason = "hang" if any(each.is_hung for each in members) else "death"
+        if group.died(time.monotonic(), reason, has_remedy=_lacks_memory(members)):
+            self._history.died(name, death)
             self._end_members(
                 self._processes.members(name), death, is_first=group.num_in_a_row == 1
             )
@@ -184,10 +191,12 @@ class GroupRestarts:
 
         What fails by itself, rather than being killed, may fail because of what the others remember
         or tell it: a process that is told survives that only as the first death in a row
-        (`is_first`). One that is not told survives only a kill that is the first death.
+        (`is_first`). One that is not told survives only a kill that is the first death. For want
+        of memory there is a remedy, of which the one that is told takes care.
         """
         dead = [process for process in members if process.lifeline_closed or process.failed]
-        is_kill = all(process.was_killed() for process in dead)
+        lacks_memory = _lacks_memory(dead)
+        is_kill = lacks_memory or all(process.was_killed() for process in dead)
 
         def may_survive(process: ManagedProcess) -> bool:
             is_likely = is_first or is_kill if process.spec.is_told else is_first and is_kill
@@ -204,17 +213,20 @@ class GroupRestarts:
                 process.kill()
                 process.close()
         for process in survivors:
-            process.outlive(death, were_killed=all(each.ended_from_outside for each in dead))
+            were_killed = all(each.ended_from_outside for each in dead)
+            process.outlive(Restarting(death, were_killed, is_out_of_memory=lacks_memory))
 
-    def _start_again(self, group: str) -> None:
+    def _start_again(self, group: str, reason: RestartReason) -> None:
         ended = [each for each in self._processes.members(group) if each.lifeline_closed]
         taken = self._standbys.take(group, [each for each in ended if each.spec.num_standbys])
         running = self._processes.running
         for process, standby in taken.items():
             running[running.index(process)] = standby
+            self._history.started(standby.name, reason)
         for process in ended:
             if process not in taken:
                 running[running.index(process)] = self._processes.launch(process.next_spec())
+                self._history.started(process.name, reason)
 
     def _death_of(
         self, members: Sequence[ManagedProcess], group: Restarts, now_s: float
@@ -227,6 +239,7 @@ class GroupRestarts:
             process.read_lifeline()  # ending another group may have taken seconds
             hang = hang_of(process, self._hang_timeout_s)
             if hang is not None:
+                process.is_hung = True
                 process.kill()
                 process.close()
                 return hang
@@ -235,3 +248,8 @@ class GroupRestarts:
             doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
             return f"Not ready in time: {doing}."
         return None
+
+
+def _lacks_memory(processes: Sequence[ManagedProcess]) -> bool:
+    """Whether one of them has failed for want of memory for a step."""
+    return any(process.failed and process.failed.is_out_of_memory for process in processes)

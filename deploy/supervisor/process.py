@@ -19,7 +19,14 @@ from typing import IO, Any, Final
 import msgspec
 
 from longshore.deploy.supervisor.log_relay import LogRelay
-from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
+from longshore.protocol.commands import (
+    Command,
+    CommandAnswer,
+    NumberedCommand,
+    Pause,
+    Resume,
+    SetLogLevel,
+)
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Acknowledged,
@@ -104,7 +111,8 @@ class ManagedProcess:
 
     `ready`, `failed` and `late` hold its reports once `read_lifeline` has read them; `alive_s` is
     when it last read Alive, by `time.monotonic`. They are None again while the process reports
-    progress, because it waits for a restarted one. `was_ready`: it has been ready once.
+    progress, because it waits for a restarted one, except for `alive_s` of a process that is told.
+    `was_ready`: it has been ready once. `is_hung`: it was found to hang.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
@@ -113,7 +121,7 @@ class ManagedProcess:
         self.stop_group = spec.stop_group
         self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
-        self.was_ready = self._must_answer = False
+        self.was_ready = self.is_hung = self._must_answer = False
         self.failed: Failed | None = None
         self.late: str | None = None
         self.doing = "starting"
@@ -122,6 +130,7 @@ class ManagedProcess:
         self._unread = b""
         self._num_commands = itertools.count()
         self._commands: dict[int, Future[CommandAnswer]] = {}
+        self._kept_settings: dict[str, Any] = {}
         self.lifeline, child_end = socket.socketpair()
         with child_end:
             config = msgspec.structs.replace(
@@ -195,7 +204,9 @@ class ManagedProcess:
                 if future is not None:
                     future.set_result(report)
             case Progress(doing):
-                self.ready = self.late = self.alive_s = None
+                self.ready = self.late = None
+                if not self.spec.is_told:  # else its loop runs meanwhile
+                    self.alive_s = None
                 self.doing = doing
                 logger.info("%s: %s", self.name, doing)
 
@@ -209,6 +220,7 @@ class ManagedProcess:
         try:
             if self.lifeline.send(line) != len(line):
                 raise OSError("its lifeline is full")
+            self._keep_setting(command)
         except OSError as error:
             self._commands.pop(number, None)
             with contextlib.suppress(InvalidStateError):
@@ -216,6 +228,17 @@ class ManagedProcess:
         if self.lifeline_closed:  # perhaps after its other commands have failed
             self._fail_commands()
         return future
+
+    def _keep_setting(self, command: Command) -> None:
+        """What an operator has set holds for the next process, too. One that has not been ready
+        refuses to pause."""
+        match command:
+            case SetLogLevel(level):
+                self._kept_settings["log_level"] = level
+            case Pause(mode) if self.was_ready:
+                self._kept_settings["paused"] = mode
+            case Resume() if self.was_ready:
+                self._kept_settings["paused"] = None
 
     def _fail_commands(self) -> None:
         while self._commands:
@@ -233,12 +256,12 @@ class ManagedProcess:
         """It has not acknowledged yet that processes that it survives are restarted."""
         return self._must_answer and not self.lifeline_closed
 
-    def outlive(self, reason: str, *, were_killed: bool) -> None:
+    def outlive(self, message: Restarting) -> None:
         """Processes that it survives have ended, and are restarted."""
         if self.spec.is_told:
             self.spec, self.ready, self._must_answer = self.next_spec(), None, True
             with contextlib.suppress(OSError):  # it has just died, too
-                self.lifeline.send(encode_event(Restarting(reason, were_killed)))
+                self.lifeline.send(encode_event(message))
 
     def take_over(self, spec: ProcessSpec) -> None:
         """This standby, which is ready, becomes the process of the given spec, in place of one that
@@ -304,10 +327,11 @@ class ManagedProcess:
 
     def next_spec(self) -> ProcessSpec:
         """How to start it again, or how a new one would be started."""
-        config_after = self.spec.config_after
-        if config_after is None:
-            return self.spec
-        return msgspec.structs.replace(self.spec, config=config_after(self.spec.config))
+        config, config_after = self.spec.config, self.spec.config_after
+        if config_after is not None:
+            config = config_after(config)
+        config = msgspec.structs.replace(config, **self._kept_settings)
+        return msgspec.structs.replace(self.spec, config=config)
 
 
 def _environment() -> dict[str, str]:

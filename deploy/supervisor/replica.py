@@ -14,6 +14,11 @@ class Replica:
     count: int = 1
 
     @property
+    def engine_id(self) -> str:
+        """Also the name of its restart group."""
+        return f"engine-{self.number}"
+
+    @property
     def scheduler(self) -> str:
         """Name of its scheduler process."""
         return "scheduler" if self.count == 1 else f"scheduler {self.number}"

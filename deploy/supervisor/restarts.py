@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from longshore.deploy.supervisor.restart_history import RestartReason
+
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 
@@ -23,6 +25,7 @@ class Restarts:
     deadline_s:   when it must be ready.
     stop_deadline_s: when it must have ended, for an ordered restart; None: no such restart has
                   begun.
+    reason: of the last restart.
     """
 
     max_in_a_row: int
@@ -31,14 +34,24 @@ class Restarts:
     next_start_s: float | None = None
     deadline_s: float = math.inf
     stop_deadline_s: float | None = None
+    reason: RestartReason = "death"
     max_delay_s: float = MAX_DELAY_S
 
-    def died(self, now_s: float) -> bool:
+    def died(
+        self, now_s: float, reason: RestartReason = "death", *, has_remedy: bool = False
+    ) -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
-        first time at once, then after growing delays."""
+        first time at once, then after growing delays.
+
+        has_remedy: it will not die of the same again. It is started at once, and this is no death
+                    in a row.
+        """
         if self.running_since_s is not None and now_s - self.running_since_s >= STABLE_S:
             self.num_in_a_row = 0
-        self.running_since_s = None
+        self.running_since_s, self.reason = None, reason
+        if has_remedy and self.max_in_a_row:
+            self.next_start_s = now_s
+            return True
         if self.num_in_a_row >= self.max_in_a_row:
             return False
         delay_s = 0.0
@@ -51,7 +64,7 @@ class Restarts:
     def stopping(self, *, deadline_s: float) -> None:
         """An operator restarts its processes, which were told to end. The row of deaths is over."""
         self.running_since_s, self.stop_deadline_s = None, deadline_s
-        self.num_in_a_row = 0
+        self.num_in_a_row, self.reason = 0, "operator"
 
     def stopped(self, now_s: float) -> None:
         """They have ended."""

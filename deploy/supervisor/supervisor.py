@@ -16,6 +16,7 @@ from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet, StopSignal
+from longshore.deploy.supervisor.restart_history import RestartHistory
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.transport.lifeline import Ready
@@ -49,6 +50,7 @@ class Supervisor:
         self.runtime_dir = runtime_dir
         self._set = ProcessSet(runtime_dir.path, LogRelay(stream, format_line))
         self.ordered_restarts = OrderedRestarts()
+        self._history = RestartHistory(runtime_dir.path)
 
     @property
     def processes(self) -> list[ManagedProcess]:
@@ -75,6 +77,7 @@ class Supervisor:
         Raises StartFailed if one fails or dies, or after `timeout_s`, and StopRequested if the
         signal is set; then all processes have been stopped and the runtime directory removed.
         """
+        self._history.begin(spec.name for spec in specs)
         try:
             for spec in specs:
                 self.processes.append(self._set.launch(spec))
@@ -146,6 +149,7 @@ class Supervisor:
         restarts = GroupRestarts(
             self._set,
             self.ordered_restarts,
+            self._history,
             max_restarts=max_restarts,
             start_timeout_s=start_timeout_s,
             hang_timeout_s=hang_timeout_s,
@@ -248,6 +252,11 @@ class Supervisor:
 
 def _given(stop_signal: StopSignal | None) -> tuple[StopSignal, ...]:
     return () if stop_signal is None else (stop_signal,)
+
+
+def _lacks_memory(processes: Sequence[ManagedProcess]) -> bool:
+    """Whether one of them has failed for want of memory for a step."""
+    return any(process.failed and process.failed.is_out_of_memory for process in processes)
 
 
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:

@@ -12,8 +12,11 @@ A test module inherits the tests, and pytest collects them:
             return {"capacity_blocks": 64}
 """
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, Final
 
 try:
@@ -73,6 +76,12 @@ SHORT_TIMEOUT: Final = {"load_timeout_s": 0.2}
 """For engines whose loads may never be reported."""
 
 NUM_REQUESTS: Final = 40
+
+BUDGET: Final = 192
+FAILED_STEPS: Final = (7, 20, 21, 60)
+"""After these, a step has 16 tokens, and could not be smaller."""
+
+FAILED_TRANSFERS: Final = 0.3
 
 MAX_RUNS_PER_SEED: Final = 4
 """A slow tier can keep the requests of a run apart, so that none is preempted. Then there are more
@@ -228,6 +237,41 @@ class ConnectorConformance:
         if kind == "none":
             assert num_hits, "nothing was loaded"
 
+    @pytest.mark.parametrize("kind", ["none", "failed loads"])
+    def test_steps_without_memory_are_computed_again(
+        self, kind: str, prompts: list[KnownPrompt], tmp_path: Path
+    ) -> None:
+        with opened(
+            self.in_process(tmp_path, KINDS_OF_FAULTS[kind], 0, max_num_batched_tokens=BUDGET)
+        ) as engine:
+            assert isinstance(engine, InProcessEngine)
+            hooks = engine.worker.connector
+            if hooks is None or not hooks.may_repeat_steps:
+                pytest.skip("the worker is replaced instead")
+            num_failed = lack_memory(engine, FAILED_STEPS)
+            player = Player(engine, prompts, seed=0)
+            player.play(2 * NUM_REQUESTS)
+            check_idle(engine, player)
+            assert num_failed() == len(FAILED_STEPS)
+
+    def test_transfers_without_memory_are_misses(
+        self, prompts: list[KnownPrompt], tmp_path: Path
+    ) -> None:
+        delay, chance = seeded_delays(0), Random(0)
+
+        def lack_memory() -> None:
+            delay()
+            is_transfer = threading.current_thread().name != "compute"
+            if is_transfer and chance.random() < FAILED_TRANSFERS:
+                raise MemoryError("no memory for a transfer")
+
+        plan = self.plan(tmp_path, NO_FAULTS, 0, **SHORT_TIMEOUT)
+        with opened(InProcessEngine(plan, delay=lack_memory)) as engine:
+            assert isinstance(engine, InProcessEngine)
+            player = Player(engine, prompts, seed=0)
+            player.play(2 * NUM_REQUESTS)
+            check_idle(engine, player)
+
     def test_a_hook_that_raises_stops_the_engine_and_names_the_hook(
         self, hook: str, prompts: list[KnownPrompt], tmp_path: Path
     ) -> None:
@@ -320,6 +364,23 @@ def is_loaded(player: Player, prompt: KnownPrompt) -> bool:
     before = 0 if player.stats is None else player.stats.num_external_hit_tokens
     player.ask(prompt)
     return player.await_stats(lambda stats: stats.num_external_hit_tokens > before)
+
+
+def lack_memory(engine: InProcessEngine, failed_steps: Container[int]) -> Callable[[], int]:
+    """Have the device run out of memory in these steps, counted from now on, when it has written
+    some KV. Returns a function that counts those that were reached."""
+    model: Any = engine.worker.model
+    run_layers, steps, failed = model.run_layers, count(1), []
+
+    def run(*arguments: Any) -> Any:
+        hidden = run_layers(*arguments)
+        if (step := next(steps)) in failed_steps:
+            failed.append(step)
+            raise MemoryError(f"no memory for step {step}")
+        return hidden
+
+    model.run_layers = run
+    return lambda: len(failed)
 
 
 def halves_of(engine: InProcessEngine) -> tuple[FaultyConnector, FaultyWorker]:

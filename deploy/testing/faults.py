@@ -354,6 +354,7 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
         )
         self.has_layer_hooks = self.wrapped.has_layer_hooks
         self.has_hidden_states_hook = self.wrapped.has_hidden_states_hook
+        self.stores_within_step = self.wrapped.stores_within_step
         self.poll_interval_s = self.wrapped.poll_interval_s
         if options.faults.late:
             self.poll_interval_s = POLL_INTERVAL_S

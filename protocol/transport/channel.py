@@ -1,23 +1,33 @@
 """Typed channels over ZMQ: one union of messages per direction, bounded; sending never blocks.
 
 A channel is one DEALER socket, or one ROUTER socket for many clients. Invalid messages are counted
-by error, logged and skipped; they never stop the process. Only private sockets are allowed:
+by error, logged and skipped; they never stop the process. Messages between a server and its clients
+are numbered (`numbering`); plans have numbers of their own. Only private sockets are allowed:
 `ipc://` in a 0700 directory, or `tcp://` with CURVE keys. With a secret or keys, only peers that
 prove to know them are connected (`security`).
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 import zmq
 
-from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage, ProtocolError
+from longshore.protocol.errors import (
+    ConfigError,
+    EngineDead,
+    MalformedMessage,
+    MessagesLost,
+    ProtocolError,
+    RepeatedMessage,
+)
 from longshore.protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, Encoder, Frame
+from longshore.protocol.transport.numbering import OVER, PING, PREFIX_BYTES, Numbering
 from longshore.protocol.transport.security import (
     CurveKeys,
     stop_authenticator,
@@ -141,7 +151,9 @@ class Channel(Generic[Out, In]):
     def send(self, message: Out) -> None:
         """Pass the message to ZMQ without blocking. Raises EngineDead if no peer is connected to a
         bound socket, or if the queue is full because the peer has stopped reading."""
-        frames = self._encoder.encode(message)
+        self._send(self._encoder.encode(message))
+
+    def _send(self, frames: Sequence[Frame]) -> None:
         try:
             if len(frames) == 1:
                 self.socket.send(frames[0], zmq.DONTWAIT)
@@ -158,9 +170,14 @@ class Channel(Generic[Out, In]):
             if frames is None:
                 return None
             try:
-                return self._decoder.decode(frames)
+                if (contents := self._contents(frames)) is not None:
+                    return self._decoder.decode(contents)
             except ProtocolError as error:
                 count_bad(self.num_bad, error)
+
+    def _contents(self, frames: list[Frame]) -> list[Frame] | None:
+        """The frames that have a message, if any."""
+        return frames
 
     @property
     def has_peer(self) -> bool:
@@ -179,43 +196,97 @@ class Channel(Generic[Out, In]):
         self.socket.close()
 
 
+class ClientChannel(Channel[Out, In]):
+    """A client's end of a `ServerChannel`.
+
+    `receive` and `drain` raise MessagesLost if a message of either end was lost. The channel cannot
+    be used any more then.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
+        super().__init__(socket, receives)
+        self._numbering = Numbering()
+
+    def ping(self) -> None:
+        """Find out soon whether messages were lost. Raises as `send` does."""
+        self._send(PING)
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        super()._send(self._numbering.add(frames))
+
+    def _contents(self, frames: list[Frame]) -> list[Frame] | None:
+        return self._numbering.check(frames)
+
+
 class ServerChannel(Generic[Out, In]):
-    """Channel to many peers on one ROUTER socket; ZMQ's identity of a connection is the peer."""
+    """Channel to many `ClientChannel`s on one ROUTER socket; ZMQ's identity of a connection is the
+    peer."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
         self.socket = socket
         self.num_bad: Counter[str] = Counter()
         self._encoder: Encoder[Out] = Encoder()
         self._decoder: Decoder[In] = Decoder(receives)
+        self._numberings: dict[bytes, Numbering] = {}
 
     def send(self, peer: bytes, message: Out) -> bool:
-        """Returns False, and drops the message, if the peer is gone or has stopped reading."""
+        """Returns False, and drops the message, if the peer is gone or has stopped reading. Its
+        connection is over then."""
+        return self._send(peer, self._encoder.encode(message))
+
+    def _send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        numbering = self._numberings.get(peer)
+        if numbering is None:
+            return False
         try:
-            self.socket.send_multipart([peer, *self._encoder.encode(message)], zmq.DONTWAIT)
+            self.socket.send_multipart([peer, *numbering.add(frames)], zmq.DONTWAIT)
         except (zmq.Again, zmq.ZMQError):
+            del self._numberings[peer]
             return False
         return True
 
-    def receive(self, answer_bad: AnswerBad | None = None) -> tuple[bytes, In] | None:
-        """The sender and the next valid message; None if no message is waiting.
+    def disconnect(self, peer: bytes) -> None:
+        """End the connection: everything that the peer sends from now on is lost."""
+        self._numberings.pop(peer, None)
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+            self.socket.send_multipart([peer, OVER], zmq.DONTWAIT)
+
+    def receive(
+        self, answer_bad: AnswerBad | None = None
+    ) -> tuple[bytes, In | MessagesLost] | None:
+        """The sender and the next valid message, or why the sender was disconnected; None if no
+        message is waiting.
 
         answer_bad: called for each invalid message. It returns whether it has answered the message,
                     which is then counted but not logged.
         """
         while (frames := receive_frames(self.socket, 0)) is not None:
+            peer = bytes(frames[0])
             try:
                 if len(frames) < 2:
                     raise MalformedMessage("a message has no frames; it needs at least its header")
-                return bytes(frames[0]), self._decoder.decode(frames[1:])
+                if (numbering := self._numberings.get(peer)) is None:
+                    numbering = self._numberings[peer] = Numbering()
+                contents = numbering.check(frames[1:])
+                if contents is not None:
+                    return peer, self._decoder.decode(contents)
+                self._send(peer, PING)
+            except MessagesLost as lost:
+                self.disconnect(peer)
+                return peer, lost
+            except RepeatedMessage as error:
+                count_bad(self.num_bad, error)
             except ProtocolError as error:
-                header = bytes(frames[1]) if len(frames) > 1 else b""
-                if answer_bad is not None and answer_bad(bytes(frames[0]), header, error):
+                header = bytes(frames[1])[PREFIX_BYTES:] if len(frames) > 1 else b""
+                if answer_bad is not None and answer_bad(peer, header, error):
                     self.num_bad[type(error).__name__] += 1
                 else:
                     count_bad(self.num_bad, error)
         return None
 
-    def drain(self, answer_bad: AnswerBad | None = None) -> Iterator[tuple[bytes, In]]:
+    def drain(
+        self, answer_bad: AnswerBad | None = None
+    ) -> Iterator[tuple[bytes, In | MessagesLost]]:
         """All messages that have arrived. Call it when the socket is readable. See `receive`."""
         message = self.receive(answer_bad)
         while message is not None:

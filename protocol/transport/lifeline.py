@@ -69,10 +69,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=Tr
     """The process failed; `reason` says what happened, why and what to do, without a traceback.
 
     is_consequence: another process failed first; its reason explains more.
+    is_out_of_memory: it had no memory for a step. The engine goes on with smaller ones.
     """
 
     reason: str
     is_consequence: bool = False
+    is_out_of_memory: bool = False
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_fields=True):
@@ -103,10 +105,12 @@ class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_f
     reason:      which one died first, and how.
     were_killed: from outside, so what they had written before is as valid as ever. One that fails
                  or crashes may have written anything.
+    is_out_of_memory: see `Failed`.
     """
 
     reason: str
     were_killed: bool = False
+    is_out_of_memory: bool = False
 
 
 class TakeOver(msgspec.Struct, tag="take_over", frozen=True, forbid_unknown_fields=True):
@@ -156,12 +160,15 @@ class Lifeline:
         """Send `report` to the supervisor; ignored if the supervisor has just exited."""
         if self._socket is None:
             return
+        if isinstance(report, Ready):
+            self._next_alive_s = 0.0
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_encoder.encode(report) + b"\n")
 
     def report_alive(self, late: str | None = None) -> None:
-        """Report Alive, at most every ALIVE_INTERVAL_S. Never blocks: a supervisor that does not
-        read its reports gets no more of them."""
+        """Report Alive, at most every ALIVE_INTERVAL_S, but at once after Ready: a hang is noticed
+        only after the first report. Never blocks: a supervisor that does not read its reports gets
+        no more of them."""
         now_s = time.monotonic()
         if self._socket is None or now_s < self._next_alive_s:
             return

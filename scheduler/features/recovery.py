@@ -131,8 +131,8 @@ class Recovery:
         self._failed_through = 0
 
     def fail_step(self, step: int, now: float) -> None:
-        """The device had no memory for a step. Later plans get half as many tokens; if they cannot
-        have fewer, the newest request ends. Everything of the plans in flight is recomputed."""
+        """The device had no memory for a step. Later plans are smaller, and everything of the plans
+        in flight is recomputed."""
         if step <= self._failed_through:
             return
         self._failed_through = self.in_flight.newest_step
@@ -143,6 +143,13 @@ class Recovery:
         }
         for generation, past in self.in_flight.past_occupants():
             sources[generation] = past.num_hit_tokens
+        self.lower_demand(step, now)
+        self._invalidate(sources, step, now)
+
+    def lower_demand(self, step: int, now: float) -> None:
+        """The device had no memory for a step. Later plans get half as many tokens; if they cannot
+        have fewer, the newest request ends."""
+        requests = self.running.requests_in_order()
         if self.budget.halve():
             logger.warning(
                 "the device had no memory for a step; from now on a step has at most %d tokens. "
@@ -154,7 +161,6 @@ class Recovery:
             text = "the device has no memory to compute this request, even in the smallest step"
             outcome = Outcome(FinishReason.ERROR, text, step=step)
             self.lifecycle.end(requests[-1], outcome, now)
-        self._invalidate(sources, step, now)
 
     def _num_certain_tokens(self, request: Request) -> int:
         """Leading tokens of a running request that no plan in flight computes: each plan has at

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from longshore.protocol.commands import EngineCommand
-from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
+from longshore.protocol.errors import EngineDead, LongshoreError, MessagesLost, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -122,6 +122,7 @@ class Engine:
             answer=lifeline.report,
             announce=self._announce_admission,
             advance=self._advance,
+            paused=config.paused,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._index_of_peer: dict[bytes, int] = {}
@@ -280,12 +281,13 @@ class Engine:
             asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
             self._check_sockets()
         else:
-            self._begin_epoch(message.reason, message.were_killed and self._config.adopts_kv)
+            self._begin_epoch(message)
 
-    def _begin_epoch(self, reason: str, keeps_kv: bool) -> None:
+    def _begin_epoch(self, restarting: Restarting) -> None:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
-        former ones have sent is applied first; it is as valid as before. keeps_kv: so is what they
-        have computed, which the next ones adopt."""
+        former ones have sent is applied first; it is as valid as before. If they were killed, so is
+        what they have computed, which the next ones may adopt."""
+        keeps_kv = restarting.were_killed and self._config.adopts_kv
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -295,10 +297,12 @@ class Engine:
             self._failing = None
         self._lifeline.report(Acknowledged())
         self._epoch += 1
+        if restarting.is_out_of_memory:
+            self._scheduler.lower_demand(time.monotonic())
         self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
         adopted = self._scheduler.kv_cache.pool.cached_block_ids() if keeps_kv else None
         self._statistics = WorkerStatistics(self._epoch)
-        self._pause_reason = reason
+        self._pause_reason = reason = restarting.reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
             "the workers are replaced, epoch %d begins; %d requests wait, %d blocks are kept",
@@ -346,8 +350,11 @@ class Engine:
             match message:
                 case ClientHello():
                     self._accept_client(peer, message)
+                case MessagesLost():
+                    if index is not None:
+                        self._drop_client(index, str(message))
                 case _ if index is None:
-                    self._clients.send(peer, Rejected("the first message must be ClientHello"))
+                    self._reject_client(peer, "the first message must be ClientHello")
                 case AddRequest():
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
@@ -389,7 +396,7 @@ class Engine:
                 f"{ours!r}; use the same model, because token ids depend on it"
             )
         if reason is not None:
-            self._clients.send(peer, Rejected(reason))
+            self._reject_client(peer, reason)
             return
         if peer not in self._index_of_peer:
             self._index_of_peer[peer] = self._num_clients
@@ -403,6 +410,10 @@ class Engine:
         if self._commands.closed_reason is not None:
             self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()  # send it the statistics
+
+    def _reject_client(self, peer: bytes, reason: str) -> None:
+        self._clients.send(peer, Rejected(reason))
+        self._clients.disconnect(peer)
 
     def _send_outputs_and_plans(self) -> None:
         """Send plans first if no step is in flight, because the device is idle; otherwise send
@@ -470,9 +481,12 @@ class Engine:
     def _send(self, index: int, message: EngineOutputs | AdmissionChanged) -> None:
         peer = self._peer_of_index.get(index)
         if peer is not None and not self._clients.send(peer, message):
-            del self._peer_of_index[index], self._index_of_peer[peer]
-            logger.info("client %d disconnected; aborting its requests", index)
-            self._scheduler.abort_client(index, time.monotonic())
+            self._drop_client(index, "it is gone, or has stopped reading")
+
+    def _drop_client(self, index: int, reason: str) -> None:
+        del self._index_of_peer[self._peer_of_index.pop(index)]
+        logger.info("client %d disconnected; aborting its requests: %s", index, reason)
+        self._scheduler.abort_client(index, time.monotonic())
 
     def _check_answers(self) -> None:
         """Stop the engine if an output is overdue. Ranks report a peer that hangs only if they
@@ -515,8 +529,8 @@ class Engine:
 
     async def _report_regularly(self) -> None:
         while True:
-            await asyncio.sleep(STATS_INTERVAL_S)
             self._lifeline.report_alive()
+            await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
             self._warn_of_stall()
             workers = self._statistics.latest()

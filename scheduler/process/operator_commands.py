@@ -15,6 +15,7 @@ from longshore.protocol.commands import (
     DrainEngine,
     EngineCommand,
     Pause,
+    PauseMode,
     ResetCache,
     Resume,
     WriteKVSnapshot,
@@ -33,6 +34,7 @@ DRAINING: Final = "draining for a restart by the operator"
 class OperatorCommands:
     """Executes commands of one engine. Not thread-safe: use it in the engine's loop.
 
+    paused:    the pause that an operator has begun in a former process; None: no pause.
     closed_reason: why new requests are not admitted, for clients; None: they are.
     answer:    sends an answer to the supervisor.
     announce:  called when `closed_reason` has changed.
@@ -48,6 +50,7 @@ class OperatorCommands:
         answer: Callable[[CommandAnswer], None],
         announce: Callable[[], None],
         advance: Callable[[], None],
+        paused: PauseMode | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._events = events
@@ -58,6 +61,9 @@ class OperatorCommands:
         self._waiting: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self.closed_reason: str | None = None
+        if paused is not None:
+            self._scheduler.set_pause(_state_of(paused))
+            self.closed_reason = PAUSED
 
     def execute(self, number: int, command: EngineCommand) -> None:
         """Carry out a command, or begin to; it is answered when it has been carried out."""
@@ -109,15 +115,14 @@ class OperatorCommands:
 
     def _pause(self, command: Pause, answer: Callable[..., None]) -> None:
         if self._is_draining:
-            answer(False, "the engine is being restarted")
+            answer(True, "the engine is being restarted, and will be paused")
             return
         self._close_admission(PAUSED)
+        self._scheduler.set_pause(_state_of(command.mode))
         if command.mode == "wait":
-            self._scheduler.set_pause(PauseState.PAUSED_NEW)
             self._advance()
             self._begin(self._answer_when_idle(command.timeout_s, True, answer))
             return
-        self._scheduler.set_pause(PauseState.PAUSED_ALL)
         if command.mode == "abort":
             for client in self._clients():
                 self._scheduler.abort_client(client, time.monotonic())
@@ -126,7 +131,7 @@ class OperatorCommands:
 
     def _resume(self, answer: Callable[..., None]) -> None:
         if self._is_draining:
-            answer(False, "the engine is being restarted")
+            answer(True, "the engine is being restarted, and will not be paused")
             return
         self._scheduler.set_pause(PauseState.UNPAUSED)
         self._close_admission(None)
@@ -196,3 +201,7 @@ class OperatorCommands:
             answer(False, f"the snapshot cannot be written: {error}")
             return
         answer(True, f"{num_lines} lines", path=path, num_lines=num_lines)
+
+
+def _state_of(mode: PauseMode) -> PauseState:
+    return PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL

@@ -55,12 +55,12 @@ class OutputProcessor:
             self.num_stale_tokens += len(output.sampled_tokens)
             return
         planned = self.validator.plan_of(output)
+        if len(output.failed_block_ids):
+            self.recovery.fail_loads(output.failed_block_ids, planned, now)
         if output.is_out_of_memory:
             self.recovery.fail_step(planned.step, now)
             self.in_flight.answered()
             return
-        if len(output.failed_block_ids):
-            self.recovery.fail_loads(output.failed_block_ids, planned, now)
         if len(output.nan_rows):
             self.recovery.fail_not_finite(output, planned, now)
         if output.logprobs is None:

@@ -17,6 +17,8 @@ from tests.integration.deployment import wait_until
 
 PAUSE_S: Final = 1.5
 DELAY_S: Final = 0.02
+REQUEST_BYTES: Final = 300
+"""All new requests have more: their prompts have at least 104 tokens. Other messages have less."""
 Injection = Callable[[Target], None]
 
 
@@ -188,6 +190,35 @@ TIERS: Final[Sequence[Fault]] = (
 reported late."""
 
 
+def until_counted(name: str, inject: Injection = lambda target: None) -> Injection:
+    """Go on until the metric has grown."""
+
+    def inject_and_wait(target: Target) -> None:
+        before = target.metric(name)
+        inject(target)
+        wait_until(lambda: target.metric(name) > before)
+
+    return inject_and_wait
+
+
+LOADS: Final[Sequence[Fault]] = (
+    Fault("load", "blocks are not filled", until_counted("scheduler_failed_loads_total")),
+    Fault(
+        "load",
+        "ends are reported twice, and of unknown requests",
+        until_counted("scheduler_bad_messages_total"),
+    ),
+    Fault(
+        "load",
+        "clients hang up meanwhile",
+        until_counted("scheduler_stale_tokens_total", hang_up),
+    ),
+    Fault("load", "the worker is killed meanwhile", kill("worker-0"), is_short=False),
+)
+"""On one engine with host memory, through a connector whose loads fail, and whose reports are late
+and repeated, all the time."""
+
+
 def slow(name: str) -> Injection:
     def inject(target: Target) -> None:
         assert target.proxies is not None
@@ -216,12 +247,18 @@ def cut(name: str) -> Injection:
     return inject
 
 
-def spoil(name: str, toward: Toward, what: Spoiling) -> Injection:
+def spoil(name: str, toward: Toward, what: Spoiling, min_bytes: int = 0) -> Injection:
     def inject(target: Target) -> None:
         assert target.proxies is not None
-        target.proxies[name].spoil_next(toward, what)
+        proxy = target.proxies[name]
+        proxy.spoil_next(toward, what, min_bytes)
+        wait_until(lambda: proxy.has_spoiled(toward))
 
     return inject
+
+
+def spoil_request(name: str, what: Spoiling) -> Injection:
+    return spoil(name, "bound", what, REQUEST_BYTES)
 
 
 LINKS: Final[Sequence[Fault]] = (
@@ -235,6 +272,12 @@ LINKS: Final[Sequence[Fault]] = (
     Fault("message", "a plan is repeated", spoil("worker-1.0", "connected", "repeat")),
     Fault("message", "two plans are swapped", spoil("worker-1.0", "connected", "swap")),
     Fault("message", "a worker's report is dropped", spoil("worker-0.0", "bound", "drop")),
+    Fault("message", "a step's tokens are dropped", spoil("clients-0", "connected", "drop")),
+    Fault("message", "a step's tokens are repeated", spoil("clients-1", "connected", "repeat")),
+    Fault("message", "two steps' tokens are swapped", spoil("clients-1", "connected", "swap")),
+    Fault("message", "a request is dropped", spoil_request("clients-0", "drop")),
+    Fault("message", "a request is repeated", spoil_request("clients-1", "repeat")),
+    Fault("message", "two requests are swapped", spoil_request("clients-1", "swap")),
     Fault(
         "message",
         "a worker's report is repeated",

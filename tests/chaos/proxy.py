@@ -44,7 +44,7 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._faults: dict[Toward, Spoiling] = {}
+        self._faults: dict[Toward, tuple[Spoiling, int]] = {}
 
     async def listen(self) -> None:
         path = self.path.with_name(PREFIX + self.path.name)
@@ -71,9 +71,20 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
-    def spoil_next(self, toward: Toward, what: Spoiling) -> None:
-        """Drop or repeat the next message, or deliver it after the one that follows it."""
-        self._loop.call_soon_threadsafe(self._faults.__setitem__, toward, what)
+    def spoil_next(self, toward: Toward, what: Spoiling, min_bytes: int = 0) -> None:
+        """Drop or repeat the next message of at least `min_bytes`, or deliver it after the one that
+        follows it."""
+        self._faults[toward] = (what, min_bytes)
+
+    def has_spoiled(self, toward: Toward) -> bool:
+        return toward not in self._faults
+
+    def _take_fault(self, toward: Toward, num_bytes: int) -> Spoiling | None:
+        what, min_bytes = self._faults.get(toward, (None, 0))
+        if what is None or num_bytes < min_bytes:
+            return None
+        del self._faults[toward]
+        return what
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -105,7 +116,7 @@ class Proxy:
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 await self._open.wait()
-                match self._faults.pop(toward, None):
+                match self._take_fault(toward, len(message)):
                     case "drop":
                         continue
                     case "repeat":

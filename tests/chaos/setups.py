@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from longshore.testing.faults import FAULTY_CONNECTOR
-from tests.chaos.faults import LINKS, REPLICAS, TIERS, Fault
+from tests.chaos.faults import LINKS, LOADS, REPLICAS, TIERS, Fault
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Prompt
 from tests.chaos.target import Target
@@ -84,6 +84,14 @@ def tiers(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
 
 
 @contextmanager
+def loads(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
+    faults = {"failed_load": 0.2, "late": 0.3, "duplicate": 0.3}
+    options = {"connector": "offloading", "options": HOST_TIER, "faults": faults}
+    with deploy(model, folder, *connector_flags(FAULTY_CONNECTOR, options)) as deployment:
+        yield Target(deployment.wait_until_ready(), prompts, folder=folder)
+
+
+@contextmanager
 def links(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
     with ExitStack() as stack:
         deployment = stack.enter_context(
@@ -98,5 +106,6 @@ def links(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
 SETUPS: Final[Mapping[str, tuple[Setup, Sequence[Fault]]]] = {
     "replicas": (replicas, REPLICAS),
     "tiers": (tiers, TIERS),
+    "loads": (loads, LOADS),
     "links": (links, LINKS),
 }

@@ -1,7 +1,9 @@
 """The clients of a chaos run: 32 streams at a time, whose prompts share prefixes.
 
-All tokens are greedy, in float32. Rounding depends on what is computed together, so a token may
-differ from the calm run's where the calm run's two best tokens are almost equally likely.
+Half of the prompts are answered greedily, half with random draws from the best tokens, whose seed
+determines them; all in float32. Rounding depends on what is computed together, so a token may
+differ from the calm run's where two of the calm run's best tokens are almost equally likely, or
+where the draw is almost at the border of two tokens.
 """
 
 import asyncio
@@ -10,13 +12,16 @@ import json
 import random
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
+import numpy as np
+
+from longshore.worker.sampling.uniform import uniform
 from tests.integration.deployment import PATIENCE_S
 
 NUM_STREAMS: Final = 32
@@ -24,8 +29,11 @@ NUM_PROMPTS: Final = 48
 NUM_PREFIXES: Final = 4
 PREFIX_TOKENS: Final = 96
 MAX_TOKENS: Final = 300
+TOP_K: Final = 4
+"""Number of tokens that are drawn from, at temperature 1."""
+
 TIE: Final = 1e-3
-"""Difference of log probabilities up to which rounding may choose."""
+"""Difference of log probabilities, or of a draw and a border, up to which rounding may choose."""
 
 COMPLETE: Final = "complete"
 RETRY_S: Final = 0.05
@@ -34,8 +42,27 @@ STREAM_TIMEOUT_S: Final = 3 * PATIENCE_S
 
 @dataclass(frozen=True)
 class Prompt:
+    """seed: of random draws; None: greedy."""
+
     token_ids: list[int]
     max_tokens: int
+    seed: int | None
+
+    def margin(self, position: int, logprobs: Iterable[float]) -> float:
+        """How far the choice of an output token is from another one. logprobs: of the best tokens,
+        one more than are drawn from."""
+        best = np.array(sorted(logprobs, reverse=True))
+        margin = float(-np.diff(best).max())
+        if self.seed is None:
+            return margin
+        mass = np.exp(best[:TOP_K]).cumsum()
+        (draw,) = uniform(np.array([self.seed], np.uint64), np.array([position], np.int64))
+        return min(margin, float(np.abs(mass / mass[-1] - draw).min()))
+
+    @property
+    def num_best(self) -> int:
+        """The number of log probabilities that `margin` needs."""
+        return 2 if self.seed is None else TOP_K + 1
 
 
 def make_prompts(seed: int) -> list[Prompt]:
@@ -50,8 +77,9 @@ def make_prompts(seed: int) -> list[Prompt]:
         Prompt(
             chance.choice(prefixes) + token_ids(chance.randrange(8, 60)),
             chance.randrange(MAX_TOKENS // 3, MAX_TOKENS),
+            seed=number if number % 2 else None,
         )
-        for _ in range(NUM_PROMPTS)
+        for number in range(NUM_PROMPTS)
     ]
 
 
@@ -59,7 +87,7 @@ def make_prompts(seed: int) -> list[Prompt]:
 class Stream:
     """What a client received.
 
-    margins: by how much each token's log probability is above the next one's, if asked for.
+    margins: `Prompt.margin` of each token, if asked for.
     port:    of the client's end of the connection.
     end:     COMPLETE, or how it ended.
     """
@@ -229,11 +257,13 @@ class Load:
         return {
             "prompt": prompt.token_ids,
             "max_tokens": prompt.max_tokens,
-            "temperature": 0,
+            "temperature": 0 if prompt.seed is None else 1,
+            "top_k": TOP_K,
+            "seed": prompt.seed,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
-            "logprobs": 2 if self._once else None,
+            "logprobs": prompt.num_best if self._once else None,
         }
 
     def _take(self, data: bytes, number: int, stream: Stream) -> None:
@@ -247,11 +277,15 @@ class Load:
             return
         for choice in event["choices"]:
             if token_ids := choice.get("token_ids"):
-                stream.token_ids += token_ids
-                self.progress[number].append(time.monotonic())
                 if self._once:
                     best = choice["logprobs"]["top_logprobs"]
-                    stream.margins += [max(b.values()) - min(b.values()) for b in best]
+                    prompt, first = self._prompts[stream.prompt], len(stream.token_ids)
+                    stream.margins += [
+                        prompt.margin(position, each.values())
+                        for position, each in enumerate(best, first)
+                    ]
+                stream.token_ids += token_ids
+                self.progress[number].append(time.monotonic())
             if choice["finish_reason"] is not None:
                 stream.end = "finished"
 

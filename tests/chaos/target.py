@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import time
 import urllib.request
 import zlib
@@ -109,6 +110,11 @@ class Target:
         new.write_text(what)
         new.rename(self.switch)
         wait_until(lambda: not self.switch.exists())
+
+    def metric(self, name: str) -> float:
+        """The sum of the series of `longshore_NAME`."""
+        text = self._get("/metrics")
+        return sum(map(float, re.findall(rf"^longshore_{name}{{.*}} (\S+)$", text, re.M)))
 
     def is_replaced(self, name: str, former: psutil.Process) -> bool:
         return self.members().get(name, former) != former

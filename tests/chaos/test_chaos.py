@@ -33,7 +33,14 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "name",
-    ["replicas", pytest.param("tiers", marks=pytest.mark.services), "links"],
+    [
+        "replicas",
+        pytest.param("tiers", marks=pytest.mark.services),
+        pytest.param(
+            "loads", marks=pytest.mark.req("MET-05", "MET-06", "MET-07", "MET-08", "SPD-07")
+        ),
+        "links",
+    ],
 )
 def test_streams_survive_every_fault_and_nothing_is_lost(
     name: str, model: Path, folder: Path

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from longshore.connectors.base import (
     RequestView,
     StepView,
 )
+from longshore.connectors.hidden_states import worker as hidden_states
 from longshore.connectors.hidden_states.scheduler import Begin, Commands, HiddenStatesConnector
 from longshore.connectors.registry import load_scheduler_connector
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
@@ -199,6 +201,28 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(
         engine.wait(engine.add(PROMPTS[0]))
     assert "hidden states of request r0 are lost" in caplog.text
     assert [each.name for each in folder.iterdir()] == ["r0.safetensors"]
+
+
+def test_states_without_host_memory_are_lost_and_the_request_is_answered(
+    model_of: ModelOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def lack(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError("no byte is left")
+
+    path, _ = model_of("full")
+    with Engine(path) as plain:
+        (wanted,) = plain.run(PROMPTS[0])
+    with engine_of(path, tmp_path / "states", options={"requests": "all"}) as engine:
+        without = SimpleNamespace(empty=lack, from_numpy=torch.from_numpy)
+        monkeypatch.setattr(hidden_states, "torch", without)
+        answer = engine.add(PROMPTS[0])
+        engine.wait(answer)
+    assert answer.token_ids == wanted
+    assert "hidden states of 100 tokens are lost: no memory: no byte is left" in caplog.text
+    assert not list((tmp_path / "states").iterdir())
 
 
 @pytest.mark.timeout(300)

@@ -4,12 +4,14 @@ behaviour: serve     report readiness, exit 0 when told to stop
            deaf      report readiness, ignore the request to stop
            fail      report a reason and exit 1
            suffer    the same, as a consequence of another child's end
+           lack      like serve, and report a lack of memory when told to stop
            die       exit 3 without a report
            hang      never report anything
            alive     like serve, and report regularly to be alive
            late      like alive, with something that is late
            stand by  report readiness, and again when it has taken over, as a standby does
            listen    like serve, print why others are restarted, and report readiness again
+           mute      like alive, and report progress and nothing more when others are restarted
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
@@ -41,6 +43,8 @@ from longshore.protocol.transport.lifeline import (
 
 class FakeChildConfig(msgspec.Struct, frozen=True):
     behaviour: str
+    log_level: str = "info"
+    paused: str | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
 
@@ -56,6 +60,9 @@ def main(config_file: str) -> int:
 
     def exit_well(number: int, frame: FrameType | None) -> None:
         print("told to stop", flush=True)
+        if config.behaviour == "lack":
+            lifeline.report(Failed("no memory", is_out_of_memory=True))
+            sys.exit(1)
         waiting.unlink(missing_ok=True)
         while config.behaviour == "await others" and any(told.parent.glob("waits.*")):
             time.sleep(0.02)
@@ -98,10 +105,17 @@ def main(config_file: str) -> int:
     while config.behaviour in ("alive", "late"):
         lifeline.report(Alive("step 3 takes too long" if config.behaviour == "late" else None))
         time.sleep(0.1)
+    while config.behaviour == "mute" and not lifeline.take_received():
+        lifeline.report(Alive())
+        time.sleep(0.1)
+    if config.behaviour == "mute":
+        lifeline.report(Acknowledged())
+        lifeline.report(Progress("waiting"))
     while config.behaviour == "listen":
         select.select([lifeline], [], [])
         for message in lifeline.take_received():
-            print(f"heard: {message.reason}", flush=True)
+            remedy = " (smaller steps)" if message.is_out_of_memory else ""
+            print(f"heard: {message.reason}{remedy}", flush=True)
             lifeline.report(Acknowledged())
             lifeline.report(Ready())
     while True:

@@ -6,6 +6,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.supervisor.restart_history import RestartRecord
 from tests.deploy.gateway.fake_engine import STATS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -16,6 +17,7 @@ def rows() -> set[str]:
     metrics.observe_scheduler("0", STATS)
     metrics.responses.labels("/v1/models", "200").inc()
     metrics.keys.counts("a")
+    metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
     rows = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):

@@ -1,6 +1,8 @@
 """Typed channels on sockets that are closed after the test."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -8,6 +10,7 @@ import zmq
 from longshore.protocol.handshake import ToClient, ToEngine
 from longshore.protocol.transport.channel import (
     Channel,
+    ClientChannel,
     Endpoint,
     ServerChannel,
     close_context,
@@ -38,16 +41,21 @@ class Sockets:
         self._sockets.append(open_socket(context, kind, endpoint, bind=bind))
         return self._sockets[-1]
 
-    def engine(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
+    def engine(self, endpoint: Endpoint) -> Channel[Any, Any]:
         """The end that binds and receives ToEngine."""
-        return Channel(self.open(zmq.DEALER, endpoint, bind=True, context=context), ToEngine)
+        return Channel(self.open(zmq.DEALER, endpoint, bind=True), ToEngine)
 
     def server(self, endpoint: Endpoint, context: Context | None = None) -> ServerChannel[Any, Any]:
         """The same for many clients."""
         return ServerChannel(self.open(zmq.ROUTER, endpoint, bind=True, context=context), ToEngine)
 
-    def client(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
-        return Channel(self.open(zmq.DEALER, endpoint, bind=False, context=context), ToClient)
+    def peer(self, endpoint: Endpoint) -> Channel[Any, Any]:
+        """The other end of `engine`."""
+        return Channel(self.open(zmq.DEALER, endpoint, bind=False), ToClient)
+
+    def client(self, endpoint: Endpoint, context: Context | None = None) -> ClientChannel[Any, Any]:
+        """A client of `server`."""
+        return ClientChannel(self.open(zmq.DEALER, endpoint, bind=False, context=context), ToClient)
 
     def close(self) -> None:
         for socket in self._sockets:
@@ -58,3 +66,30 @@ class Sockets:
             closer.start()
             closer.join(WAIT_S)
             assert not closer.is_alive(), "the context does not terminate"
+
+
+class _Wire:
+    """In place of a socket: sends each message `times` times."""
+
+    def __init__(self, socket: Any, times: int) -> None:
+        self._socket = socket
+        self._times = times
+
+    def send(self, frame: bytes, flags: int) -> None:
+        for _ in range(self._times):
+            self._socket.send(frame, flags)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        for _ in range(self._times):
+            self._socket.send_multipart(frames, flags)
+
+
+@contextmanager
+def sending(channel: Any, *, times: int) -> Iterator[None]:
+    """Each message that the channel sends meanwhile arrives so often; 0: it is lost."""
+    socket = channel.socket
+    channel.socket = _Wire(socket, times)
+    try:
+        yield
+    finally:
+        channel.socket = socket

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from longshore.protocol.handshake import (
     Feature,
     FromWorker,
     ToClient,
-    ToEngine,
     ToWorker,
     WorkerHello,
     WorkerReady,
@@ -50,6 +49,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats
 from longshore.protocol.transport.channel import (
     Channel,
+    ClientChannel,
     Endpoint,
     open_socket,
 )
@@ -152,7 +152,7 @@ class EngineProcess:
         """The next line that the process writes to its supervisor."""
         return decode_report(self._lines.readline())
 
-    def end_workers(self, reason: str) -> None:
+    def end_workers(self, reason: str, *, is_out_of_memory: bool = False) -> None:
         """End the scripted workers and their connections, say so as the supervisor does, and
         connect new ones when the scheduler knows it. Its reports until then are skipped."""
         for worker in self.workers:
@@ -161,7 +161,7 @@ class EngineProcess:
         for channel in self.channels:
             self._sockets.remove(channel.socket)
             channel.socket.close(linger=0)
-        self._lifeline.sendall(encode_event(Restarting(reason)))
+        self._lifeline.sendall(encode_event(Restarting(reason, is_out_of_memory=is_out_of_memory)))
         while not isinstance(self.next_report(), Acknowledged):
             continue
         for rank, endpoint in enumerate(self._endpoints):
@@ -235,7 +235,9 @@ class EngineProcess:
 
     def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
         """A client that has sent its hello, and the answer."""
-        channel: Channel[ToEngine, ToClient] = Channel(self._connect_to(self._clients), ToClient)
+        channel: ClientChannel[Any, ToClient] = ClientChannel(
+            self._connect_to(self._clients), ToClient
+        )
         hello = ClientHello("test", IDENTITY.model_fingerprint)
         channel.send(msgspec.structs.replace(hello, **overrides))
         return Client(channel), channel.receive(TIMEOUT_S)
@@ -268,7 +270,7 @@ class EngineProcess:
 class Client:
     """A minimal gateway."""
 
-    def __init__(self, channel: Channel[ToEngine, ToClient]) -> None:
+    def __init__(self, channel: ClientChannel[Any, ToClient]) -> None:
         self.channel = channel
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRequest] = {}
@@ -286,6 +288,10 @@ class Client:
                 sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
             )
         )
+
+    def send_raw(self, fields: Mapping[str, object]) -> None:
+        """Send a message that need not be valid."""
+        self.channel.send(msgspec.Raw(msgspec.msgpack.encode(fields)))
 
     def receive_until(self, done: Callable[[], bool], patience_s: float = TIMEOUT_S) -> None:
         """Read outputs until `done()`. Raises TimeoutError if no message arrives for too long."""

@@ -191,6 +191,26 @@ def test_the_log_level_changes_at_once(shared: Deployment) -> None:
     assert list(lines(shared, "log-level", "info")) == ["supervisor", *PROCESSES]
 
 
+def test_a_pause_and_a_log_level_hold_when_their_scheduler_dies(shared: Deployment) -> None:
+    admin(shared, "pause", "--engine", "0", "--mode", "keep")
+    admin(shared, "log-level", "debug", "--process", "scheduler 0")
+    num_ready = shared.output.count("engine-0 is ready again")
+    shared.members["scheduler-0"].kill()
+    wait_until(lambda: shared.output.count("engine-0 is ready again") > num_ready)
+    shared.find_members()
+    state = lines(shared, "status", "--engine", "0")["scheduler 0"]
+    assert state == "paused by the operator; 0 requests run, 0 wait"
+    num_lines = shared.output.count("[scheduler 0] DEBUG")
+    for _ in range(3):  # all go to the other engine
+        complete(shared, [5, 6, 7])
+    assert shared.output.count("[scheduler 0] DEBUG") == num_lines
+    admin(shared, "resume")
+    for _ in range(4):
+        complete(shared, [5, 6, 7])
+    wait_until(lambda: shared.output.count("[scheduler 0] DEBUG") > num_lines)
+    admin(shared, "log-level", "info")
+
+
 def test_the_same_actions_need_their_own_key_over_http(shared: Deployment) -> None:
     def post(key: str) -> tuple[int, bytes]:
         request = urllib.request.Request(

@@ -19,6 +19,7 @@ from longshore.protocol.outputs import (
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AbortRequests
 from longshore.protocol.transport.lifeline import STOP_SIGNAL, Alive, Failed, Progress, Ready
+from longshore.scheduler.step.token_budget import MIN_TOKENS
 from tests.integration.engine_process import (
     IDENTITY,
     TIMEOUT_S,
@@ -86,6 +87,27 @@ def test_requests_go_on_with_a_new_worker_and_no_token_is_lost_or_repeated(
     assert (first.epoch, first.step, first.previous_step) == (2, 1, 0)
     started_ids = [start.request_id for start in first.added]
     assert started_ids == ["request-0", "request-1", "request-2"], "in admission order"
+
+
+def test_workers_that_lack_memory_get_smaller_steps_and_at_last_fewer_requests(
+    engine: EngineProcess,
+) -> None:
+    client = started(engine)
+    budget, epoch = IDENTITY.max_num_batched_tokens, 1
+    while budget > MIN_TOKENS:
+        budget, epoch = max(MIN_TOKENS, budget // 2), epoch + 1
+        engine.end_workers("worker 0: no memory", is_out_of_memory=True)
+        worker = next_worker(engine, epoch)
+        client.receive_until(lambda: bool(worker.plans))  # noqa: B023
+        assert max(plan.num_scheduled_tokens for plan in worker.plans) <= budget
+    client.receive_until(lambda: len(engine.workers[0].rows.num_computed.nonzero()[0]) == 3)
+    engine.end_workers("worker 0: no memory", is_out_of_memory=True)
+    client.receive_until(lambda: 2 in client.finished)
+    assert client.finished[2].reason is FinishReason.ERROR
+    next_worker(engine, epoch + 1)
+    client.receive_until(lambda: len(client.finished) == 3)
+    for handle in (0, 1):
+        assert_whole(client, handle)
 
 
 def test_the_supervisor_hears_that_the_scheduler_waits_and_lives(engine: EngineProcess) -> None:

@@ -144,9 +144,9 @@ def test_a_drain_ends_when_no_request_is_left_that_the_engine_must_finish(
     assert answer.ok
     client.receive_until(lambda: 1 in client.finished and (holds_new or 2 in client.finished))
     assert (2 in client.tokens) is not holds_new
-    for command in (Pause("keep"), Resume()):
-        refused = engine.command(command)
-        assert (refused.ok, refused.message) == (False, "the engine is being restarted")
+    for command, after in ((Pause("keep"), "will be paused"), (Resume(), "will not be paused")):
+        answer = engine.command(command)
+        assert (answer.ok, answer.message) == (True, f"the engine is being restarted, and {after}")
 
 
 def test_the_prefix_cache_is_reset_unless_requests_hold_blocks(engine: EngineProcess) -> None:

@@ -1,17 +1,26 @@
 """A device that has no memory for large steps: they are computed again in smaller parts, and the
 tokens are those of a calm run."""
 
+import json
 import logging
+import threading
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 import torch
 
 from longshore import LLM, SamplingParams
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.protocol.errors import EngineDead
+from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.models import make_tiny_llama
 
 PROMPTS: Final = [[20 + (7 * i + 3 * n) % 90 for i in range(40 + 30 * n)] for n in range(6)]
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -118,3 +127,96 @@ def test_other_failures_still_end_the_engine(tiny_model: tuple[Path, Any]) -> No
         lack_memory(llm, 70, fail)
         with pytest.raises(EngineDead, match="on fire"):
             generate(llm, PROMPTS)
+
+
+OFFLOADING: Final = [
+    *("--kv-connector", "offloading"),
+    *("--kv-connector-config", '{"cpu_bytes_to_use": "64MiB"}'),
+]
+slow = pytest.mark.slow
+LONG_PROMPT: Final = [20 + 11 * i % 90 for i in range(3500)]
+
+
+class Client:
+    """Completions by a deployment's gateway, greedy and with token ids."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._url = f"{deployment.url}/v1/completions"
+
+    def complete(self, prompt: list[int]) -> list[int]:
+        body = {"prompt": prompt, "max_tokens": 20, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=4 * PATIENCE_S) as response:
+            token_ids: list[int] = json.load(response)["choices"][0]["token_ids"]
+        return token_ids
+
+    def begin(self, prompt: list[int]) -> Future[list[int]]:
+        """`complete` on a thread."""
+        future: Future[list[int]] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.complete(prompt))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+
+def limit_memory(process: psutil.Process, spare_bytes: int) -> None:
+    """From now on, the process can have this much memory more."""
+    process.rlimit(psutil.RLIMIT_AS, 2 * (process.memory_info().vms + spare_bytes,))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose MLP needs 200 MB for a step of 3500 tokens."""
+    path = tmp_path_factory.mktemp("wide") / "model"
+    make_tiny_llama(
+        path,
+        vocab_size=VOCAB_SIZE,
+        intermediate_size=4096,
+        max_position_embeddings=4096,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    save_tokenizer(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank"),
+    [
+        pytest.param(["--tensor-parallel-size", "2"], 1, id="shard"),
+        pytest.param(["--pipeline-parallel-size", "2"], 0, id="first stage", marks=slow),
+        pytest.param(["--pipeline-parallel-size", "2", *OFFLOADING], 1, id="last stage"),
+        pytest.param(["--tensor-parallel-size", "2"], 0, id="sampling shard", marks=slow),
+    ],
+)
+def test_a_rank_without_memory_makes_the_steps_of_its_engine_smaller(
+    start_deployment: StartDeployment, wide_model: Path, flags: list[str], rank: int
+) -> None:
+    """Other ranks wait for it in the middle of a step."""
+    deployment = start_deployment(
+        *("--dtype", "float32", "--verify-plan", "--max-num-batched-tokens", "4096"),
+        *("--startup-timeout-s", "120", "--max-restarts", "1", *flags),
+        model_dir=wide_model,
+    ).wait_until_ready()
+    client = Client(deployment)
+    calm = [client.complete(prompt) for prompt in PROMPTS]
+    worker = deployment.members[f"worker-{rank}"]
+    limit_memory(worker, 8 << 20)
+    long = client.begin(LONG_PROMPT)
+    wait_until(lambda: "the device had no memory for a step" in deployment.output, 2 * PATIENCE_S)
+    beside = [client.begin(prompt) for prompt in PROMPTS]
+    assert [future.result(4 * PATIENCE_S) for future in beside] == calm
+    assert len(long.result(4 * PATIENCE_S)) == 20
+    assert "from now on a step has at most 2048 tokens" in deployment.output
+    assert "Traceback" not in deployment.output
+    deployment.find_members()
+    assert deployment.stop() == 0, deployment.output
+    deployment.assert_nothing_is_left()

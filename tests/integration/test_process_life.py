@@ -5,11 +5,13 @@ import shutil
 import signal
 import socket
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
@@ -87,6 +89,18 @@ def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -
     deployment.assert_nothing_is_left()
 
 
+def restarts_of(deployment: Deployment) -> dict[tuple[str, str], float]:
+    """The counts of /metrics by process and reason, without zeros."""
+    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    return {
+        (sample.labels["process"], sample.labels["reason"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "longshore_process_restarts_total" and sample.value
+    }
+
+
 def rest_of(stream: Any, max_tokens: int) -> list[tuple[int, float]]:
     """The tokens after those of the first event: id, and by how much its log probability is above
     the next one's. The answer must be whole."""
@@ -132,6 +146,8 @@ def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     deployment.find_members()
     replaced = {name for name, member in deployment.members.items() if member.pid != pids[name]}
     assert replaced == {victim}
+    reason = "death" if fault == signal.SIGKILL else "hang"
+    assert restarts_of(deployment) == {(victim.replace("-", " "), reason): 1}
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
 
@@ -152,6 +168,8 @@ def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
     deployment.find_members()
     how = "was killed (SIGKILL)" if fault == signal.SIGKILL else "hangs or is stopped: it has not"
     assert f"gateway {how}" in deployment.output
+    reason = "death" if fault == signal.SIGKILL else "hang"
+    assert restarts_of(deployment) == {("gateway", reason): 1}
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
 

@@ -261,6 +261,24 @@ def at_the_door(deployment: Deployment) -> socket.socket:
     return connection
 
 
+def test_a_gateway_that_returns_while_an_engine_is_down_serves_with_the_other(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment("--replicas", "2").wait_until_ready()
+    deployment.members["scheduler-0"].suspend()
+    deployment.members["gateway"].kill()
+    wait_until(lambda: "gateway is ready again" in deployment.output)
+    assert len(ask(deployment, [[5, 6, 7]] * 2).choices) == 2
+    deployment.members["scheduler-0"].resume()
+    steps = "longshore_scheduler_steps_total"
+    wait_until(
+        lambda: bool(ask(deployment, [[5, 6, 7]] * 2)) and by_process(deployment, steps)[0] > 0
+    )
+    deployment.find_members()
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
 def test_the_other_engine_takes_over_the_streams_of_one_that_is_killed(
     start_deployment: StartDeployment,
 ) -> None:

@@ -9,10 +9,18 @@ import psutil
 import pytest
 import zmq
 
-from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
+from longshore.protocol.errors import MessagesLost
+from longshore.protocol.handshake import (
+    EngineReady,
+    Rejected,
+    ToClient,
+    WorkerAccepted,
+    WorkerReady,
+)
 from longshore.protocol.outputs import EngineFailed, FinishReason, ModelRunnerOutput, WorkerFailed
 from longshore.protocol.requests import AbortRequests, AddRequest
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.channel import ClientChannel
 from longshore.protocol.transport.lifeline import (
     EXIT_SUPERVISOR_GONE,
     STOP_SIGNAL,
@@ -21,6 +29,7 @@ from longshore.protocol.transport.lifeline import (
     Ready,
 )
 from longshore.scheduler.config import CacheConfig
+from tests.harness.sockets import sending
 from tests.integration.engine_process import (
     IDENTITY,
     TIMEOUT_S,
@@ -137,8 +146,9 @@ def test_garbage_from_a_client_is_dropped_and_the_next_message_served(
 ) -> None:
     client = ready_engine(engine)
     ScriptedWorker(engine)
-    for garbage in ([b""], [b"\xc1\xff"], [msgspec.msgpack.encode({"type": "reboot"})], [b"a"] * 9):
+    for garbage in ([b""], [b"\xc1\xff"], [b"a"] * 9):
         client.channel.socket.send_multipart(garbage)
+    client.send_raw({"type": "reboot"})
     client.add(1, max_tokens=2)
     client.receive_until(lambda: 1 in client.finished)
     assert client.tokens[1] == [40, 41]
@@ -154,9 +164,9 @@ def test_a_request_that_cannot_be_read_is_rejected_under_its_handle(engine: Engi
         (4, {"prompt_token_ids": ("<i4", 7)}),
         (5, {"request_id": 5, "sampling": {"temperature": -1}}),
     ):
-        client.channel.socket.send(msgspec.msgpack.encode(add | {"handle": handle} | change))
+        client.send_raw(add | {"handle": handle} | change)
     for unanswered in ({"handle": "six", "colour": "red"}, {"handle": -1, "colour": "red"}):
-        client.channel.socket.send(msgspec.msgpack.encode(add | unanswered))
+        client.send_raw(add | unanswered)
     client.add(7, max_tokens=2)
     client.receive_until(lambda: 7 in client.finished)
     assert set(client.finished) == {3, 4, 5, 7}
@@ -184,7 +194,7 @@ def test_a_message_that_cannot_be_read_ends_the_request_it_is_about(
     client.add(1, max_tokens=1500)
     client.receive_until(lambda: len(client.tokens.get(1, [])) > 3)
     for handle in (1, 2):  # no client has the second one
-        client.channel.socket.send(msgspec.msgpack.encode(message | {"handle": handle}))
+        client.send_raw(message | {"handle": handle})
     client.receive_until(lambda: 1 in client.finished)
     assert client.finished[1].reason is FinishReason.ERROR
     assert f"message '{message['type']}'" in (client.finished[1].message or "")
@@ -197,18 +207,40 @@ def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> 
     client = ready_engine(engine)
     with engine.context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"ipc://{engine.runtime_dir}/clients")
-        client.channel.socket = stranger
-        stranger.send(msgspec.msgpack.encode({"type": "add", "handle": 1}))
+        client.channel = ClientChannel(stranger, ToClient)
+        client.send_raw({"type": "add", "handle": 1})
         client.add(2)
         assert isinstance(client.channel.receive(TIMEOUT_S), Rejected)  # of the second
-        assert client.channel.receive() is None
+        with pytest.raises(MessagesLost):
+            client.channel.receive(TIMEOUT_S)
+
+
+def test_a_client_that_lost_a_message_is_disconnected_and_its_requests_end(
+    engine: EngineProcess,
+) -> None:
+    first, second = ready_engine(engine), engine.connect()[0]
+    ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.002))
+    for handle, client in enumerate((first, second)):
+        client.add(handle, max_tokens=1500)
+        client.receive_until(lambda c=client, h=handle: len(c.tokens.get(h, [])) > 3)
+    with sending(first.channel, times=0):
+        first.add(2)
+    first.channel.ping()
+    with pytest.raises(MessagesLost):
+        first.receive_until(lambda: False)
+    second.receive_until(lambda: second.stats is not None and second.stats.num_running == 1)
+    again, answer = engine.connect()
+    assert isinstance(answer, EngineReady)
+    again.add(2, max_tokens=2)
+    again.receive_until(lambda: 2 in again.finished)
+    assert again.tokens[2] == [40, 41]
 
 
 def test_request_before_the_hello_is_rejected(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     with engine.context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"ipc://{engine.runtime_dir}/clients")
-        client.channel.socket = stranger
+        client.channel = ClientChannel(stranger, ToClient)
         client.add(1)
         answer = client.channel.receive(TIMEOUT_S)
     assert isinstance(answer, Rejected)

@@ -79,6 +79,7 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
     SchedulerStats,
+    TenantStats,
     TierStats,
     TransferOperation,
     TransferStats,
@@ -276,8 +277,9 @@ stats = st.builds(
     **{
         field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
-        if field not in ("workers", "tiers", "transfers")
+        if field not in ("workers", "tenants", "tiers", "transfers")
     },
+    tenants=st.lists(st.builds(TenantStats, texts, counts, counts), max_size=2).map(tuple),
     tiers=st.lists(tiers, max_size=2).map(tuple),
     transfers=st.lists(transfers, max_size=2).map(tuple),
     workers=st.lists(worker_stats, max_size=2).map(tuple),
@@ -347,7 +349,7 @@ FROM_WORKER = {
         operations=st.lists(operations, max_size=2).map(tuple),
     ),
     WorkerStats: worker_stats,
-    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans()),
+    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans(), st.booleans()),
     WorkerHello: st.builds(
         WorkerHello,
         counts,

@@ -7,8 +7,9 @@ from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.events import BlockRemoved, BlockStored, KVEvent
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
-from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.requests import MultimodalFeature, Tenant
 from longshore.protocol.sampling import RepetitionDetection
+from longshore.protocol.statistics import TenantStats
 from tests.harness.connector import AdversarialConnector, has_stored
 from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
@@ -338,6 +339,17 @@ def test_blocks_that_all_rows_share_are_counted_when_membership_changes() -> Non
 
 
 # Figures
+
+
+def test_requests_are_counted_by_tenant() -> None:
+    driver = Driver(max_num_seqs=2)
+    for number, name in enumerate(("b", "", "a", "a")):
+        driver.add(f"r{number}", prompt_of(6), max_tokens=4, tenant=Tenant(name))
+    assert driver.scheduler.make_stats().tenants == (TenantStats("a", 0, 2), TenantStats("b", 0, 1))
+    driver.step()
+    assert driver.scheduler.make_stats().tenants == (TenantStats("a", 0, 2), TenantStats("b", 1, 0))
+    driver.run()
+    assert driver.scheduler.make_stats().tenants == ()
 
 
 @pytest.mark.req("MET-01")

@@ -8,6 +8,7 @@ from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
     StructuredOutput,
+    Tenant,
 )
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.planner import PauseState
@@ -180,6 +181,30 @@ def test_a_shortage_of_blocks_preempts_running_requests_and_ends_admission() -> 
     assert driver.scheduled == {"old": 1}  # tried again, and served, once `young` had given way
     driver.run()
     assert len(driver.finished) == 4
+
+
+@pytest.mark.req("SCH-09")
+@pytest.mark.parametrize("short_of", ["blocks", "rows"])
+def test_the_fair_policy_preempts_nobody_for_a_tenant_that_waits(short_of: str) -> None:
+    settings = {"max_num_seqs": 2} if short_of == "rows" else {}
+    driver = pressed("fair", enable_prefix_caching=False, **settings)
+    length = 3 if short_of == "rows" else 13  # 13 + 3 tokens fill four of the eight blocks
+    for number in range(4):
+        name = f"flood {number}"
+        driver.add(name, prompt_of(length, 20 * number), max_tokens=3, tenant=Tenant("flood"))
+    driver.step()
+    assert driver.running == ["flood 0", "flood 1"]
+    driver.add("other", prompt_of(5, 90), max_tokens=2, tenant=Tenant("other", weight=9))
+    while len(driver.finished) < 2:
+        assert driver.running == ["flood 0", "flood 1"]
+        driver.step()
+    while "other" not in driver.running:
+        assert len(driver.finished) == 2
+        driver.step()
+    assert "flood 3" not in driver.running
+    driver.run()
+    assert len(driver.finished) == 5
+    assert driver.scheduler.make_stats().num_preemptions == 0
 
 
 @pytest.mark.req("SCH-09")

@@ -43,12 +43,15 @@ class FileReader(ExampleWorker):
     def load_of_step(self, load: Load, failed: list[int]) -> None:
         self._load(load)
         with self._lock:
-            self._received.remove(load.request_id)
             failed += self._failed
             self._failed.clear()
 
     def submit_load(self, load: Load, failed: list[int]) -> QueueEvent:
-        return self._load_queue.submit(partial(self.load_of_step, load, failed))
+        def ended(event: QueueEvent) -> None:
+            if event.error is not None:
+                failed.extend(load.block_ids)
+
+        return self._load_queue.submit(partial(self.load_of_step, load, failed), ended)
 
 
 class SyncWorker(WorkerConnector[Step]):

@@ -27,7 +27,8 @@ from longshore.protocol.outputs import (
 )
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
-from longshore.worker.errors import RankLost
+from longshore.worker.errors import OutOfMemory, RankLost
+from longshore.worker.process.device import is_out_of_memory
 from longshore.worker.process.host_resources import resident_bytes
 from longshore.worker.process.row_log import RowLog
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
@@ -121,6 +122,7 @@ class WorkerEngine:
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._link.monitor, zmq.POLLIN)
+        self._report_alive(None)  # before the first hook of a connector, which may hang
         try:
             while not self._is_stopping or self._unanswered:
                 due_s = self._statistics.due_in_s(time.monotonic())
@@ -147,6 +149,8 @@ class WorkerEngine:
         except Exception as error:
             reason = f"internal error: {type(error).__name__}: {error}"
             self._channel.send(WorkerFailed(self._epoch, self._rank, reason))
+            if is_out_of_memory(error):
+                raise OutOfMemory(reason) from error
             raise
 
     @property
@@ -241,7 +245,7 @@ class WorkerEngine:
         plan = self._unanswered.popleft()
         self._first_since_s = time.monotonic()
         if isinstance(report, WorkerFailed):
-            raise (RankLost if report.is_consequence else EngineDead)(report.reason)
+            raise _error_of(report)
         return plan, report
 
     def _send_reports(self) -> None:
@@ -270,3 +274,9 @@ class WorkerEngine:
                 resident_bytes=resident_bytes(), device_bytes=self._device_bytes()
             )
         )
+
+
+def _error_of(report: WorkerFailed) -> EngineDead:
+    if report.is_consequence:
+        return RankLost(report.reason)
+    return (OutOfMemory if report.is_out_of_memory else EngineDead)(report.reason)

@@ -5,6 +5,7 @@ delays, a transfer that reads or writes a block at the wrong time would go unnot
 compute queue, an operation that fails has no effect on later ones.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from longshore.connectors.base import QueueEvent, TransferQueue
+from longshore.worker.process.device import is_out_of_memory
 from longshore.worker.queues.compute_queue import (
     Completion,
     ComputeQueue,
@@ -20,6 +22,8 @@ from longshore.worker.queues.compute_queue import (
     complete,
     log_failure,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class _Submitted(NamedTuple):
@@ -36,6 +40,7 @@ class HostTransferQueue:
     """
 
     def __init__(self, name: str, before_each: Callable[[], None] | None = None) -> None:
+        self._name = name
         self._before_each = before_each
         self._thread = ItemThread(self._run, name=name)
 
@@ -66,9 +71,17 @@ class HostTransferQueue:
                     operation()
                     completion.elapsed_s = time.perf_counter() - started
                 except Exception as error:
-                    log_failure("a transfer failed", error, completion)
+                    _log_failed_transfer(self._name, error, completion)
                     completion.error = error
                 complete(on_done, completion)
+
+
+def _log_failed_transfer(name: str, error: Exception, completion: Completion) -> None:
+    """Log why an operation of the queue failed. Only this one has failed if there was no memory."""
+    if is_out_of_memory(error):
+        logger.warning("%s: no memory for a transfer, which has failed: %s", name, error)
+    else:
+        log_failure(f"a transfer of {name} failed", error, completion)
 
 
 def _wait_for(events: Sequence[QueueEvent]) -> None:
@@ -103,7 +116,7 @@ class CudaTransferQueue:
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
-        self._device = device
+        self._name, self._device = name, device
         self._stream = torch.cuda.Stream(device)
         self._thread = ItemThread(self._run, name=name)
 
@@ -122,7 +135,7 @@ class CudaTransferQueue:
                 completion.started.record()
                 operation()
         except Exception as error:
-            log_failure("a transfer could not be launched", error, completion)
+            _log_failed_transfer(self._name, error, completion)
             completion.error = error
         # Also after a failure: what was launched before it may still read or write.
         completion.ended.record(self._stream)

@@ -15,6 +15,7 @@ from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
+from longshore.worker.errors import OutOfMemory
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
@@ -43,6 +44,7 @@ class DeviceState:
     block_tables: per group, (max_num_seqs, max_blocks) int32.
     link:        link to the other pipeline stages; None if there is one stage.
     pooled:      running sums of pooling rows.
+    may_repeat_steps: a step without memory is reported as not computed; else it fails.
     """
 
     model: DecoderModel
@@ -54,6 +56,7 @@ class DeviceState:
     parallel: Parallel
     link: StageLink | None
     pooled: PooledSums
+    may_repeat_steps: bool
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,18 @@ class DeviceStep:
     prepare: Preparation | None = None
 
     def run(self) -> None:
-        """Compute, sample, and start copying the results into the step's staging set."""
+        """Compute, sample, and start copying the results into the step's staging set. Raises
+        OutOfMemory for a step that cannot be computed again."""
         if self.guard is not None:
             self.guard.begin()
         if self.transfers is not None:
             self.transfers.before_step()
-        self._run()
+        try:
+            self._run()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(f"no memory: {error}") from error
+            raise
         if self.transfers is not None:
             self.transfers.after_step()
         if self.guard is not None:
@@ -120,12 +129,12 @@ class DeviceStep:
     def _compute_if_it_fits(self, ints: Tensor, reals: Tensor) -> None:
         """Without memory for its intermediate tensors, a step can be computed later, in parts. But
         if other ranks compute it too, they wait for this one; a connector may have stored what the
-        step has not computed; and encoder inputs are given only once."""
+        step has not computed; and encoder inputs are given only once. Then the step fails, and new
+        workers get smaller ones."""
         try:
             self._compute(ints, reals)
         except (RuntimeError, MemoryError) as error:
-            is_alone = self.state.parallel.num_ranks == 1 and self.transfers is None
-            if not is_alone or self.encoded or not is_out_of_memory(error):
+            if not self.state.may_repeat_steps or self.encoded or not is_out_of_memory(error):
                 raise
             self.inputs.outcome.is_out_of_memory = True
 

@@ -19,7 +19,7 @@ from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.protocol.plan import SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
-from longshore.worker.errors import RankLost
+from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
@@ -72,6 +72,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             parallel=parallel,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
+            may_repeat_steps=connector is None or connector.may_repeat_steps,
         )
         self._make_rows = partial(
             WorkerRows,
@@ -216,12 +217,22 @@ class ModelRunner:
                 error = failure
         if error is not None:
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
-            if (is_lost := isinstance(error, RankLost)) or isinstance(error, HookFailed):
+            if isinstance(error, RankLost | HookFailed | OutOfMemory):
                 reason = f"step {step}: {error}"  # the message is complete
-            return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
+            return WorkerFailed(
+                self._epoch,
+                self._parallel.rank,
+                reason,
+                is_consequence=isinstance(error, RankLost),
+                is_out_of_memory=isinstance(error, OutOfMemory),
+            )
         if inputs.outcome.is_out_of_memory:
             return ModelRunnerOutput(
-                self._epoch, step, is_out_of_memory=True, compute_s=completion.elapsed_s
+                self._epoch,
+                step,
+                failed_block_ids=failed_block_ids,
+                is_out_of_memory=True,
+                compute_s=completion.elapsed_s,
             )
         if not self._parallel.samples:
             return ModelRunnerOutput(

@@ -59,7 +59,9 @@ class StepLauncher:
         max_model_len: int,
         parallel: Parallel,
         has_layer_hooks: bool = False,
+        may_repeat_steps: bool = True,
     ) -> None:
+        """has_layer_hooks, may_repeat_steps: see ConnectorRunner."""
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
@@ -95,6 +97,7 @@ class StepLauncher:
             parallel,
             _stage_link(parallel, model, cache),
             PooledSums(max_num_seqs),
+            may_repeat_steps=may_repeat_steps and parallel.num_ranks == 1,
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,

@@ -64,6 +64,12 @@ class ConnectorRunner:
         return self.connector.has_layer_hooks
 
     @property
+    def may_repeat_steps(self) -> bool:
+        """Whether a step that was not computed has no effect on what the connector stores and
+        loads."""
+        return not (self.connector.has_layer_hooks or self.connector.stores_within_step)
+
+    @property
     def poll_interval_s(self) -> float | None:
         return self.connector.poll_interval_s
 

@@ -1,14 +1,16 @@
 """The gateway's end of the channel to a scheduler, on an asyncio loop.
 
 Performs the handshake, then sends requests and receives tokens. The death of the scheduler shows as
-a disconnect, because the kernel closes the connection with the process. Its requests stay live: a
-new connection waits for the restarted scheduler, which continues each of them after its last token.
+a disconnect, because the kernel closes the connection with the process, and a lost message as a gap
+in the numbers of the next ones. The requests stay live: a new connection waits for the scheduler,
+which continues each of them after its last token.
 """
 
 import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, Unpack, assert_never
 
 import zmq
@@ -21,7 +23,7 @@ from longshore.deploy.requests.live_requests import (
     RequestFields,
 )
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.errors import EngineDead, HandshakeRejected
+from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (
     AdmissionChanged,
@@ -40,7 +42,7 @@ from longshore.protocol.statistics import (
     SchedulerStats,
 )
 from longshore.protocol.transport.channel import (
-    Channel,
+    ClientChannel,
     Endpoint,
     SocketWatcher,
     open_socket,
@@ -50,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_INTERVAL_MS: Final = 5
 """How often a lost scheduler is tried; it starts in about 0.3 s. ZMQ waits up to twice as long."""
+
+PING_INTERVAL_S: Final = 1.0
+"""A message that was lost is noticed after this time, if no other message follows it."""
 
 
 class EngineClient:
@@ -103,12 +108,21 @@ class EngineClient:
     def _connect(self) -> None:
         socket = open_socket(self._context, zmq.DEALER, self._endpoint, bind=False)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
+        self._channel: ClientChannel[ToEngine, ToClient] = ClientChannel(socket, ToClient)
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
         self._channel.send(self._hello)
+        self._ping_later()
+
+    def _ping_later(self) -> None:
+        self._next_ping = asyncio.get_running_loop().call_later(PING_INTERVAL_S, self._ping)
+
+    def _ping(self) -> None:
+        self._ping_later()
+        self._transmit(self._channel.ping)
 
     def _disconnect(self) -> None:
+        self._next_ping.cancel()
         self._watcher.close()
         self._monitor_watcher.close()
         self._channel.socket.disable_monitor()
@@ -206,16 +220,24 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         """Send if the engine is ready; else the message follows from the requests when it is."""
-        if not self.is_ready:
-            return
+        if self.is_ready:
+            self._transmit(partial(self._channel.send, message))
+
+    def _transmit(self, send: Callable[[], None]) -> None:
         try:
-            self._channel.send(message)
+            send()
         except EngineDead as error:  # it does not read
             self._lose(str(error))
             return
         self._watcher.check()
 
     def _receive(self) -> None:
+        try:
+            self._take_messages()
+        except MessagesLost as error:
+            self._lose(str(error))
+
+    def _take_messages(self) -> None:
         channel = self._channel
         for message in channel.drain():
             match message:
@@ -237,8 +259,6 @@ class EngineClient:
                 case AdmissionChanged(reason):
                     self.closed_reason = reason
                     self._on_change()
-                case Rejected(reason) if self.is_ready:  # it has dropped this client
-                    self._lose(reason)
                 case Rejected(reason):
                     self._die(HandshakeRejected(reason))
                 case EnginePaused(reason):
@@ -319,6 +339,7 @@ class EngineClient:
         self.is_ready = False
         self._deliver()
         self.death = death if isinstance(death, EngineDead) else EngineDead(str(death))
+        self._next_ping.cancel()
         logger.error("%s; %d requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
         if not self._first_ready.done():

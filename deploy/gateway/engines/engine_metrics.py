@@ -152,7 +152,14 @@ WORKER_GAUGES: Final = (
 )
 """Field of WorkerStats, name, help."""
 
+KEY_GAUGES: Final = (
+    ("num_running", "running_requests", "Running requests of an API key"),
+    ("num_waiting", "waiting_requests", "Waiting requests of an API key"),
+)
+"""Field of TenantStats, name, help."""
+
 ENGINE_LABELS: Final = ("engine",)
+KEY_LABELS: Final = ("engine", "key")
 WORKER_LABELS: Final = ("engine", "worker")
 TRANSFER_LABELS: Final = ("engine", "transfer_type")
 TIER_LABELS: Final = ("engine", "medium")
@@ -165,10 +172,12 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self._latest: dict[str, SchedulerStats] = {}
+        self._keys: set[str] = set()  # with a request so far; a gauge returns to zero
 
     def observe(self, engine: str, stats: SchedulerStats) -> None:
         """Replace an engine's statistics by its latest ones."""
         self._latest[engine] = stats
+        self._keys.update(tenant.name for tenant in stats.tenants)
 
     def collect(self) -> Iterable[Metric]:
         for field, name, text in SCHEDULER_GAUGES:
@@ -177,6 +186,7 @@ class EngineMetrics:
         for field, name, text in SCHEDULER_COUNTERS:
             counter = CounterMetricFamily(f"longshore_scheduler_{name}", text, labels=ENGINE_LABELS)
             yield self._of_engines(counter, field)
+        yield from self._of_keys()
         yield from self._of_tiers()
         yield from self._of_transfers()
         for field, name, text in WORKER_GAUGES:
@@ -203,6 +213,15 @@ class EngineMetrics:
         for engine, stats in self._latest.items():
             family.add_metric((engine,), getattr(stats, field))
         return family
+
+    def _of_keys(self) -> Iterable[Metric]:
+        for field, name, text in KEY_GAUGES:
+            gauge = GaugeMetricFamily(f"longshore_scheduler_key_{name}", text, labels=KEY_LABELS)
+            for engine, stats in self._latest.items():
+                counts = {tenant.name: getattr(tenant, field) for tenant in stats.tenants}
+                for key in sorted(self._keys):
+                    gauge.add_metric((engine, key), counts.get(key, 0))
+            yield gauge
 
     def _of_tiers(self) -> Iterable[Metric]:
         for field, name, text in TIER_GAUGES:

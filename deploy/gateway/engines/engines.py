@@ -32,6 +32,7 @@ class Engines:
               differ between gateways.
     on_stats: called with an engine's number and its statistics.
     why_stopped: see EngineClient.
+    why_lost: returns the supervisor's reason why an engine, by its number, is being restarted.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class Engines:
         seed: int | None = None,
         on_stats: Callable[[str, SchedulerStats], None],
         why_stopped: Callable[[], str | None] = lambda: None,
+        why_lost: Callable[[int], str | None] = lambda engine: None,
     ) -> None:
         self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
         self._on_stats = on_stats
+        self._why_lost = why_lost
         self._is_draining = False
         self.clients: list[EngineClient] = []
         seeds = seed_source(seed, number)
@@ -90,7 +93,11 @@ class Engines:
         if any(client.is_running for client in self.clients):
             closed = [client.closed_reason for client in self.clients if client.is_running]
             return None if None in closed else f"the engine is {closed[0]}; requests wait"
-        losses = [why for client in self.clients if (why := client.loss or client.pause)]
+        losses = [
+            self._why_lost(engine) or why
+            for engine, client in enumerate(self.clients)
+            if (why := client.loss or client.pause)
+        ]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
 
     @property
@@ -104,10 +111,19 @@ class Engines:
         report."""
         return self.num_own_requests + self._choice.num_others
 
-    async def wait_until_ready(self) -> EngineReady:
-        """The first engine's description. Raises HandshakeRejected or EngineDead with a reason."""
-        ready = await asyncio.gather(*(client.wait_until_ready() for client in self.clients))
-        return ready[0]
+    async def wait_until_ready(self, *, awaits_all: bool = True) -> EngineReady:
+        """Wait for all engines, or for one; the others join later. Returns the description of one.
+        Raises HandshakeRejected or EngineDead with a reason."""
+        waits = [asyncio.create_task(client.wait_until_ready()) for client in self.clients]
+        try:
+            for wait in asyncio.as_completed(waits):
+                ready = await wait
+                if not awaits_all:
+                    break
+        finally:
+            for task in waits:
+                task.cancel()
+        return ready
 
     async def describe(self, timeout_s: float, engine: int = 0) -> EngineReport:
         """See EngineClient."""

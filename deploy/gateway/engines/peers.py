@@ -16,8 +16,13 @@ from longshore.protocol.logs.limits import LogLimit
 ANSWER_TIMEOUT_S: Final = 1.0
 MAX_QUESTION_BYTES: Final = 64
 
-ENGINE_FAMILIES: Final = (b"longshore_scheduler_", b"longshore_worker_")
-"""Metrics of engines: every gateway has all of them, so one gateway's are used."""
+SHARED_FAMILIES: Final = (
+    b"longshore_scheduler_",
+    b"longshore_worker_",
+    b"longshore_kv_",
+    b"longshore_process_restarts",
+)
+"""Metrics that are the same in every gateway, so one gateway's are used."""
 
 READY: Final = b"ready"
 
@@ -109,21 +114,21 @@ class PeerGateways:
 
 
 def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
-    """Merge texts in Prometheus' format. Samples get the label `gateway`; those of engines are
-    taken from `own` unchanged. `longshore_gateway_up` shows which gateways are included."""
+    """Merge texts in Prometheus' format. Samples get the label `gateway`; those of SHARED_FAMILIES
+    are taken from `own` unchanged. `longshore_gateway_up` shows which gateways are included."""
     heads: dict[bytes, bytes] = {}
     samples: dict[bytes, list[bytes]] = {}
     for number, text in enumerate(texts):
         for family in (text or b"").split(b"# HELP ")[1:]:
             name = family.split(b" ", 1)[0]
-            is_of_engine = name.startswith(ENGINE_FAMILIES)
-            if is_of_engine and number != own:
+            is_shared = name.startswith(SHARED_FAMILIES)
+            if is_shared and number != own:
                 continue
             lines = family.splitlines()
             heads.setdefault(name, b"# HELP " + b"\n".join(lines[:2]))
             label = partial(_labelled, label=b'gateway="%d"' % number)
             samples.setdefault(name, []).extend(
-                lines[2:] if is_of_engine else [label(line) for line in lines[2:]]
+                lines[2:] if is_shared else [label(line) for line in lines[2:]]
             )
     up = [
         b'longshore_gateway_up{gateway="%d"} %d' % (n, t is not None) for n, t in enumerate(texts)

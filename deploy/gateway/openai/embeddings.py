@@ -16,7 +16,6 @@ import numpy as np
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.json_body import read_json_body
 from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.endpoint import (
@@ -26,6 +25,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     check_model,
     check_priority,
     num_at_a_time,
+    read_in_turn,
     within,
 )
 from longshore.deploy.gateway.openai.errors import (
@@ -108,7 +108,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
     path = "/v1/embeddings"
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        body = await read_json_body(exchange, service.max_body_bytes)
+        body = await read_in_turn(exchange, service)
         if service.embedding is None:
             raise invalid(
                 f"{service.model_name} is a speech model and has no embeddings; "

@@ -33,6 +33,7 @@ from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.gateway.request_log import note_bug
+from longshore.deploy.gateway.request_turns import RequestTurns
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.embedding import EmbeddingModel
@@ -51,6 +52,7 @@ class Service(msgspec.Struct, frozen=True):
     audio_decoder: decodes audio files within a memory limit.
     key_usage: what each API key uses, and may use.
     json: decodes and encodes large bodies.
+    turns: in which requests are read.
     """
 
     model_name: str
@@ -67,6 +69,7 @@ class Service(msgspec.Struct, frozen=True):
     embedding: EmbeddingModel | None = None
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
     json: JsonThread = msgspec.field(default_factory=JsonThread)
+    turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
 
 
 class ResponseWriter(ABC):
@@ -135,7 +138,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         """The writer of the response."""
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        body = await read_json_body(exchange, service.max_body_bytes)
+        body = await read_in_turn(exchange, service)
         if service.speech is not None:
             raise invalid(
                 f"{service.model_name} is a speech model: use /v1/audio/transcriptions or "
@@ -182,6 +185,13 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             else:
                 answer = answer_whole(exchange, generation, writer, service.json)
             await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
+
+
+async def read_in_turn(exchange: Exchange, service: Service) -> bytes:
+    """The JSON body, once it is the turn of the request's API key."""
+    body = await read_json_body(exchange, service.max_body_bytes)
+    await service.turns.wait(api_key_of(exchange.scope).name)
+    return body
 
 
 def check_model(name: str | None, service: Service) -> None:

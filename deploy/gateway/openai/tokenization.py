@@ -12,13 +12,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.json_body import read_json_body
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_prompt import chat_prompt_options
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
     Service,
     check_model,
+    read_in_turn,
 )
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
@@ -144,7 +144,7 @@ async def _off_loop_if_long(
 
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
-    body = await read_json_body(exchange, service.max_body_bytes)
+    body = await read_in_turn(exchange, service)
     return await service.json.run(
         len(body), partial(read_parameters, accepts_others=False), kind, body
     )

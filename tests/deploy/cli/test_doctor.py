@@ -43,7 +43,7 @@ async def doctor(gateway: RunningGateway, **options: Any) -> Health:
         ({"idle_s": 10.0}, "stalled", ["10.0 s", "worker has not answered 2 planned steps"]),
         ({"idle_s": 11.0, "steps_in_flight": 1}, "stalled", ["1 planned step.", "restart"]),
         ({"idle_s": 11.0, "pause": PAUSED_NEW}, "stalled", ["worker"]),
-        ({"idle_s": 11.0, "steps_in_flight": 0, "pause": PAUSED_ALL}, "paused", ["Resume it"]),
+        ({"idle_s": 0.0, "steps_in_flight": 0, "pause": PAUSED_ALL}, "paused", ["Resume it"]),
         (
             {"idle_s": 11.0, "steps_in_flight": 0, "num_running": 0, "num_waiting": 1},
             "stalled",

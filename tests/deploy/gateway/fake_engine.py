@@ -7,6 +7,7 @@ import numpy as np
 import zmq
 
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.errors import MessagesLost
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -37,6 +38,7 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
     SchedulerStats,
+    TenantStats,
     TierStats,
     TransferStats,
     WaitingReport,
@@ -48,6 +50,7 @@ from longshore.protocol.transport.channel import (
     open_socket,
 )
 from longshore.scheduler.step.planner import PauseState
+from tests.harness.sockets import sending
 from tests.scheduler.worker_reports import report
 
 IDENTITY = EngineIdentity(
@@ -74,6 +77,7 @@ STATS = SchedulerStats(
     num_preempted_hit_tokens=0,
     num_stale_tokens=0,
     num_bad_messages=0,
+    tenants=(TenantStats("alice", 2, 1),),
     tiers=(TierStats("CPU", 40, 64, 512, 3), TierStats("DISK", 90, 1024, 128, 0)),
     transfers=(
         TransferStats("CPU", "GPU", (0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0), 40, 40_000, 0.5, 1, 2, 7),
@@ -106,6 +110,15 @@ BLOCK_MAP = BlockSnapshot(
     ),
     block_ids=np.array([*range(1, 21), 24, 25], np.int32),
 )
+
+
+def tokens_of(
+    request: AddRequest, token_ids: list[int], scores: TokenLogprobs | None = None
+) -> EngineOutputs:
+    """The message that has the next tokens of a request."""
+    handles = np.full(len(token_ids), request.handle, np.int32)
+    return EngineOutputs(handles, int32_array(token_ids), scores)
+
 
 Script = Callable[["FakeEngine", AddRequest], None]
 
@@ -170,6 +183,7 @@ class FakeEngine:
     requests: all requests.
     aborted:  handles of aborted requests.
     stopped:  ends that clients found.
+    num_lost: number of connections that ended because a message of the client was lost.
     num_describes: number of requests for a report or a snapshot of its blocks. It answers these
         while `report` or `block_snapshot` is set.
     """
@@ -180,6 +194,7 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.stopped: list[StopFound] = []
         self.num_describes = 0
+        self.num_lost = 0
         self.report: EngineReport | None = REPORT
         self.block_snapshot: BlockSnapshot | None = BLOCK_MAP
         self.arrived = asyncio.Event()
@@ -216,6 +231,8 @@ class FakeEngine:
                         self.send(self.block_snapshot)
                 case StopFound():
                     self.stopped.append(message)
+                case MessagesLost():
+                    self.num_lost += 1
                 case ContinueSession():
                     raise AssertionError("the gateway does not continue sessions")
             self.arrived.set()
@@ -231,11 +248,15 @@ class FakeEngine:
         self._channel.send(self._peer, message)
         self._watcher.check()  # sending may have consumed the event of a message that arrived
 
+    def lose(self, message: ToClient) -> None:
+        """Send a message that does not arrive."""
+        with sending(self._channel, times=0):
+            self.send(message)
+
     def send_tokens(
         self, request: AddRequest, token_ids: list[int], scores: TokenLogprobs | None = None
     ) -> None:
-        handles = np.full(len(token_ids), request.handle, np.int32)
-        self.send(EngineOutputs(handles, int32_array(token_ids), scores))
+        self.send(tokens_of(request, token_ids, scores))
 
     def finish(
         self,

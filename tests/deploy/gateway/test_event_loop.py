@@ -1,18 +1,23 @@
-"""The event loop never waits long for one request's input or answer: every parameter of every
-endpoint, at its largest size and far beyond it, at the default limit of a body."""
+"""Streams never wait long for another request's input or answer: every parameter of every endpoint,
+at its largest size and far beyond it, at the default limit of a body."""
 
 import asyncio
 import contextlib
 import http.client
+import json
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 
-from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest
+from longshore.deploy.gateway.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
+from longshore.deploy.gateway.openai.embeddings import MAX_INPUTS, EmbeddingRequest
 from longshore.deploy.gateway.openai.parameters import (
     MAX_OBJECTS,
     MAX_PARAMETER_BYTES,
@@ -21,15 +26,23 @@ from longshore.deploy.gateway.openai.parameters import (
 from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, ChatRequest, CompletionRequest
 from longshore.deploy.gateway.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.model.folder import AudioInput
+from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason, TokenLogprobs
+from longshore.protocol.requests import AddRequest
 from tests.deploy.gateway import fake_engine
 from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
-from tests.deploy.gateway.fake_engine import never_answer
+from tests.deploy.gateway.fake_engine import FakeEngine, Script, never_answer
+from tests.deploy.gateway.forms import encode_form
+from tests.deploy.sounds import as_file
+from tests.deploy.tiny_whisper import save_whisper_settings, save_whisper_tokenizer
 
 MAX_GAP_S: Final = 0.25
-TICK_S: Final = 0.005
+TICK_S: Final = 0.01
+TOKEN: Final = 64
 MAX_BODY_BYTES: Final = 16 << 20  # the default
 BODY_BYTES: Final = MAX_BODY_BYTES - 1000
 MAX_MODEL_LEN: Final = 131_072
+MIN_LARGE_BYTES: Final = 3 << 20
 
 PATHS: Final = {
     "/v1/completions": CompletionRequest,
@@ -53,33 +66,81 @@ OTHERS: Final = (
 """Parameters besides the prompt; all others have a fixed size."""
 
 
-class LoopMeter:
-    """Measures how long the event loop cannot run because of this process.
+class LiveStream:
+    """A client with a stream that gets a token every TICK_S, and the longest gap between two.
 
     Other processes may take the processors away for as long as they like, so a gap counts by the
     processor time that this process used in it, if that is less than its duration: computing on the
     loop's thread, or in a thread that holds the interpreter lock, uses processor time.
     """
 
-    def __init__(self) -> None:
-        self.longest_s = 0.0
+    def __init__(self, port: int, path: str, kind: str, body: bytes) -> None:
+        self._request = ("POST", path, body, {"content-type": kind})
+        self._longest_s = 0.0
+        self.num_events = 0
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._is_over = False
+        self._thread.start()
 
-    async def run(self) -> None:
-        while True:
-            started_s, used_s = time.perf_counter(), time.process_time()
-            await asyncio.sleep(TICK_S)
-            gap_s = min(time.perf_counter() - started_s, time.process_time() - used_s)
-            self.longest_s = max(self.longest_s, gap_s)
+    def _read(self) -> None:
+        self._connection.request(*self._request)
+        answer = self._connection.getresponse()
+        at_s, used_s = time.perf_counter(), time.process_time()
+        while not self._is_over and (line := answer.readline()):
+            if not line.startswith(b"data: "):
+                continue
+            now_s, now_used_s = time.perf_counter(), time.process_time()
+            self._longest_s = max(self._longest_s, min(now_s - at_s, now_used_s - used_s))
+            at_s, used_s = now_s, now_used_s
+            self.num_events += 1
+
+    async def take_longest_s(self) -> float:
+        """The longest gap since the last call; two more events have arrived."""
+        until = self.num_events + 2
+        async with asyncio.timeout(PATIENCE_S):
+            while self.num_events < until:
+                await asyncio.sleep(TICK_S)
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    async def close(self) -> None:
+        self._is_over = True
+        await asyncio.to_thread(self._thread.join)
+        self._connection.close()
 
 
 @asynccontextmanager
-async def metered() -> AsyncIterator[LoopMeter]:
-    meter = LoopMeter()
-    task = asyncio.create_task(meter.run())
+async def live_stream(gateway: RunningGateway, path: str = "") -> AsyncIterator[LiveStream]:
+    """path: of a speech model's endpoint; else it is a stream of text. The first request."""
+    body = {"prompt": "x", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+    kind, encoded = "application/json", json.dumps(body).encode()
+    if path:
+        file = as_file(np.zeros(1600, np.float32))
+        kind, encoded = encode_form({"stream": "true", "language": "en"}, {"file": file})
+    stream = LiveStream(gateway.port, path or "/v1/completions", kind, encoded)
     try:
-        yield meter
+        await stream.take_longest_s()
+        yield stream
     finally:
-        task.cancel()
+        await stream.close()
+
+
+def beside_stream(script: Script) -> Script:
+    """Answer the first request with a token per TICK_S, and others as `script` does."""
+
+    def run(engine: FakeEngine, request: AddRequest) -> None:
+        def tick() -> None:
+            if request.handle not in engine.aborted:
+                engine.send_tokens(request, [TOKEN])
+                asyncio.get_running_loop().call_later(TICK_S, tick)
+
+        if len(engine.requests) == 1:
+            tick()
+        else:
+            asyncio.get_running_loop().call_soon(script, engine, request)
+
+    return run
 
 
 def filled(unit: bytes, size_bytes: int) -> bytes:
@@ -132,14 +193,24 @@ def bodies(path: str) -> Iterator[tuple[str, bytes]]:
     yield "many names", b"{%b}" % b",".join(b'"%d":1' % i for i in range(10**6))
 
 
-async def post(gateway: RunningGateway, path: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body; sent and received on another thread."""
+async def post(
+    gateway: RunningGateway,
+    path: str,
+    body: bytes,
+    kind: str = "application/json",
+    timeout_s: float = PATIENCE_S,
+) -> tuple[int | None, bytes]:
+    """Status and body, None if none has arrived after the timeout; sent and received on another
+    thread."""
 
-    def ask() -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+    def ask() -> tuple[int | None, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=timeout_s)
         with contextlib.closing(connection):
-            connection.request("POST", path, body, {"content-type": "application/json"})
-            answer = connection.getresponse()
+            try:
+                connection.request("POST", path, body, {"content-type": kind})
+                answer = connection.getresponse()
+            except TimeoutError:
+                return None, b""
             return answer.status, answer.read()
 
     return await asyncio.to_thread(ask)
@@ -158,13 +229,144 @@ async def test_no_parameter_of_any_size_blocks_the_event_loop(
 ) -> None:
     too_long = {}
     settings = {"max_body_bytes": MAX_BODY_BYTES, "embedding": EmbeddingModel(size=4)}
-    async with start_gateway(never_answer, **settings) as gateway:
+    async with (
+        start_gateway(beside_stream(never_answer), **settings) as gateway,
+        live_stream(gateway) as stream,
+    ):
         for what, body in bodies(path):
             assert len(body) <= MAX_BODY_BYTES
-            async with metered() as meter:
-                status, answer = await post(gateway, path, body)
+            await stream.take_longest_s()  # while the body was made
+            status, answer = await post(gateway, path, body)
             assert status in (200, 400, 404, 504), answer[:300]
             assert len(answer) < 2000 or status == 200, answer[:300]
-            if meter.longest_s > MAX_GAP_S:
-                too_long[what] = meter.longest_s
+            if (longest_s := await stream.take_longest_s()) > MAX_GAP_S:
+                too_long[what] = longest_s
+        assert too_long == {}
+
+
+def answer_at_length(engine: FakeEngine, request: AddRequest) -> None:
+    """A vector, or all tokens with their scores, in messages as large as those of an engine."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    if request.pooling is not None:
+        vector = np.linspace(-1.0, 1.0, EMBEDDING_SIZE, dtype=np.float32)
+        engine.send(
+            EngineOutputs(
+                finished=(FinishedRequest(request.handle, FinishReason.STOPPED, 0, pooled=vector),)
+            )
+        )
+        return
+    if sampling.prompt_logprobs is not None:
+        for first in range(1, len(prompt), STEP_TOKENS):
+            last = min(first + STEP_TOKENS, len(prompt))
+            engine.send(
+                EngineOutputs(logprobs=scores(request, first, last, sampling.prompt_logprobs))
+            )
+    num_tokens, scored = sampling.max_tokens or 0, None
+    if sampling.logprobs is not None and num_tokens:
+        scored = scores(request, len(prompt), len(prompt) + num_tokens, sampling.logprobs)
+    engine.send_tokens(request, [TOKEN] * num_tokens, scored)
+    engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=num_tokens)
+
+
+def scores(request: AddRequest, first: int, last: int, num_best: int) -> TokenLogprobs:
+    number, listed = last - first, (last - first) * (1 + num_best)
+    return TokenLogprobs(
+        owners=np.full(number, request.handle, np.int32),
+        positions=np.arange(first, last, dtype=np.int32),
+        ranks=np.ones(number, np.int32),
+        num_listed=np.full(number, 1 + num_best, np.int32),
+        token_ids=np.resize(np.arange(2, 3 + num_best, dtype=np.int32), listed),
+        logprobs=np.full(listed, -0.5, np.float32),
+    )
+
+
+STEP_TOKENS: Final = 2048
+EMBEDDING_SIZE: Final = 8192
+LONG_TEXT: Final = "a word, " * 500
+LARGE_ANSWERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "scores of prompts": (
+        "/v1/completions",
+        {"prompt": [[2 + i % 90 for i in range(1000)]] * 24, "prompt_logprobs": 20},
+    ),
+    "scores of an echoed prompt": (
+        "/v1/completions",
+        {"prompt": [2 + i % 90 for i in range(24_000)], "echo": True, "logprobs": 20},
+    ),
+    "echoes of a long prompt": (
+        "/v1/completions",
+        {"prompt": LONG_TEXT * 8, "echo": True, "n": 128, "max_tokens": 1},
+    ),
+    "scores of many samples": (
+        "/v1/completions",
+        {"prompt": "x", "n": 128, "max_tokens": 150, "logprobs": 20},
+    ),
+    "scores of many chats": (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            **{"n": 128, "max_tokens": 150, "logprobs": True, "top_logprobs": 20},
+        },
+    ),
+    "many vectors": ("/v1/embeddings", {"input": ["a word"] * 400}),
+    "many vectors in base64": (
+        "/v1/embeddings",
+        {"input": ["a word"] * MAX_INPUTS, "encoding_format": "base64"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LARGE_ANSWERS)
+async def test_no_large_answer_blocks_the_event_loop(
+    start_gateway: StartGateway, what: str
+) -> None:
+    path, body = LARGE_ANSWERS[what]
+    settings = {"max_body_bytes": MAX_BODY_BYTES, "embedding": EmbeddingModel(EMBEDDING_SIZE)}
+    async with (
+        start_gateway(beside_stream(answer_at_length), **settings) as gateway,
+        live_stream(gateway) as stream,
+    ):
+        status, answer = await post(gateway, path, json.dumps(body).encode())
+        assert status == 200, answer[:300]
+        assert len(answer) > MIN_LARGE_BYTES
+        assert await stream.take_longest_s() < MAX_GAP_S
+
+
+def forms() -> Iterator[tuple[str, str, bytes]]:
+    """What is large, the content type and the body of a form."""
+    file = as_file(np.zeros(16_000, np.float32))
+    most = "a word, " * (MAX_FIELD_BYTES // 8)
+    yield "a prompt", *encode_form({"prompt": most, "language": "en"}, {"file": file})
+    yield "a language", *encode_form({"language": most}, {"file": file})
+    many = {f"field {number}": most for number in range(MAX_FIELDS - 1)}
+    yield "many fields", *encode_form(many, {"file": file})
+    yield "a field", *encode_form({"prompt": most * 256}, {"file": file})
+    yield "parts", *encode_form({"prompt": ["x"] * 100_000}, {"file": file})
+    yield "no file", *encode_form({}, {"file": b"R" * (25 << 20)})
+    yield "a long file", *encode_form({}, {"file": as_file(np.zeros(12 << 20, np.float32))})
+    head = b"--b\r\nContent-Disposition: form-data; name=" + b"n" * (25 << 20)
+    yield "a head", "multipart/form-data; boundary=b", head
+    yield "borders", "multipart/form-data; boundary=b", b"--b\r\n" * (4 << 20)
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+async def test_no_form_of_any_size_blocks_the_event_loop(
+    start_gateway: StartGateway, tmp_path: Path, path: str
+) -> None:
+    save_whisper_tokenizer(tmp_path)
+    save_whisper_settings(tmp_path)
+    too_long = {}
+    audio = AudioInput(sampling_rate=16_000, max_samples=480_000, num_tokens=1500)
+    async with (
+        start_gateway(
+            beside_stream(never_answer), tokenizer=False, audio=audio, vocab_size=400
+        ) as gateway,
+        live_stream(gateway, path) as stream,
+    ):
+        for what, kind, body in forms():
+            await stream.take_longest_s()
+            status, answer = await post(gateway, path, body, kind, timeout_s=3.0)
+            assert status in (None, 400, 413), (what, status, answer[:300])
+            assert len(answer) < 2000
+            if (longest_s := await stream.take_longest_s()) > MAX_GAP_S:
+                too_long[what] = longest_s
         assert too_long == {}

@@ -15,7 +15,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     RequestEvent,
 )
-from longshore.protocol.statistics import TierStats, TransferStats
+from longshore.protocol.statistics import TenantStats, TierStats, TransferStats
 from tests.deploy.gateway.fake_engine import STATS
 from tests.scheduler.worker_reports import report
 
@@ -32,11 +32,29 @@ def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     distinct = {
         name: 1000.0 + i
         for i, name in enumerate(STATS.__struct_fields__)
-        if name not in ("workers", "tiers", "transfers")
+        if name not in ("workers", "tenants", "tiers", "transfers")
     }
     metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
     shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
     assert shown == set(distinct.values())
+
+
+def test_requests_of_a_key_are_shown_from_its_first_one_on() -> None:
+    metrics = GatewayMetrics()
+    for tenants in ((TenantStats("alice", 2, 1),), (TenantStats("bob", 0, 3),)):
+        metrics.observe_scheduler("0", msgspec.structs.replace(STATS, tenants=tenants))
+    shown = samples(metrics)
+    found = {
+        (state, key): shown[f'longshore_scheduler_key_{state}_requests{{engine="0",key="{key}"}}']
+        for state in ("running", "waiting")
+        for key in ("alice", "bob")
+    }
+    assert found == {
+        ("running", "alice"): 0,
+        ("waiting", "alice"): 0,
+        ("running", "bob"): 0,
+        ("waiting", "bob"): 3,
+    }
 
 
 def test_every_statistic_of_tiers_and_transfers_is_shown() -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from longshore.deploy.supervisor import group_restarts
 from longshore.deploy.supervisor.process import ManagedProcess
+from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import Supervisor
-from longshore.protocol.commands import CommandAnswer, DescribeState, SetLogLevel
+from longshore.protocol.commands import CommandAnswer, DescribeState, Pause, Resume, SetLogLevel
+from tests.deploy.fake_child import FakeChildConfig
 from tests.deploy.supervisor.test_supervisor import spec, wait_until
 
 WAIT_S = 60.0
@@ -89,6 +91,9 @@ def test_the_processes_of_a_group_end_by_themselves_and_start_again() -> None:
             assert changed == {"worker 1", "scheduler 1"}
             assert [process.poll() for process in old] == [0, 0]
             assert all(process.ready is not None for process in run.supervisor.processes)
+        counts = read_restarts(run.supervisor.runtime_dir.path).counts
+        assert counts["worker 1"] == {"death": 0, "hang": 0, "operator": 2}
+        assert counts["scheduler 0"] == {"death": 0, "hang": 0, "operator": 0}
     assert run.ends == [None]
 
 
@@ -152,6 +157,27 @@ def test_answers_go_to_who_asked() -> None:
         second = process.send_command(DescribeState())
         assert first.result(WAIT_S) == CommandAnswer(0, True, "logs debug and above")
         assert (second.result(WAIT_S).number, second.result(WAIT_S).ok) == (1, False)
+
+
+def test_what_an_operator_has_set_holds_after_a_restart() -> None:
+    def config_of(name: str) -> FakeChildConfig:
+        config = run.named(name).spec.config
+        assert isinstance(config, FakeChildConfig)
+        return config
+
+    with running() as run:
+        for command in (SetLogLevel("debug"), Pause("keep")):
+            run.named("worker 1").send_command(command).result(WAIT_S)
+        for _ in range(2):
+            run.restart("engine-1")
+            assert (config_of("worker 1").log_level, config_of("worker 1").paused) == (
+                "debug",
+                "keep",
+            )
+            assert config_of("scheduler 1") == FakeChildConfig("serve")
+        run.named("worker 1").send_command(Resume()).result(WAIT_S)
+        run.restart("engine-1")
+        assert config_of("worker 1").paused is None
 
 
 def test_commands_fail_with_their_process(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,6 +29,18 @@ def test_a_group_that_was_stable_begins_anew() -> None:
     assert not group.died(2001 + STABLE_S - 0.1)
 
 
+def test_a_death_that_has_a_remedy_is_none_of_a_row() -> None:
+    group = Restarts(max_in_a_row=1)
+    for now_s in (1000.0, 1001.0, 1002.0):
+        assert group.died(now_s, has_remedy=True)
+        assert group.next_start_s == now_s
+        group.started(deadline_s=now_s + 5)
+        group.became_ready(now_s)
+    assert group.died(1003.0)
+    assert not group.died(1004.0)
+    assert not Restarts(max_in_a_row=0).died(1000.0, has_remedy=True)
+
+
 def test_a_group_that_never_became_ready_is_not_stable_however_long_it_took() -> None:
     group = Restarts(max_in_a_row=1)
     assert group.died(1000.0)

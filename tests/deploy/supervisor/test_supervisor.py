@@ -22,6 +22,7 @@ from longshore.deploy.supervisor import restarts
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet
+from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import (
@@ -63,6 +64,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.01)
+
+
+def restarts_of(supervisor: Supervisor) -> dict[tuple[str, str], int]:
+    """What gateways show; without zeros."""
+    counts = read_restarts(supervisor.runtime_dir.path).counts
+    return {
+        (process, reason): count
+        for process, by_reason in counts.items()
+        for reason, count in by_reason.items()
+        if count
+    }
 
 
 def nothing_is_left(supervisor: Supervisor) -> bool:
@@ -406,6 +418,31 @@ def test_a_child_that_is_told_outlives_the_others_and_hears_why(
     assert output.getvalue().count("heard: worker 0 was killed (SIGKILL)") == 2
 
 
+def test_a_child_that_is_told_takes_care_of_children_that_lack_memory(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, output: io.StringIO
+) -> None:
+    """However often they do: it makes their steps smaller."""
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "lack", **group),
+            spec("scheduler", "listen", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    scheduler = supervisor.processes[1]
+    watch = Watch(supervisor, max_restarts=1)
+    for num_restarts in range(1, 4):
+        os.kill(supervisor.processes[0].pid, STOP_SIGNAL)
+        wait_until(
+            lambda n=num_restarts: caplog.messages.count("engine-0 is ready again") == n  # type: ignore[misc]
+        )
+    watch.stop()
+    assert output.getvalue().count("heard: worker 0: no memory (smaller steps)") == 3
+    assert scheduler is supervisor.processes[1]
+
+
 def test_a_survivor_that_hangs_before_it_has_heard_of_the_restart_is_restarted_too(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,6 +464,31 @@ def test_a_survivor_that_hangs_before_it_has_heard_of_the_restart_is_restarted_t
     watch.stop()
     assert "scheduler hangs or is stopped" in caplog.text
     assert not any(psutil.pid_exists(process.pid) for process in former)
+
+
+def test_a_survivor_that_hangs_while_the_others_start_is_restarted_too(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("scheduler", "mute", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    scheduler = supervisor.processes[1]
+    wait_until(lambda: bool(scheduler.read_lifeline() or scheduler.alive_s))
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, hang_timeout_s=2.0)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    assert "scheduler hangs or is stopped" in caplog.text
+    assert supervisor.processes[1] is not scheduler
+    restarts = restarts_of(supervisor)
+    assert restarts.pop(("worker 0", "death")) == 1
+    assert set(restarts) <= {("worker 0", "hang"), ("scheduler", "hang")}
 
 
 def test_a_child_that_is_told_does_not_outlive_the_end_of_the_restarts(
@@ -495,6 +557,7 @@ def test_a_stopped_child_counts_as_dead(
     assert "worker 0 hangs or is stopped: it has not reported for" in caplog.text
     assert supervisor.processes[1] is former[1]
     assert "worker 1" not in caplog.text
+    assert restarts_of(supervisor) == {("worker 0", "hang"): 1}
     assert not psutil.pid_exists(former[0].pid)
 
 

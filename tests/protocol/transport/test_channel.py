@@ -7,22 +7,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
 
-from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage
+from longshore.protocol.errors import (
+    ConfigError,
+    EngineDead,
+    MalformedMessage,
+    MessagesLost,
+    ProtocolError,
+)
 from longshore.protocol.handshake import ClientHello, Rejected
 from longshore.protocol.outputs import EngineFailed
 from longshore.protocol.requests import AbortRequests, StopFound
 from longshore.protocol.transport.channel import (
     Channel,
+    ClientChannel,
     Endpoint,
+    ServerChannel,
     SocketWatcher,
     count_bad,
 )
 from longshore.protocol.transport.security import CurveKeys
-from tests.harness.sockets import WAIT_S, Sockets
+from tests.harness.sockets import WAIT_S, Sockets, sending
 
 
 @pytest.fixture
@@ -35,8 +44,8 @@ Pair = tuple[Channel[Any, Any], Channel[Any, Any]]
 
 @pytest.fixture
 def pair(sockets: Sockets, endpoint: Endpoint) -> Pair:
-    """An engine's end and a client's."""
-    return sockets.engine(endpoint), sockets.client(endpoint)
+    """Both ends of a channel without numbers."""
+    return sockets.engine(endpoint), sockets.peer(endpoint)
 
 
 def test_messages_arrive_in_order_in_both_directions(pair: Pair) -> None:
@@ -98,17 +107,123 @@ def test_a_server_distinguishes_its_clients_and_drops_messages_to_one_that_is_go
     clients = [sockets.client(endpoint) for _ in range(2)]
     for number, client in enumerate(clients):
         client.socket.send_multipart([b"junk"])
+        client.send(msgspec.Raw(b"\xc1"))
         client.send(ClientHello(f"client {number}", "f"))
     names = {}
     while len(names) < 2:
         server.socket.poll(WAIT_S * 1000)
         names |= {message.name: peer for peer, message in server.drain()}
-    assert server.num_bad == {"MalformedMessage": 2}
+    assert server.num_bad == {"MalformedMessage": 4}
     for number, client in enumerate(clients):
         assert server.send(names[f"client {number}"], Rejected(f"you are {number}"))
         assert client.receive(WAIT_S) == Rejected(f"you are {number}")
     assert server.send(b"nobody", Rejected("hello?")) is False
     assert server.receive() is None
+
+
+Clients = tuple[ServerChannel[Any, Any], bytes, ClientChannel[Any, Any]]
+
+
+@pytest.fixture
+def connected(sockets: Sockets, endpoint: Endpoint) -> Clients:
+    """A server, and a client whose hello it has received."""
+    server, client = sockets.server(endpoint), sockets.client(endpoint)
+    client.send(ClientHello("a client", "f"))
+    assert server.socket.poll(WAIT_S * 1000)
+    ((peer, _),) = server.drain()
+    return server, peer, client
+
+
+def next_of(server: ServerChannel[Any, Any]) -> Any:
+    """The next message that the server receives."""
+    assert server.socket.poll(WAIT_S * 1000)
+    received = server.receive()
+    assert received is not None
+    return received[1]
+
+
+def test_a_server_that_lost_a_message_of_a_client_ends_the_connection(connected: Clients) -> None:
+    server, peer, client = connected
+    with sending(client, times=0):
+        client.send(StopFound(1, 1))
+    client.send(StopFound(2, 1))
+    assert "message 2 arrived instead of 1" in str(next_of(server))
+    with pytest.raises(MessagesLost):
+        client.receive(WAIT_S)
+    assert server.send(peer, Rejected("too late")) is False
+    client.send(StopFound(3, 1))
+    assert isinstance(next_of(server), MessagesLost)
+
+
+def test_a_client_that_lost_a_message_of_its_server_cannot_go_on(connected: Clients) -> None:
+    server, peer, client = connected
+    assert server.send(peer, Rejected("first"))
+    with sending(server, times=0):
+        server.send(peer, Rejected("lost"))
+    assert server.send(peer, Rejected("third"))
+    assert client.receive(WAIT_S) == Rejected("first")
+    with pytest.raises(MessagesLost, match="message 2 arrived instead of 1"):
+        client.receive(WAIT_S)
+
+
+@pytest.mark.parametrize("toward", ["the server", "the client"])
+def test_a_ping_finds_out_that_the_last_message_was_lost(connected: Clients, toward: str) -> None:
+    server, peer, client = connected
+    if toward == "the server":
+        with sending(client, times=0):
+            client.send(StopFound(1, 1))
+    else:
+        with sending(server, times=0):
+            server.send(peer, Rejected("lost"))
+    client.ping()
+    assert server.socket.poll(WAIT_S * 1000)
+    for _ in server.drain():
+        continue
+    with pytest.raises(MessagesLost):
+        client.receive(WAIT_S)
+
+
+def test_a_ping_is_answered_and_no_message(connected: Clients) -> None:
+    server, peer, client = connected
+    client.ping()
+    assert server.socket.poll(WAIT_S * 1000)
+    assert server.receive() is None
+    assert client.socket.poll(WAIT_S * 1000)
+    assert client.receive() is None
+    assert server.send(peer, Rejected("after the ping"))
+    assert client.receive(WAIT_S) == Rejected("after the ping")
+
+
+def test_repeated_messages_are_counted_and_ignored(connected: Clients) -> None:
+    server, _, client = connected
+    with sending(client, times=2):
+        client.send(StopFound(1, 1))
+    client.send(StopFound(2, 1))
+    answered: list[bytes] = []
+
+    def answer_bad(peer: bytes, header: bytes, error: ProtocolError) -> bool:
+        answered.append(header)
+        return True
+
+    received: list[Any] = []
+    while len(received) < 2:
+        assert server.socket.poll(WAIT_S * 1000)
+        received += [message for _, message in server.drain(answer_bad)]
+    assert received == [StopFound(1, 1), StopFound(2, 1)]
+    assert server.num_bad == {"RepeatedMessage": 1}
+    assert not answered
+
+
+def test_a_peer_that_was_disconnected_learns_it_and_can_send_nothing(connected: Clients) -> None:
+    server, peer, client = connected
+    server.send(peer, Rejected("go away"))
+    server.disconnect(peer)
+    assert client.receive(WAIT_S) == Rejected("go away")
+    with pytest.raises(MessagesLost):
+        client.receive(WAIT_S)
+    server.disconnect(b"nobody")
+    client.send(StopFound(1, 1))
+    assert isinstance(next_of(server), MessagesLost)
 
 
 @pytest.mark.parametrize(

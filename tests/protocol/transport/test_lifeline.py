@@ -172,6 +172,21 @@ def test_without_a_supervisor_reports_are_discarded() -> None:
     assert threading.active_count() == num_threads
 
 
+def test_a_process_reports_to_be_alive_at_once_when_it_is_ready_again(runtime_dir: Path) -> None:
+    """A hang is noticed only after the first report."""
+    again = "lifeline.report_alive()\nlifeline.report(Ready())\nlifeline.report_alive()\n"
+    child, ours = start_child(
+        runtime_dir, CHILD.replace("threading.Event", again + "threading.Event")
+    )
+    try:
+        with ours, ours.makefile("rb") as lines:
+            reports = [decode_report(lines.readline()) for _ in range(5)]
+        assert reports[2:] == [Alive(), Ready(), Alive()]
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_report_to_a_supervisor_that_has_just_exited_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -104,7 +104,7 @@ def address(tmp_path: Path) -> str:
 
 def test_peers_with_the_same_secret_exchange_messages(sockets: Sockets, address: str) -> None:
     endpoint = Endpoint(address, secret=new_secret())
-    server, client = sockets.engine(endpoint), sockets.client(endpoint)
+    server, client = sockets.engine(endpoint), sockets.peer(endpoint)
     client.send(HELLO)
     assert server.receive(WAIT_S) == HELLO
     server.send(Rejected("an answer"))
@@ -117,7 +117,7 @@ def test_list_of_one_socket_does_not_apply_to_another_with_a_secret(
     keys = CurveKeys(*keypair(), authorized=authorize(tmp_path / "keys"))
     sockets.server(Endpoint(f"ipc://{tmp_path}/events", keys))
     endpoint = Endpoint(f"ipc://{tmp_path}/s", secret=new_secret())
-    server, client = sockets.engine(endpoint), sockets.client(endpoint)
+    server, client = sockets.engine(endpoint), sockets.peer(endpoint)
     client.send(HELLO)
     assert server.receive(WAIT_S) == HELLO
 
@@ -129,7 +129,7 @@ def test_peer_without_the_secret_receives_nothing_and_is_not_heard(
 ) -> None:
     """A DEALER socket would otherwise send it every second message."""
     endpoint = Endpoint(address, secret=new_secret())
-    server, client = sockets.engine(endpoint), sockets.client(endpoint)
+    server, client = sockets.engine(endpoint), sockets.peer(endpoint)
     wrong = None if knows == "nothing" else new_secret()
     monitor = server.socket.get_monitor_socket()
     intruder = sockets.open(kind, Endpoint(address, secret=wrong), bind=False)

@@ -256,6 +256,29 @@ def test_the_engine_is_idle_for_as_long_as_no_request_has_advanced() -> None:
     assert report_of(driver).idle_s == 0.0  # there is nothing to do
 
 
+def test_an_engine_that_is_paused_is_not_idle() -> None:
+    driver = Driver()
+    driver.add("r", prompt_of(6), max_tokens=8)
+    driver.steps(2)
+    driver.scheduler.set_pause(PauseState.PAUSED_NEW)
+    driver.add("waits", prompt_of(6), max_tokens=8)
+    driver.now += 5.0
+    assert report_of(driver).idle_s >= 5.0  # "r" runs, and does not advance
+    driver.scheduler.set_pause(PauseState.PAUSED_ALL)
+    driver.steps(2)
+    driver.now += 50.0
+    assert report_of(driver).idle_s == 0.0
+    driver.scheduler.set_pause(PauseState.PAUSED_NEW)
+    while "r" in driver.requests and driver.scheduler.running.num_rows:
+        driver.step()
+    driver.now += 50.0
+    assert report_of(driver).idle_s == 0.0
+    driver.scheduler.set_pause(PauseState.UNPAUSED)
+    driver.now += 5.0
+    assert report_of(driver).idle_s == 5.0  # only since it was resumed
+    driver.run()
+
+
 def test_idle_time_never_runs_backwards() -> None:
     driver = Driver(num_blocks=18)
     scheduler = driver.scheduler

@@ -1,5 +1,6 @@
 """The worker's loop over a real channel, with its scheduler in the test."""
 
+import dataclasses
 import math
 import re
 import shutil
@@ -27,6 +28,7 @@ from longshore.protocol.transport.channel import (
     open_socket,
 )
 from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import OutOfMemory
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.queues.compute_queue import CpuComputeQueue
@@ -185,6 +187,29 @@ def test_a_plan_that_does_not_continue_ends_the_worker_with_a_reason(engine: Eng
     assert failed.reason == "step 2 follows step 1, but the last one here was 0"
     engine.join()
     assert isinstance(engine.error, PlanMismatch)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_lack_of_memory_that_ends_the_worker_is_said(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*args: object, **named: object) -> None:
+        raise MemoryError("no byte is left")
+
+    assert engine._worker._runner is not None
+    launcher = engine._worker._runner._launcher
+    if where == "device":
+        monkeypatch.setattr(engine._worker.model, "forward", fail)
+        state = dataclasses.replace(launcher.state, may_repeat_steps=False)
+        monkeypatch.setattr(launcher, "state", state)
+    else:
+        monkeypatch.setattr(launcher, "launch", fail)
+    engine.scheduler.send(first_plan(engine))
+    failed = engine.receive()
+    assert isinstance(failed, WorkerFailed)
+    assert "no byte is left" in failed.reason
+    engine.join()
+    assert isinstance(engine.error, OutOfMemory)
 
 
 def test_a_step_that_fails_ends_the_worker_with_a_reason(

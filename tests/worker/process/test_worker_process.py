@@ -100,6 +100,8 @@ class WorkerProcess:
     def replace_scheduler(self) -> None:
         """The scheduler has died without a word, and another one takes its place."""
         self.scheduler.close()
+        self.context.term()  # waits until its listener is gone, which removes the socket's file
+        self.context = zmq.Context()
         self.scheduler = self._listen()
 
     def receive(self) -> FromWorker:

@@ -24,7 +24,15 @@ from longshore.protocol.outputs import (
     FinishReason,
 )
 from longshore.protocol.sampling import SamplingParams
-from tests.deploy.gateway.fake_engine import IDENTITY, REPORT, STATS, FakeEngine, never_answer
+from tests.deploy.gateway.fake_engine import (
+    IDENTITY,
+    REPORT,
+    STATS,
+    FakeEngine,
+    never_answer,
+    tokens_of,
+)
+from tests.harness.sockets import sending
 
 
 @asynccontextmanager
@@ -145,6 +153,56 @@ async def test_requests_of_a_lost_engine_go_on_at_another_one() -> None:
         await fakes[1].wait_for(lambda: len(fakes[1].requests) == 7)
         assert fakes[1].requests[-1].fork_of == first.handle
         assert fork.engine == 1
+
+
+async def test_one_engine_can_serve_while_another_is_down_and_joins_later() -> None:
+    runtime_dir = RuntimeDir()
+    endpoints = [runtime_dir.endpoint(f"clients-{number}") for number in range(2)]
+    hello = ClientHello("test", IDENTITY.model_fingerprint)
+    engines = Engines(endpoints, hello, on_stats=lambda engine, stats: None)
+    fakes = [FakeEngine(endpoints[1], never_answer)]
+    try:
+        ready = await engines.wait_until_ready(awaits_all=False)
+        assert ready.identity == IDENTITY
+        assert engines.not_ready_reason is None
+        assert engines_of([submit(engines) for _ in range(2)]) == [1, 1]
+        fakes.append(FakeEngine(endpoints[0], never_answer))
+        await engines.wait_until_ready()
+        assert submit(engines).engine == 0
+    finally:
+        engines.close()
+        for fake in fakes:
+            fake.close()
+        runtime_dir.remove()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+async def test_requests_go_on_after_a_lost_message_of_the_engine(follows: bool) -> None:
+    """Whether another message follows it, or none."""
+    async with running(1) as (engines, (fake,)):
+        live, other = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        fake.send_tokens(fake.requests[0], [7])
+        fake.lose(tokens_of(fake.requests[0], [8]))
+        if follows:
+            fake.send_tokens(fake.requests[0], [9])
+        await fake.wait_for(lambda: len(fake.requests) == 4)
+        assert [r.output_token_ids.tolist() for r in fake.requests[2:]] == [[7], []]
+        fake.send_tokens(fake.requests[2], [8, 9])
+        await engines.describe(5)
+        assert live.take_token_ids() == [7, 8, 9]
+        assert other.is_live
+
+
+async def test_a_request_that_does_not_arrive_is_sent_again() -> None:
+    async with running(1) as (engines, (fake,)):
+        first = submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 1)
+        with sending(engines.clients[0]._channel, times=0):
+            lost = submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 3)
+        assert fake.num_lost == 1
+        assert [r.handle for r in fake.requests[1:]] == [first.handle, lost.handle]
 
 
 async def test_requests_wait_for_an_engine_that_returns() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +16,9 @@ from longshore.deploy.gateway.engines.peers import (
     merged_metrics,
 )
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.logs.limits import MAX_PER_SECOND
+from longshore.protocol.statistics import TierStats, TransferStats
 from tests.deploy.gateway.fake_engine import STATS
 
 Answer = Callable[[], bytes]
@@ -40,7 +43,12 @@ async def gateways(
             peers.close()
 
 
-OF_ENGINES = ("longshore_scheduler_", "longshore_worker_")
+OF_ENGINES = (
+    "longshore_scheduler_",
+    "longshore_worker_",
+    "longshore_kv_",
+    "longshore_process_restarts",
+)
 
 
 def metrics_of(*, num_answers: int, running: int) -> GatewayMetrics:
@@ -48,7 +56,13 @@ def metrics_of(*, num_answers: int, running: int) -> GatewayMetrics:
     metrics.responses.labels("/v1/a {b} c", "200").inc(num_answers)
     metrics.generated_tokens.inc(10 * num_answers)
     metrics.time_to_first_token_s.observe(0.02 * num_answers)
-    metrics.observe_scheduler("0", STATS)
+    tiers, transfers = (
+        (TierStats("CPU", 1, 2, 3, 4),),
+        (TransferStats("CPU", "GPU", (1, *[0] * 10)),),
+    )
+    stats = msgspec.structs.replace(STATS, tiers=tiers, transfers=transfers)
+    metrics.observe_scheduler("0", stats)
+    metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 2}}))
     metrics.observe_scheduler("1", type(STATS)(**{**_fields(), "num_running": running}))
     return metrics
 
@@ -83,6 +97,9 @@ def test_merged_metrics_name_the_gateway_and_have_those_of_engines_once() -> Non
             if not name.startswith(OF_ENGINES)
         ),
     }
+    assert merged["longshore_kv_tier_blocks", (("engine", "0"), ("medium", "CPU"))] == 1
+    death = (("process", "worker 0"), ("reason", "death"))
+    assert merged["longshore_process_restarts_total", death] == 2
     assert merged["longshore_scheduler_running_requests", (("engine", "1"),)] == 7
     endpoint = ("endpoint", "/v1/a {b} c")
     key = (endpoint, ("gateway", "2"), ("status", "200"))
