@@ -48,6 +48,20 @@ def test_no_module_that_plans_loads_torch(package: str) -> None:
     assert "torch" not in loaded
 
 
+def test_capturing_a_graph_does_not_load_the_compiler_of_torch() -> None:
+    loaded = modules_loaded_by(
+        "import torch\n"
+        "from longshore.worker.kernels.graph import NotCapturable, capture\n"
+        "x = torch.ones(2)\n"
+        "try:\n"
+        "    capture(None, lambda: x.view(2) + 1, 1, ())\n"
+        "except NotCapturable:\n"
+        "    print('captured')"
+    )
+    assert "captured" in loaded
+    assert not loaded & {"torch._dynamo", "sympy"}
+
+
 def test_import_of_the_public_names_loads_no_torch() -> None:
     program = "from longshore import *; LLM, Logprob, SamplingParams, __version__"
     loaded = modules_loaded_by(program)

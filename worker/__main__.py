@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.worker.config import load_config
 from longshore.worker.errors import OutOfMemory, RankLost
+from longshore.worker.process.low_priority import at_low_priority
 
 
 def main() -> int:
@@ -38,6 +40,8 @@ def main() -> int:
     lifeline.report(Progress("loading torch"))
     gc.disable()  # until the worker is ready: what is loaded stays
     # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
+    if config.is_standby:
+        at_low_priority(lambda: import_module("longshore.worker.process.startup"))
     from longshore.worker.process.startup import serve
 
     try:

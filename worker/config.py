@@ -158,6 +158,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     shared_memory_fd: inherited descriptor of the memory that the connector's worker halves share.
     kv_memory_fd: inherited descriptor of memory for the KV cache, which outlives the process; None:
                  the cache is this process's own.
+    is_standby:  it takes the place of this rank only when the supervisor says so.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: directory to remove if the supervisor dies.
     """
@@ -186,6 +187,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     state_dir: str | None = None
     shared_memory_fd: int | None = None
     kv_memory_fd: int | None = None
+    is_standby: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"

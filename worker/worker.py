@@ -6,7 +6,7 @@ loads the weights and measures memory; `start` allocates the KV cache and return
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kernels import native
-from longshore.worker.kv_cache import buffer as kv_cache
+from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
@@ -69,7 +69,6 @@ CPU_WARM_UP_DECODES: Final = 4
 class Worker:
     """One rank's weights on a device. Closing it ends its thread; it is a context manager.
 
-    kv_cache:  what this rank can allocate; `start` may take fewer blocks.
     heads:     its KV heads.
     kv_scales: scales of its layers, if the KV cache is fp8.
     connector: hooks of the connector's worker half, after `start` with one.
@@ -118,14 +117,13 @@ class Worker:
         with fits_in_memory("The model", self._device):
             self.model = build(device=self._device)
         load_weights(self.model, model_dir, show_progress=config.show_progress)
-        self.kv_cache = self._plan_cache()
         self.heads = model_config.head_share(parallel.shard, parallel.num_shards)
         self.kv_scales: dict[str, KVScales] = {}
         if config.kv_cache_dtype == FP8_E4M3:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers)
         self.connector: ConnectorRunner | None = None
-        self._cache: kv_cache.KVCache | None = None
+        self._cache: KVCache | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
 
@@ -134,7 +132,7 @@ class Worker:
         *,
         epoch: int = 1,
         num_blocks: int | None = None,
-        memory: kv_cache.KVMemory | None = None,
+        memory: KVMemory | None = None,
         queue: ComputeQueue | None = None,
         connector: WorkerConnector[Any] | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -206,6 +204,12 @@ class Worker:
         self._log_plan(agreed)
         return runner
 
+    @cached_property
+    def kv_cache(self) -> KVCacheConfig:
+        """What this rank can allocate, measured at the first call; `start` may take fewer blocks.
+        Raises KVCacheTooSmall."""
+        return self._plan_cache()
+
     @property
     def features(self) -> tuple[Feature, ...]:
         """What this worker supports in addition to text generation."""
@@ -214,11 +218,9 @@ class Worker:
         has_head = self.model_config.has_head
         return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
 
-    def make_cache(
-        self, config: KVCacheConfig, memory: kv_cache.KVMemory | None = None
-    ) -> kv_cache.KVCache:
+    def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""
-        return kv_cache.KVCache(
+        return KVCache(
             config,
             dtype=self._dtype,
             device=self._device,
@@ -277,7 +279,7 @@ class Worker:
             {layer.name for layer in self.model.cached_layers()},
         )
         longest = max_blocks(groups, self._longest_request)
-        num_blocks = config.num_blocks or kv_cache.measure_num_blocks(
+        num_blocks = config.num_blocks or measure_num_blocks(
             groups,
             device=self._device,
             kv_cache_bytes=config.kv_cache_bytes,

@@ -63,6 +63,7 @@ _MAXIMA: Final = {
     "kv_events_buffer": 1 << 20,
 }
 MAX_RESTARTS: Final = 1000
+MAX_STANDBY_WORKERS: Final = 8
 MIN_HANG_TIMEOUT_S: Final = 3.0
 MAX_PROCESSES: Final = 64  # for replicas and for gateways, separately
 
@@ -356,6 +357,9 @@ class ServeOptions(EngineOptions):
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
         max_restarts: How often an engine or gateway that dies again and again is restarted, until
             the server stops; a minute without a death ends the row. 0: the first death stops it.
+        standby_workers: Sets of workers per engine that have loaded the model and wait, so that an
+            engine goes on within about a second after the death of a worker. Each needs the memory
+            of the weights once more, on the same device.
         hang_timeout_s: Seconds without a sign of life after which a scheduler or worker counts as
             hung, is killed and restarted. 0: never.
     """
@@ -379,6 +383,7 @@ class ServeOptions(EngineOptions):
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
     max_restarts: Annotated[int, _OPERATION] = 5
+    standby_workers: Annotated[int, _OPERATION] = 0
     hang_timeout_s: Annotated[float, _OPERATION] = 8.0
 
     def __post_init__(self) -> None:
@@ -419,6 +424,12 @@ class ServeOptions(EngineOptions):
                     "without a path, as browsers send it, or * for all"
                 )
         check_range("max_restarts", self.max_restarts, 0, MAX_RESTARTS)
+        check_range("standby_workers", self.standby_workers, 0, MAX_STANDBY_WORKERS)
+        if self.standby_workers and not self.max_restarts:
+            raise ConfigError(
+                f"standby_workers={self.standby_workers} has no use with max_restarts=0: the first "
+                "death of a worker stops the server. Set max_restarts to 1 or more."
+            )
         if self.hang_timeout_s and not MIN_HANG_TIMEOUT_S <= self.hang_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"hang_timeout_s={self.hang_timeout_s} must be between {MIN_HANG_TIMEOUT_S:g} and "

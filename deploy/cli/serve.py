@@ -28,15 +28,11 @@ from longshore.deploy.supervisor.engine_config import (
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
-from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ProcessSpec
 from longshore.deploy.supervisor.replica import replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
-from longshore.deploy.supervisor.supervisor import (
-    STOP_TIMEOUT_S,
-    StopRequested,
-    Supervisor,
-)
+from longshore.deploy.supervisor.supervisor import StopRequested, Supervisor
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.transport.channel import Endpoint
 
@@ -118,7 +114,8 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     plan = plan_engine(options, model)
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
-    num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
+    num_workers = options.num_ranks * (1 + options.standby_workers)
+    num_processes = options.replicas * (num_workers + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
     return _Deployment(options, plan, api_keys, admin_key)
@@ -156,7 +153,11 @@ class _Deployment:
         """In start order: schedulers need their workers, and gateways need the schedulers."""
         engines = [
             engine_processes(
-                self.plan, runtime_dir, replica, is_restarted=self.options.max_restarts > 0
+                self.plan,
+                runtime_dir,
+                replica,
+                is_restarted=self.options.max_restarts > 0,
+                num_standbys=self.options.standby_workers,
             )
             for replica in replicas(self.options.replicas)
         ]

@@ -10,8 +10,9 @@ from longshore.deploy.supervisor.engine_config import (
     EnginePlan,
     engine_processes,
 )
+from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
-from longshore.deploy.supervisor.supervisor import STOP_TIMEOUT_S, Supervisor
+from longshore.deploy.supervisor.supervisor import Supervisor
 from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (

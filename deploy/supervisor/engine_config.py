@@ -214,9 +214,11 @@ def engine_processes(
     replica: Replica = _ONLY,
     *,
     is_restarted: bool = False,
+    num_standbys: int = 0,
 ) -> tuple[list[ProcessSpec], Endpoint]:
     """The processes to start, workers first and the scheduler last, and the clients' endpoint.
-    is_restarted: processes that die are started again."""
+    is_restarted: processes that die are started again.
+    num_standbys: processes that are kept ready to take the place of each worker."""
     clients = runtime_dir.endpoint(replica.file_name("clients"))
     options = plan.options
     layout = RankLayout(
@@ -278,6 +280,8 @@ def engine_processes(
                 restart_group=replica.engine_id,
                 survives=(replica.scheduler,),
                 config_after=_next_worker,
+                num_standbys=num_standbys,
+                config_of_standby=_standby,
             )
             for rank, (endpoint, kv_memory_fd) in enumerate(
                 zip(workers, kv_memory_fds, strict=True)
@@ -312,6 +316,13 @@ def _next_worker(config: WorkerProcessConfig) -> WorkerProcessConfig:
     """For a restart: the ranks meet at a new file."""
     ranks = msgspec.structs.replace(config.ranks, rendezvous=f"{config.ranks.rendezvous}+")
     return msgspec.structs.replace(config, ranks=ranks)
+
+
+def _standby(config: WorkerProcessConfig, number: int) -> WorkerProcessConfig:
+    """The standbys of the ranks meet at a file of their own."""
+    rendezvous = f"{config.ranks.rendezvous}-standby-{number}"
+    ranks = msgspec.structs.replace(config.ranks, rendezvous=rendezvous)
+    return msgspec.structs.replace(config, ranks=ranks, is_standby=True)
 
 
 def _worker_process(

@@ -36,11 +36,15 @@ from longshore.protocol.transport.lifeline import (
     Progress,
     Ready,
     Restarting,
+    TakeOver,
     decode_report,
-    encode_restarting,
+    encode_event,
 )
 
 logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 4.0
+"""Time that a process has to end after a stop signal, without draining."""
 
 KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
@@ -69,6 +73,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
              for the next ones.
     is_told: it hears of their end over its lifeline, and begins anew with them, without a restart.
     config_after: the configuration for the start after that with the given one; None: the same.
+    num_standbys: processes that are kept ready to take its place.
+    config_of_standby: the configuration of a standby, from that of this process and a number that
+            no other standby of it has had.
     """
 
     name: str
@@ -82,6 +89,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     survives: tuple[str, ...] = ()
     is_told: bool = False
     config_after: Callable[[Any], msgspec.Struct] | None = None
+    num_standbys: int = 0
+    config_of_standby: Callable[[Any, int], msgspec.Struct] | None = None
 
 
 # A forked copy of this process must not keep the lifelines open, or the children would outlive it.
@@ -127,12 +136,13 @@ class ManagedProcess:
             config = msgspec.structs.replace(
                 spec.config, lifeline_fd=child_end.fileno(), runtime_dir=str(runtime_dir)
             )
-            self._config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
-            self._config_file.unlink(missing_ok=True)
-            self._config_file.touch(0o600, exist_ok=False)
-            self._config_file.write_bytes(msgspec.json.encode(config))
+            config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
+            config_file.unlink(missing_ok=True)
+            config_file.touch(0o600, exist_ok=False)
+            config_file.write_bytes(msgspec.json.encode(config))
+            self._config_file: Path | None = config_file
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, str(self._config_file)],
+                [sys.executable, "-P", "-m", spec.module, str(config_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -145,7 +155,7 @@ class ManagedProcess:
         assert self._popen.stdout is not None
         self._relay_thread = threading.Thread(
             target=_relay_output,
-            args=(self._popen.stdout, relay, spec.name),
+            args=(self._popen.stdout, relay, self),
             name=f"log of {spec.name}",
             daemon=True,
         )
@@ -175,8 +185,9 @@ class ManagedProcess:
             *lines, self._unread = (self._unread + received).split(b"\n")
             for line in lines:
                 self._note(decode_report(line))
-            if lines:  # it has read its configuration, which contains secrets
-                self._config_file.unlink(missing_ok=True)
+            if lines and self._config_file is not None:
+                self._config_file.unlink(missing_ok=True)  # it has read it; it contains secrets
+                self._config_file = None  # a next process may have one of this name
 
     def _note(self, report: LifelineReport) -> None:
         match report:
@@ -250,7 +261,16 @@ class ManagedProcess:
         if self.spec.is_told:
             self.spec, self.ready, self._must_answer = self.next_spec(), None, True
             with contextlib.suppress(OSError):  # it has just died, too
-                self.lifeline.send(encode_restarting(message))
+                self.lifeline.send(encode_event(message))
+
+    def take_over(self, spec: ProcessSpec) -> None:
+        """This standby, which is ready, becomes the process of the given spec, in place of one that
+        has ended."""
+        self.spec, self.name = spec, spec.name
+        self.stop_group, self.stopped_by = spec.stop_group, spec.stopped_by
+        self.ready, self.was_ready = None, False
+        with contextlib.suppress(OSError):  # it has just died, too
+            self.lifeline.send(encode_event(TakeOver()))
 
     def poll(self) -> int | None:
         """The exit status as in `subprocess`; None while the process runs."""
@@ -330,8 +350,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _relay_output(stream: IO[bytes], relay: LogRelay, name: str) -> None:
+def _relay_output(stream: IO[bytes], relay: LogRelay, process: ManagedProcess) -> None:
     with stream:
         while chunk := os.read(stream.fileno(), 65536):
-            relay.feed(name, chunk)
-    relay.end(name)
+            relay.feed(process.name, chunk)
+    relay.end(process.name)

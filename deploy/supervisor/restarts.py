@@ -18,6 +18,7 @@ class Restarts:
     """The restarts of one group of processes.
 
     max_in_a_row: restarts without STABLE_S of running between them.
+    max_delay_s:  before a restart.
     num_in_a_row: restarts so far since the group was stable.
     running_since_s: when the group was last ready; None while it is not.
     next_start_s: when it is started again; None while it runs.
@@ -34,6 +35,7 @@ class Restarts:
     deadline_s: float = math.inf
     stop_deadline_s: float | None = None
     reason: RestartReason = "death"
+    max_delay_s: float = MAX_DELAY_S
 
     def died(
         self, now_s: float, reason: RestartReason = "death", *, has_remedy: bool = False
@@ -54,7 +56,7 @@ class Restarts:
             return False
         delay_s = 0.0
         if self.num_in_a_row:
-            delay_s = min(FIRST_DELAY_S * 2 ** (self.num_in_a_row - 1), MAX_DELAY_S)
+            delay_s = min(FIRST_DELAY_S * 2.0 ** min(self.num_in_a_row - 1, 20), self.max_delay_s)
         self.num_in_a_row += 1
         self.next_start_s = now_s + delay_s
         return True

@@ -2,10 +2,10 @@
 
 The child reports that it is ready, or why it failed, and then regularly that it is alive, from the
 loop that does its work: a process that hangs reports nothing. The supervisor sends commands of an
-operator, and `Restarting` to a process that outlives others; it asks for an orderly shutdown with
-STOP_SIGNAL. When the supervisor's end closes, for any reason, the child removes the runtime
-directory and exits at once, so that no orphan and no socket file remains. When the child's end
-closes, the supervisor knows that it died.
+operator, `Restarting` to a process that outlives others, and `TakeOver` to a standby; it asks for
+an orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for any reason, the child
+removes the runtime directory and exits at once, so that no orphan and no socket file remains. When
+the child's end closes, the supervisor knows that it died.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
@@ -113,10 +113,17 @@ class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_f
     is_out_of_memory: bool = False
 
 
+class TakeOver(msgspec.Struct, tag="take_over", frozen=True, forbid_unknown_fields=True):
+    """This standby, which has reported that it is ready, takes the place of a process that has
+    ended: its reports are those of that process from now on."""
+
+
 _encoder = msgspec.json.Encoder()
 _command_decoder = msgspec.json.Decoder(NumberedCommand)
 _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineReport)
-_restarting_decoder = msgspec.json.Decoder(Restarting)
+_event_decoder: msgspec.json.Decoder[Restarting | TakeOver] = msgspec.json.Decoder(
+    Restarting | TakeOver
+)
 
 
 def decode_report(line: bytes) -> LifelineReport:
@@ -124,7 +131,7 @@ def decode_report(line: bytes) -> LifelineReport:
     return _decoder.decode(line)
 
 
-def encode_restarting(message: Restarting) -> bytes:
+def encode_event(message: Restarting | TakeOver) -> bytes:
     """One line to a child."""
     return _encoder.encode(message) + b"\n"
 
@@ -139,6 +146,7 @@ class Lifeline:
         self._next_alive_s = 0.0
         self._received: deque[Restarting] = deque()
         self._has_received = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._take_over = threading.Event()
         self._sending = threading.Lock()  # reports of several threads must not mix
         self._handler: CommandHandler | None = None
         if self._socket is not None:
@@ -170,6 +178,11 @@ class Lifeline:
                 self._socket.send(_encoder.encode(Alive(late)) + b"\n", socket.MSG_DONTWAIT)
             self._sending.release()
 
+    def wait_for_take_over(self) -> None:
+        """Wait until this standby takes a place; report Alive meanwhile."""
+        while not self._take_over.wait(ALIVE_INTERVAL_S):
+            self.report_alive()
+
     def handle_commands(self, handler: CommandHandler) -> None:
         """From now on `handler` gets the operator's commands to this engine, on the lifeline's
         thread. It must report a CommandAnswer for each."""
@@ -193,16 +206,27 @@ class Lifeline:
                 *lines, unread = (unread + received).split(b"\n")
                 unread = unread[:MAX_COMMAND_BYTES]
                 for line in lines:
-                    try:
-                        self._received.append(_restarting_decoder.decode(line))
-                        os.eventfd_write(self._has_received, 1)
-                    except msgspec.MsgspecError:
-                        self._obey(line)
+                    self._take(line)
         except OSError:
             pass
         if self._runtime_dir is not None:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
         os._exit(EXIT_SUPERVISOR_GONE)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = _event_decoder.decode(line)
+        except msgspec.MsgspecError:
+            self._obey(line)
+            return
+        match event:
+            case Restarting():
+                self._received.append(event)
+                os.eventfd_write(self._has_received, 1)
+            case TakeOver():
+                self._take_over.set()
+            case _:
+                assert_never(event)
 
     def _obey(self, line: bytes) -> None:
         try:

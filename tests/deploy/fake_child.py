@@ -9,6 +9,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            hang      never report anything
            alive     like serve, and report regularly to be alive
            late      like alive, with something that is late
+           stand by  report readiness, and again when it has taken over, as a standby does
            listen    like serve, print why others are restarted, and report readiness again
            mute      like alive, and report progress and nothing more when others are restarted
            socket    like serve, with a socket file in the runtime directory
@@ -92,6 +93,10 @@ def main(config_file: str) -> int:
             if config.behaviour in ("wait", "await others"):
                 waiting.touch()
             lifeline.report(Ready({"answer": "42"}))
+    if config.behaviour == "stand by":
+        lifeline.wait_for_take_over()
+        print("takes over", flush=True)
+        lifeline.report(Ready({"answer": "of a worker"}))
     if config.behaviour == "wait":
         while not told.exists():
             time.sleep(0.02)

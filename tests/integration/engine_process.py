@@ -58,7 +58,7 @@ from longshore.protocol.transport.lifeline import (
     LifelineReport,
     Restarting,
     decode_report,
-    encode_restarting,
+    encode_event,
 )
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
@@ -161,9 +161,7 @@ class EngineProcess:
         for channel in self.channels:
             self._sockets.remove(channel.socket)
             channel.socket.close(linger=0)
-        self._lifeline.sendall(
-            encode_restarting(Restarting(reason, is_out_of_memory=is_out_of_memory))
-        )
+        self._lifeline.sendall(encode_event(Restarting(reason, is_out_of_memory=is_out_of_memory)))
         while not isinstance(self.next_report(), Acknowledged):
             continue
         for rank, endpoint in enumerate(self._endpoints):

@@ -133,6 +133,11 @@ def capture(
 class _OnlyViews(TorchDispatchMode):
     """Raises NotCapturable for every torch operation that is not a view."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports its compiler, 800 modules in a second, to switch it off here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             raise NotCapturable(f"{func} is not a recorded kernel")

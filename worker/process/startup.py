@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -41,6 +41,7 @@ from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.host_resources import num_physical_cores
+from longshore.worker.process.low_priority import at_low_priority
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.ranks.last_plans import LastPlans
 from longshore.worker.ranks.parallel import Parallel
@@ -59,56 +60,76 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
     Raises LongshoreError for every error an operator can cause, after reporting it to the
     scheduler.
     """
-    with SchedulerLink(config.endpoint) as link:
-        _serve(config, lifeline, link)
+    with ExitStack() as stack:
+        standby = None
+        if config.is_standby:
+            standby = _load(config, lifeline, stack)
+            lifeline.report(Ready({"device": config.device}))
+            lifeline.wait_for_take_over()
+            logger.info("takes the place of rank %d", config.rank)
+        link = stack.enter_context(SchedulerLink(config.endpoint))
+        with _reporting_failures(link, config.rank, NO_EPOCH):
+            loaded = standby or _load(config, lifeline, stack)
+        _serve(config, loaded, lifeline, link)
 
 
-def _serve(config: WorkerProcessConfig, lifeline: Lifeline, link: SchedulerLink) -> None:
+class _Loaded(NamedTuple):
+    """What outlives a scheduler. fingerprint: of the model's folder when it was loaded."""
+
+    device: torch.device
+    parallel: Parallel
+    worker: Worker
+    fingerprint: str
+
+
+def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> _Loaded:
+    """Join the other ranks and load the weights; `stack` leaves the ranks and closes the worker."""
     torch.set_num_threads(
         config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
     )
     logger.info("computing with %d threads", torch.get_num_threads())
-    with ExitStack() as stack:
-        with _reporting_failures(link, config.rank, NO_EPOCH):
-            device = open_device(config.device)
-            if config.ranks.num_ranks > 1:
-                others = config.ranks.num_ranks - 1
-                lifeline.report(Progress(f"waiting for the other {others} ranks"))
-            parallel = stack.enter_context(
-                joined_ranks(
-                    config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s
-                )
-            )
-            lifeline.report(Progress(f"loading {_part(config, parallel)}"))
-            if config.kv_connector is not None:
-                check_worker_half(config.kv_connector)
-            worker = Worker(config.worker, parallel)
-        bell = Bell()
-        with worker:
-            while True:
-                try:
-                    _serve_scheduler(config, device, parallel, worker, lifeline, link, bell)
-                    return
-                except SchedulerLost:
-                    logger.warning("the scheduler has ended; waiting for the next one")
-                link.disconnect()  # if it was lost during the handshake
-                worker.end_epoch()
-                # Only now: until then the supervisor notices if this rank hangs.
-                lifeline.report(Progress("waiting for the next scheduler"))
-                link.connect()
+    device = open_device(config.device)
+    if config.ranks.num_ranks > 1:
+        others = config.ranks.num_ranks - 1
+        lifeline.report(Progress(f"waiting for the other {others} ranks"))
+    parallel = stack.enter_context(
+        joined_ranks(config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s)
+    )
+    lifeline.report(Progress(f"loading {_part(config, parallel)}"))
+    if config.kv_connector is not None:
+        check_worker_half(config.kv_connector)
+    make = partial(Worker, config.worker, parallel)
+    worker = stack.enter_context(at_low_priority(make) if config.is_standby else make())
+    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.model)))
+
+
+def _serve(
+    config: WorkerProcessConfig, loaded: _Loaded, lifeline: Lifeline, link: SchedulerLink
+) -> None:
+    bell = Bell()
+    while True:
+        try:
+            _serve_scheduler(config, loaded, lifeline, link, bell)
+            return
+        except SchedulerLost:
+            logger.warning("the scheduler has ended; waiting for the next one")
+        link.disconnect()  # if it was lost during the handshake
+        loaded.worker.end_epoch()
+        # Only now: until then the supervisor notices if this rank hangs.
+        lifeline.report(Progress("waiting for the next scheduler"))
+        link.connect()
 
 
 def _serve_scheduler(
     config: WorkerProcessConfig,
-    device: torch.device,
-    parallel: Parallel,
-    worker: Worker,
+    loaded: _Loaded,
     lifeline: Lifeline,
     link: SchedulerLink,
     bell: Bell,
 ) -> None:
     """Serve one scheduler until it shuts down. Raises SchedulerLost if it dies."""
-    accepted = _handshake(config, worker, lifeline, link)
+    device, parallel, worker, _ = loaded
+    accepted = _handshake(config, loaded, lifeline, link)
     if accepted is None:
         return
     lifeline.report(Progress("warming up"))
@@ -212,23 +233,26 @@ def _reporting_failures(link: SchedulerLink, rank: int, epoch: int) -> Iterator[
 
 def _handshake(
     config: WorkerProcessConfig,
-    worker: Worker,
+    loaded: _Loaded,
     lifeline: Lifeline,
     link: SchedulerLink,
 ) -> WorkerAccepted | None:
     """Send the hello and wait for the scheduler's answer. None: the engine shut down during
     startup. Raises HandshakeRejected, EngineDead or SchedulerLost."""
+    worker = loaded.worker
     # These describe what this rank has actually loaded.
     identity = msgspec.structs.replace(
         config.identity,
-        model_fingerprint=model_fingerprint(Path(config.model)),
+        model_fingerprint=loaded.fingerprint,
         decode_context_parallel_size=config.ranks.decode_context_parallel_size,
         cp_kv_cache_interleave_size=config.ranks.cp_kv_cache_interleave_size,
     )
     features = worker.features
     if config.kv_connector is not None:
         features = (*features, Feature.KV_CONNECTOR)
-    link.channel.send(WorkerHello(config.rank, identity, worker.kv_cache, worker.heads, features))
+    with _reporting_failures(link, config.rank, NO_EPOCH):
+        kv_cache = worker.kv_cache
+    link.channel.send(WorkerHello(config.rank, identity, kv_cache, worker.heads, features))
     lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
     answer = link.receive(config.startup_timeout_s)
     match answer:

@@ -187,6 +187,30 @@ def test_every_rank_is_a_process_that_knows_its_place(
         assert worker.stopped_by == scheduler.name
 
 
+def test_standbys_have_the_place_of_their_worker_and_meet_each_other(model_dir: Path) -> None:
+    runtime_dir = RuntimeDir()
+    try:
+        engine = plan(model_dir, tensor_parallel_size=2)
+        (*workers, scheduler), _ = engine_processes(engine, runtime_dir, num_standbys=3)
+    finally:
+        runtime_dir.remove()
+    assert [each.num_standbys for each in (*workers, scheduler)] == [3, 3, 0]
+    meeting_places = set()
+    for number in (0, 1):
+        for worker in workers:
+            assert worker.config_of_standby is not None
+            config: Any = worker.config
+            standby: Any = worker.config_of_standby(config, number)
+            meeting_places.add((number, standby.ranks.rendezvous))
+            assert standby.is_standby
+            assert standby == msgspec.structs.replace(
+                config,
+                is_standby=True,
+                ranks=msgspec.structs.replace(config.ranks, rendezvous=standby.ranks.rendezvous),
+            )
+    assert len(meeting_places) == len({path for _, path in meeting_places}) == 2
+
+
 def test_ranks_on_gpus_have_one_each(model_dir: Path) -> None:
     runtime_dir = RuntimeDir()
     try:
@@ -366,6 +390,8 @@ def test_wrong_setting_is_rejected_by_name(
         {"replicas": 0},
         {"gateways": 65},
         {"replicas": 2, "device": "cuda:1"},
+        {"standby_workers": 9},
+        {"standby_workers": 1, "max_restarts": 0},
     ],
 )
 def test_wrong_serving_setting_is_rejected_by_name(settings: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from longshore.deploy.supervisor import supervisor as supervisor_module
+from longshore.deploy.supervisor import group_restarts
 from longshore.deploy.supervisor.process import ManagedProcess
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
@@ -98,7 +98,7 @@ def test_the_processes_of_a_group_end_by_themselves_and_start_again() -> None:
 
 
 def test_processes_that_do_not_end_in_time_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(group_restarts, "STOP_TIMEOUT_S", 0.1)
     with running("deaf") as run:
         old = run.named("worker 1")
         run.restart("engine-1")

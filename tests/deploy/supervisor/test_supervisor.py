@@ -21,6 +21,7 @@ import pytest
 from longshore.deploy.supervisor import restarts
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.process_set import ProcessSet
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.supervisor.stop_signals import StopSignals
@@ -534,7 +535,7 @@ def test_a_group_that_cannot_be_started_is_given_up(
 
     supervisor.start([spec("worker 0", "serve", restart_group="engine-0")], timeout_s=60)
     os.kill(supervisor.processes[0].pid, signal.SIGKILL)
-    monkeypatch.setattr(supervisor, "_start_again", fail)
+    monkeypatch.setattr(ProcessSet, "launch", fail)
     watch = Watch(supervisor, max_restarts=1)
     watch.join()
     (reason,) = watch.given_up

@@ -25,7 +25,9 @@ from longshore.protocol.transport.lifeline import (
     Lifeline,
     Progress,
     Ready,
+    TakeOver,
     decode_report,
+    encode_event,
 )
 
 CHILD = """
@@ -138,6 +140,22 @@ threading.Event().wait(60)
             refused = decode_report(lines.readline())
             assert isinstance(refused, CommandAnswer)
             assert not refused.ok
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_standby_reports_to_be_alive_until_it_takes_over(runtime_dir: Path) -> None:
+    waiting = "lifeline.wait_for_take_over()\nlifeline.report(Ready())"
+    child, ours = start_child(runtime_dir, CHILD.replace("threading.Event().wait(60)", waiting))
+    try:
+        with ours, ours.makefile("rb") as lines:
+            reports = [decode_report(lines.readline()) for _ in range(4)]
+            assert reports[2:] == [Alive(), Alive()]
+            ours.sendall(encode_event(TakeOver()))
+            while (report := decode_report(lines.readline())) == Alive():
+                pass
+            assert report == Ready()
     finally:
         child.kill()
         child.wait()

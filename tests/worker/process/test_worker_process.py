@@ -37,11 +37,14 @@ from longshore.protocol.transport.channel import (
 from longshore.protocol.transport.lifeline import (
     EXIT_SUPERVISOR_GONE,
     STOP_SIGNAL,
+    Alive,
     Failed,
     LifelineReport,
     Progress,
     Ready,
+    TakeOver,
     decode_report,
+    encode_event,
 )
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.worker import Worker
@@ -123,6 +126,9 @@ class WorkerProcess:
             report = decode_report(self._lines.readline())
             if not isinstance(report, Progress):
                 return report
+
+    def take_over(self) -> None:
+        self._lifeline.sendall(encode_event(TakeOver()))
 
     def drop_lifeline(self) -> None:
         self._lines.close()
@@ -271,6 +277,31 @@ def test_ranks_outlive_a_scheduler_whose_last_plans_only_one_of_them_has_receive
         assert isinstance(worker.receive(), WorkerHello)
         worker.scheduler.send(Shutdown("done"))
     assert {worker.wait() for worker in workers} == {0}
+
+
+def test_a_standby_connects_and_measures_its_cache_only_when_it_takes_over(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint[0], model)
+    worker = start(model, is_standby=True)
+    loaded = model_fingerprint(model)
+    assert worker.next_report() == Ready({"device": "cpu"})
+    assert worker.next_report() == Alive()
+    assert worker.scheduler.receive() is None
+    (model / "config.json").write_text("{}")  # from now on the folder has another model
+    worker.take_over()
+    hello = worker.receive()
+    assert isinstance(hello, WorkerHello)
+    assert (hello.rank, hello.identity.model_fingerprint) == (0, loaded)
+    worker.scheduler.send(WorkerAccepted(epoch=3, num_blocks=50))
+    assert worker.receive() == WorkerReady(0)
+    while isinstance(report := worker.next_report(), Alive):
+        pass
+    assert isinstance(report, Ready)
+    assert report.details["num_blocks"] == "50"
+    worker.scheduler.send(Shutdown("done"))
+    assert worker.wait() == 0
 
 
 def test_a_rejected_worker_says_why_and_fails(
