@@ -1,17 +1,21 @@
 """Time from the death of a process to the next token of a live stream.
 
-    python benchmarks/recovery.py [--model DIR] [--victims scheduler worker] [--turns 10] [--json F]
+    python benchmarks/recovery.py [--model DIR] [--victims scheduler worker] [--turns 10]
+        [--prompt-tokens 64] [--json F]
 
 Each turn starts a server, opens `--streams` greedy streams, kills one process (SIGKILL) and
 measures until each stream goes on: the end of its longest gap after the kill, because tokens that
 were on their way still arrive. A server is used once, since a second death soon after the first one
 is followed by a delay. All streams must have the tokens of a run without a death. The victims take
-turns. Further options are those of `longshore serve`.
+turns. Further options are those of `longshore serve`; with `--standby-workers`, the standbys are
+ready before the kill.
 """
 
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +32,6 @@ from longshore.deploy.model.demo import DEMO_MODEL_DIR
 
 TIMEOUT_S: Final = 120.0
 KILL_AFTER_EVENTS: Final = 50
-PROMPT_TOKENS: Final = 64
 FILES: Final = {"scheduler": "scheduler.json", "worker": "worker-0.json"}
 
 
@@ -39,6 +42,18 @@ def find(victim: str) -> psutil.Process:
         if command and Path(command[-1]).name == FILES[victim]:
             return process
     raise LookupError(f"there is no {victim}")
+
+
+def wait_for_standbys() -> None:
+    """Until `longshore admin status` shows standbys, and all processes are ready."""
+    command = [sys.executable, "-m", "longshore.deploy", "admin", "status"]
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        status = subprocess.run(command, capture_output=True, text=True, check=False)
+        if status.returncode == 0 and "standby" in status.stdout:
+            return
+        time.sleep(0.5)
+    raise TimeoutError(status.stdout + status.stderr)
 
 
 async def ask(url: str, prompt: list[int], num_tokens: int, many: asyncio.Event) -> HttpAnswer:
@@ -109,12 +124,13 @@ def main() -> None:
     parser.add_argument("--victims", nargs="+", choices=FILES, default=list(FILES))
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=600, help="of each stream: %(default)s")
     options, flags = parser.parse_known_args()
     flags = ["--dtype", "float32", "--log-level", "warning", *flags]
     prompts = random_prompts(
         options.streams,
-        input_len=PROMPT_TOKENS,
+        input_len=options.prompt_tokens,
         shared_prefix=0,
         vocab_size=200,
         generator=np.random.default_rng(0),
@@ -122,6 +138,8 @@ def main() -> None:
 
     def turn(victim: str | None) -> tuple[list[list[int]], list[float]]:
         with serving(options.model, *flags) as url:
+            if "--standby-workers" in flags:
+                wait_for_standbys()
             answers, killed_s = asyncio.run(run(url, prompts, options.tokens, victim))
         return [token_ids(answer) for answer in answers], [
             recovery_s(answer, killed_s) for answer in answers if victim is not None
