@@ -131,9 +131,6 @@ class GatewayMetrics:
             "longshore_live_requests", "Requests sent to the engine and not finished"
         )
         self.prompt_tokens = counter("longshore_prompt_tokens", "Prompt tokens")
-        self.cached_tokens = counter(
-            "longshore_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
-        )
         self.generated_tokens = LockFreeCounter(
             "longshore_generated_tokens", "Generated tokens", registry
         )
@@ -206,7 +203,6 @@ class GatewayMetrics:
 
         first_token_s: time from the request's submission to its first token; None without one.
         """
-        self.cached_tokens.inc(end.num_cached_tokens)
         for event, queue_s in end.events:
             if event is RequestEvent.SCHEDULED:
                 self.queue_s.observe(queue_s)

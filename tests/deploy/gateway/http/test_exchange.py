@@ -350,7 +350,6 @@ async def test_models_metrics_and_probes_answer(start_gateway: StartGateway) -> 
             "longshore_request_generated_tokens_sum 3.0",
             'longshore_request_seconds_count{reason="length"} 1.0',
             "longshore_generated_tokens_total 3.0",
-            "longshore_cached_prompt_tokens_total 2.0",
             "longshore_time_to_first_token_seconds_count 1.0",
             "longshore_inter_token_latency_seconds_count 2.0",
             'longshore_http_responses_total{endpoint="/v1/completions",status="200"} 1.0',
