@@ -352,6 +352,8 @@ class ServeOptions(EngineOptions):
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
+        access_log: Log a line for every HTTP request: method, path, status, durations, numbers of
+            tokens, name of the API key. Prompts and answers are never logged.
         unread_timeout_s: Seconds after which a client that reads none of the response data waiting
             for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
@@ -380,6 +382,7 @@ class ServeOptions(EngineOptions):
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
+    access_log: Annotated[bool, _OPERATION] = False
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
     max_restarts: Annotated[int, _OPERATION] = 5

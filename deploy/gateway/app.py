@@ -38,7 +38,7 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
-from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.gateway.request_log import AccessLog, note_failure
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -52,6 +52,7 @@ class Gateway:
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
+    access_log: log a line at info for every HTTP request.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Gateway:
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
         cors_allow_origins: Sequence[str] = (),
+        access_log: bool = False,
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
@@ -108,7 +110,8 @@ class Gateway:
         )
         app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths)
+        self.log = AccessLog(is_on=access_log)
+        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths, self.log)
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(

@@ -118,6 +118,7 @@ class GatewayProcess:
             api_keys=config.api_keys,
             admin=_admin_routes(config),
             cors_allow_origins=config.cors_allow_origins,
+            access_log=config.access_log,
         )
         self._key_usage = KeyUsage(
             config.api_keys,
@@ -221,6 +222,7 @@ class GatewayProcess:
                 await self._server.serve(sockets=[listener])
         finally:
             self._gateway.peers.close()
+            self._gateway.log.close()
 
     def stop(self) -> None:
         """Accept no more requests, and end when the running ones have finished. If the supervisor
