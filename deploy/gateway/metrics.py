@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
 import longshore
+from longshore.deploy.cli.metric_samples import Sample, sample_of
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
 from longshore.deploy.supervisor.restart_history import RestartRecord
@@ -216,6 +217,10 @@ class GatewayMetrics:
         engine: the value of the label `engine`.
         """
         self._engines.observe(engine, stats)
+
+    def sample(self, taken_s: float) -> Sample:
+        """All metrics now, to compare with a later sample."""
+        return sample_of(self._registry.collect(), taken_s)
 
     def render(self) -> bytes:
         """The Prometheus text format."""

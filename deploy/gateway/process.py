@@ -28,6 +28,7 @@ from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
+from longshore.deploy.gateway.load_log import LoadLog
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
@@ -82,8 +83,10 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         if ready.done():
             ready.result()
             alive = asyncio.create_task(_report_alive(lifeline))
+            load = asyncio.create_task(process.load_log.run())
             await serving
             alive.cancel()
+            load.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
             await serving
@@ -161,6 +164,7 @@ class GatewayProcess:
                 server_header=False,
             )
         )
+        self.load_log = LoadLog(self._gateway.metrics.sample)
 
     async def start(self, lifeline: Lifeline) -> None:
         """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
