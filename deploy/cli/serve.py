@@ -13,7 +13,12 @@ from longshore.deploy.admin.key import read_admin_key
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import ServeOptions
-from longshore.deploy.cli.ready_message import cache_sizes, ready_message
+from longshore.deploy.cli.ready_message import (
+    cache_sizes,
+    model_line,
+    ready_lines,
+    ready_message,
+)
 from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.key_file import read_key_file
@@ -62,7 +67,7 @@ def serve(
             port.enter_context(listener)
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
-        logger.info("`longshore admin` uses the socket %s", admin.path)
+        logger.debug("`longshore admin` uses the socket %s", admin.path)
         specs = deployment.processes(supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
@@ -71,13 +76,16 @@ def serve(
         except StopRequested:
             logger.info("stopped before startup was complete")
             return
-        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
         name = options.served_model_name or model.name
-        announce(
-            ready_message(
-                url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
-            )
+        logger.info("%s", model_line(name, ready, options.replicas))
+        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
+        message = ready_message(
+            url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
         )
+        for line in ready_lines(
+            url, message, can_chat=model.can_chat, needs_key=bool(deployment.api_keys)
+        ):
+            announce(line)
         death = supervisor.keep_running(
             max_restarts=options.max_restarts,
             start_timeout_s=options.startup_timeout_s,
