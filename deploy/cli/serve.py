@@ -22,6 +22,8 @@ from longshore.deploy.cli.ready_message import (
 from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.gateway.text.tokenizer import check_chat_template
+from longshore.deploy.machine.device import require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.audio import require_extra
 from longshore.deploy.supervisor.engine_config import (
@@ -30,6 +32,7 @@ from longshore.deploy.supervisor.engine_config import (
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.host_memory import check_host_memory
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
@@ -116,6 +119,7 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     """Raises ConfigError for everything that can be known before a process is started."""
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
+    check_chat_template(model.path, options.chat_template)
     api_keys = _api_keys(options)
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
@@ -126,6 +130,8 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     num_processes = options.replicas * (num_workers + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
+    require_device(plan.device)
+    check_host_memory(plan, options.replicas * (1 + options.standby_workers))
     return _Deployment(options, plan, api_keys, admin_key)
 
 
