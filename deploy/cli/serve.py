@@ -225,6 +225,7 @@ class _Deployment:
             key_usage_fd=key_usage_fd,
             cors_allow_origins=options.cors_allow_origins or (),
             access_log=options.access_log,
+            vllm_metrics=options.metrics_names == "vllm",
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

@@ -53,6 +53,7 @@ class Gateway:
     admin: None: there are no paths under /admin.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     access_log: log a line at info for every HTTP request.
+    vllm_metrics: return the metrics under vLLM's names, too.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Gateway:
         api_keys: Sequence[ApiKey] = (),
         cors_allow_origins: Sequence[str] = (),
         access_log: bool = False,
+        vllm_metrics: bool = False,
     ) -> None:
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(model.id if vllm_metrics else None)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(

@@ -31,6 +31,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     access_log:        log a line at info for every HTTP request.
+    vllm_metrics:      return the metrics under vLLM's names, too.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -62,6 +63,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
     access_log: bool = False
+    vllm_metrics: bool = False
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

@@ -16,6 +16,7 @@ import longshore
 from longshore.deploy.cli.metric_samples import Sample, sample_of
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
+from longshore.deploy.gateway.vllm_metrics import VllmNames
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import (
@@ -105,10 +106,17 @@ class KeyMetrics:
 
 
 class GatewayMetrics:
-    """One registry per gateway, so that one test process can have several."""
+    """One registry per gateway, so that one test process can have several.
 
-    def __init__(self) -> None:
+    vllm_model_name: also return the metrics under vLLM's names, with this label `model_name`.
+    """
+
+    def __init__(self, vllm_model_name: str | None = None) -> None:
         registry = self._registry = CollectorRegistry()
+        self._vllm_names = None
+        if vllm_model_name is not None:
+            self._vllm_names = CollectorRegistry()
+            self._vllm_names.register(VllmNames(registry, vllm_model_name))
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
@@ -224,4 +232,5 @@ class GatewayMetrics:
 
     def render(self) -> bytes:
         """The Prometheus text format."""
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        return text if self._vllm_names is None else text + generate_latest(self._vllm_names)

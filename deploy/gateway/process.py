@@ -122,6 +122,7 @@ class GatewayProcess:
             admin=_admin_routes(config),
             cors_allow_origins=config.cors_allow_origins,
             access_log=config.access_log,
+            vllm_metrics=config.vllm_metrics,
         )
         self._key_usage = KeyUsage(
             config.api_keys,

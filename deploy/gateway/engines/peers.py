@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from longshore.deploy.gateway.vllm_metrics import OF_ENGINES
 from longshore.protocol.logs.limits import LogLimit
 
 ANSWER_TIMEOUT_S: Final = 1.0
 MAX_QUESTION_BYTES: Final = 64
 
 SHARED_FAMILIES: Final = (
+    *(name.encode() for name in OF_ENGINES),
     b"longshore_scheduler_",
     b"longshore_worker_",
     b"longshore_kv_",
