@@ -167,6 +167,10 @@ class GatewayMetrics:
             "longshore_request_prefill_seconds",
             "From a request's first step to its first token",
         )
+        self.decode_s = phase(
+            "longshore_request_decode_seconds",
+            "From a request's first token to its end",
+        )
         self.keys = KeyMetrics(registry)
         finished = counter(
             "longshore_requests_finished",
@@ -207,11 +211,16 @@ class GatewayMetrics:
         self._finished[reason.api_name].inc()
         self._durations[reason.api_name].observe(duration_s)
 
-    def phases_known(self, end: FinishedRequest, first_token_s: float | None) -> None:
+    def phases_known(
+        self, end: FinishedRequest, first_token_s: float | None, ended_s: float
+    ) -> None:
         """Count what the engine reports at the end of a request.
 
         first_token_s: time from the request's submission to its first token; None without one.
+        ended_s:       time from its submission to now.
         """
+        if first_token_s is not None:
+            self.decode_s.observe(ended_s - first_token_s)
         for event, queue_s in end.events:
             if event is RequestEvent.SCHEDULED:
                 self.queue_s.observe(queue_s)

@@ -33,6 +33,7 @@ NAMES: Final[Mapping[str, str]] = {
     "e2e_request_latency_seconds": "longshore_request_seconds",
     "request_queue_time_seconds": "longshore_request_queue_seconds",
     "request_prefill_time_seconds": "longshore_request_prefill_seconds",
+    "request_decode_time_seconds": "longshore_request_decode_seconds",
 }
 """vLLM's name without its prefix, and ours; both without `_total`."""
 OF_ENGINES: Final = tuple(
