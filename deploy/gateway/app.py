@@ -70,7 +70,7 @@ class Gateway:
         access_log: bool = False,
         vllm_metrics: bool = False,
     ) -> None:
-        self.metrics = GatewayMetrics(model.id if vllm_metrics else None)
+        self.metrics = GatewayMetrics(model.id, vllm_names=vllm_metrics)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(

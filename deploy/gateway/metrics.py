@@ -16,7 +16,8 @@ import longshore
 from longshore.deploy.cli.metric_samples import Sample, sample_of
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
-from longshore.deploy.gateway.vllm_metrics import VllmNames
+from longshore.deploy.gateway.sample_label import label_samples, sample_label
+from longshore.deploy.gateway.vllm_metrics import PREFIX, VllmNames
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import (
@@ -38,6 +39,8 @@ _REQUEST_BOUNDS_S: Final = (
 _LENGTH_BOUNDS: Final = (
     1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
 )  # fmt: skip
+_OWN: Final = (b"longshore_", PREFIX.encode())
+"""Prefixes of metrics that are not of the process."""
 _REASONS: Final = frozenset(reason.api_name for reason in FinishReason)
 
 
@@ -108,15 +111,16 @@ class KeyMetrics:
 class GatewayMetrics:
     """One registry per gateway, so that one test process can have several.
 
-    vllm_model_name: also return the metrics under vLLM's names, with this label `model_name`.
+    model_name: the label `model_name` of all metrics; None: they have none.
+    vllm_names: return the metrics under vLLM's names, too.
     """
 
-    def __init__(self, vllm_model_name: str | None = None) -> None:
+    def __init__(self, model_name: str | None = None, *, vllm_names: bool = False) -> None:
         registry = self._registry = CollectorRegistry()
-        self._vllm_names = None
-        if vllm_model_name is not None:
-            self._vllm_names = CollectorRegistry()
-            self._vllm_names.register(VllmNames(registry, vllm_model_name))
+        self._model = None if model_name is None else sample_label("model_name", model_name)
+        self._vllm_names = CollectorRegistry() if vllm_names else None
+        if self._vllm_names is not None:
+            self._vllm_names.register(VllmNames(registry))
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
@@ -242,4 +246,6 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """The Prometheus text format."""
         text = generate_latest(self._registry)
-        return text if self._vllm_names is None else text + generate_latest(self._vllm_names)
+        if self._vllm_names is not None:
+            text += generate_latest(self._vllm_names)
+        return text if self._model is None else label_samples(text, self._model, _OWN)

@@ -1,4 +1,4 @@
-"""Metrics under the names and with the labels that dashboards made for vLLM use.
+"""Metrics under the names that dashboards made for vLLM use.
 
 docs/metrics.md has the table; a test compares.
 """
@@ -15,6 +15,7 @@ NAMES: Final[Mapping[str, str]] = {
     "num_requests_running": "longshore_scheduler_running_requests",
     "num_requests_waiting": "longshore_scheduler_waiting_requests",
     "kv_cache_usage_perc": "longshore_scheduler_kv_usage_ratio",
+    "gpu_cache_usage_perc": "longshore_scheduler_kv_usage_ratio",  # its former name
     "num_preemptions": "longshore_scheduler_preemptions",
     "prefix_cache_queries": "longshore_scheduler_prefix_queried_tokens",
     "prefix_cache_hits": "longshore_scheduler_prefix_hit_tokens",
@@ -22,7 +23,7 @@ NAMES: Final[Mapping[str, str]] = {
     "external_prefix_cache_hits": "longshore_scheduler_external_hit_tokens",
     "spec_decode_num_draft_tokens": "longshore_scheduler_draft_tokens",
     "spec_decode_num_accepted_tokens": "longshore_scheduler_accepted_draft_tokens",
-    "prompt_tokens": "longshore_prompt_tokens",
+    "prompt_tokens": "longshore_scheduler_prompt_tokens",
     "generation_tokens": "longshore_generated_tokens",
     "request_success": "longshore_requests_finished",
     "request_prompt_tokens": "longshore_request_prompt_tokens",
@@ -48,9 +49,8 @@ _REASON: Final = {"request_success": "finished_reason"}
 class VllmNames:
     """A collector: the metrics of `registry` that vLLM has, too."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
         families = {family.name: family for family in self._registry.collect()}
@@ -63,7 +63,7 @@ class VllmNames:
             suffix = sample.name.removeprefix(family.name)
             if suffix == "_created":
                 continue
-            labels = {"model_name": self._model_name, **sample.labels}
+            labels = dict(sample.labels)
             reason = labels.pop("reason", None)
             if reason is not None and name in _REASON:
                 labels[_REASON[name]] = reason

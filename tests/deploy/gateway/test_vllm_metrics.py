@@ -1,5 +1,6 @@
 """Metrics under vLLM's names."""
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.engines.peers import merged_metrics
@@ -13,9 +14,8 @@ MODEL = 'a "model"\\of mine'
 
 
 def used() -> GatewayMetrics:
-    metrics = GatewayMetrics(MODEL)
-    metrics.observe_scheduler("0", STATS)
-    metrics.prompt_tokens.inc(60)
+    metrics = GatewayMetrics(MODEL, vllm_names=True)
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, num_prompt_tokens=60))
     metrics.time_to_first_token_s.observe(0.02)
     metrics.inter_token_latency_s.observe(0.001, 7)
     metrics.request_ended(FinishReason.STOPPED, 0.3)
@@ -44,7 +44,7 @@ def test_each_name_has_its_values_with_the_model_s_name() -> None:
         ("prefix_cache_queries_total", {"engine": "0"}, 40),
         ("prefix_cache_hits_total", {"engine": "0"}, 16),
         ("num_preemptions_total", {"engine": "0"}, 0),
-        ("prompt_tokens_total", {}, 60),
+        ("prompt_tokens_total", {"engine": "0"}, 60),
         ("generation_tokens_total", {}, 0),
         ("request_success_total", {"finished_reason": "stop"}, 1),
         ("request_success_total", {"finished_reason": "length"}, 0),
@@ -73,11 +73,11 @@ def test_of_several_gateways_engines_count_once() -> None:
     merged = merged_metrics([text, text], 0).decode()
     running = [key for key in series(merged) if key[0] == "vllm:num_requests_running"]
     assert len(running) == 1
-    tokens = [key for key in series(merged) if key[0] == "vllm:prompt_tokens_total"]
+    tokens = [key for key in series(merged) if key[0] == "vllm:generation_tokens_total"]
     assert {dict(labels)["gateway"] for _, labels in tokens} == {"0", "1"}
 
 
 async def test_a_gateway_names_the_served_model(start_gateway: StartGateway) -> None:
     async with start_gateway(vllm_metrics=True) as gateway:
         text = (await gateway.get("/metrics")).body.decode()
-    assert 'vllm:prompt_tokens_total{model_name="tiny"} 0.0' in text
+    assert 'vllm:generation_tokens_total{model_name="tiny"} 0.0' in text

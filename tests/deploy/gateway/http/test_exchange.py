@@ -214,7 +214,7 @@ async def test_client_that_goes_away_is_aborted(start_gateway: StartGateway, str
         asking.cancel()
         await engine.wait_for(lambda: len(engine.aborted) == 2)
         assert sorted(engine.aborted) == [request.handle for request in engine.requests]
-        metrics = (await gateway.get("/metrics")).body.decode()
+        metrics = await gateway.metrics()
         assert 'longshore_requests_finished_total{reason="abort"} 2.0' in metrics
         assert "longshore_live_requests 0.0" in metrics
 
@@ -338,7 +338,7 @@ async def test_models_metrics_and_probes_answer(start_gateway: StartGateway) -> 
         assert (await gateway.get("/health")).status == 200
         assert (await gateway.get("/ready")).status == 200
         await gateway.post("/v1/completions", {"prompt": "xyz"})
-        metrics = (await gateway.get("/metrics")).body.decode()
+        metrics = await gateway.metrics()
         for line in (
             'longshore_scheduler_steps_in_flight{engine="0"} 2.0',
             'longshore_scheduler_running_requests{engine="0"} 3.0',
