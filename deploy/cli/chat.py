@@ -256,10 +256,15 @@ def chat(options: ChatOptions) -> bool:
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     model = asyncio.run(_served_model(endpoint, options))
     conversation = Conversation(
-        endpoint, options, model, lambda piece: show(console, piece), _print_notice
+        endpoint,
+        options,
+        model,
+        on_text=lambda piece: show(console, piece),
+        on_notice=lambda text: console.print(f" [dim]({text})[/dim]"),
     )
     conversation.set_system(options.system)
     if not sys.stdin.isatty():
+        conversation.on_notice = lambda text: print(f"({text})", file=sys.stderr, flush=True)
         return _answer_all(console, conversation, sys.stdin)
     use_line_editing()
     prompt = _prompt(console)
@@ -295,11 +300,6 @@ def _answer_all(console: Console, conversation: Conversation, lines: Iterable[st
             else:
                 console.print()
     return all_answered
-
-
-def _print_notice(text: str) -> None:
-    """On standard error: standard output has only answers if it is a pipe."""
-    print(f"({text})", file=sys.stderr, flush=True)
 
 
 def _prompt(console: Console) -> str:

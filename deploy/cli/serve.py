@@ -69,7 +69,7 @@ def serve(
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
-        logger.info("starting at %s; /ready shows the progress", url)
+        logger.info("starting at %s (/ready shows the progress)", url)
         logger.debug("`longshore admin` uses the socket %s", admin.path)
         specs = deployment.processes(supervisor.runtime_dir, listeners)
         try:

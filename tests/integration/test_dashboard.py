@@ -254,7 +254,7 @@ def test_the_page_says_what_is_waited_for_while_the_engine_starts(
     (worker,) = workers()
     worker.send_signal(signal.SIGSTOP)
     wait_until(lambda: "starting at" in deployment.output, 30)
-    (url,) = re.findall(r"starting at (\S+);", deployment.output)
+    (url,) = re.findall(r"starting at (\S+) ", deployment.output)
     wait_until(lambda: _answers(f"{url}/health"), 30)
     with open_page(url, tmp_path / "profile") as page:
         page.wait_for_status("starting")

@@ -118,7 +118,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
         environment={"LOCKS": str(tmp_path), "PYTHONPATH": search_path},
     )
     wait_until(lambda: "starting at" in deployment.output)
-    (url,) = re.findall(r"starting at (\S+);", deployment.output)
+    (url,) = re.findall(r"starting at (\S+) ", deployment.output)
 
     def told(text: str) -> bool:
         status, body = get(f"{url}/ready")
