@@ -27,6 +27,7 @@ from longshore.deploy.gateway.openai.responses import (
     ChatResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
 
@@ -59,6 +60,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
             shown_special_token_ids=shown_special_token_ids(parsing, service.tokenizer),
+            structured_output=await read_constraint(
+                request, service.json, ignores_end=request.ignore_eos
+            ),
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
