@@ -136,6 +136,8 @@ class RequestValidator:
             num_bytes += len(message.prompt_embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
             return f"its inputs have {num_bytes} bytes; the limit is {MAX_ADDED_BYTES}"
+        if message.pooling is not None and message.structured_output is not None:
+            return "structured_output cannot be combined with pooling, which has no tokens"
         if message.pooling is not None and len(message.output_token_ids):
             return "a pooling request cannot have output tokens"
         if message.prompt_embeds is not None:

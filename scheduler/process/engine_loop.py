@@ -417,12 +417,16 @@ class Engine:
     def _send_plans(self) -> None:
         if not self._scheduler.num_steps_in_flight:
             self._unanswered_since_s = time.monotonic()
+        self._send_masks()  # first: the device waits for them
         while (
             self._failing is None
             and self._handshake is None
             and (plan := self._scheduler.schedule(time.monotonic())) is not None
         ):
             self._send_to_workers(plan)
+        self._send_masks()
+
+    def _send_masks(self) -> None:
         for mask in self._scheduler.take_masks():
             self._send_to_workers(mask)
 
