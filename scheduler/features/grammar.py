@@ -5,7 +5,7 @@ after the tokens before it, so it follows its plan in a message of its own (`Sam
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -16,16 +16,24 @@ from longshore.protocol.requests import StructuredOutput
 from longshore.scheduler.request import Request, RequestChange
 from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
 
+TokenMasks: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+"""(masks, cdiv(vocabulary, 8)): packed bits, the lowest token id in the lowest bit."""
+
 
 class GrammarError(LongshoreError):
-    """A grammar cannot be compiled, or does not match; the message is for the client."""
+    """A grammar has failed; the message is for the client."""
+
+
+class InvalidGrammar(GrammarError):
+    """A grammar cannot be compiled."""
 
 
 class Grammar(Protocol):
     """The grammar of one request, and its state after the tokens so far. No method blocks."""
 
     def is_compiled(self) -> bool:
-        """Whether the request can run. Raises GrammarError if it cannot be compiled."""
+        """Whether the request can run. Raises InvalidGrammar, or GrammarError if its state is
+        lost."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance by verified tokens; False, without advancing, if they are not allowed. Tokens
@@ -35,9 +43,9 @@ class Grammar(Protocol):
         """How many leading drafts to verify: at most those that the grammar allows, if it knows.
         Does not advance."""
 
-    def fill_masks(self, draft_token_ids: Sequence[int], masks: UInt8Array) -> bool:
+    def fill_masks(self, draft_token_ids: Sequence[int], masks: TokenMasks) -> bool:
         """Set the bits of the tokens that are allowed next, and after each draft, in `masks`:
-        (1 + drafts, cdiv(vocabulary, 8)) uint8, little-endian bits, zeroed by the caller. False,
+        one mask and one per draft, zeroed by the caller. False,
         with `masks` unchanged, if they are still being computed: then it is called again. Raises
         GrammarError if the grammar has no mask: the request cannot continue."""
 
@@ -151,7 +159,7 @@ class Grammars:
             return None
         return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))
 
-    def _fill(self, request: Request, drafts: Sequence[int], bits: UInt8Array) -> bool:
+    def _fill(self, request: Request, drafts: Sequence[int], bits: TokenMasks) -> bool:
         try:
             return self._grammars[request].fill_masks(drafts, bits)
         except GrammarError as error:

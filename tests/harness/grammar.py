@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from longshore.protocol.arrays import UInt8Array
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar, TokenMasks
 from tests.harness.tokens import VOCAB_SIZE, Sample, steady_token
 
 
@@ -88,7 +87,7 @@ class FakeGrammar:
         compiler, text = self._compiler, self._spec.text
         compiler.polled.append(text)
         if text in compiler.broken:
-            raise GrammarError(f"no grammar: {text}")
+            raise InvalidGrammar(f"no grammar: {text}")
         if compiler.is_ready(self._spec):
             compiler.grammars[text] = self
             return True
@@ -107,7 +106,7 @@ class FakeGrammar:
         assert not self.is_released
         self.is_released = True
 
-    def fill_masks(self, draft_token_ids: Sequence[int], masks: UInt8Array) -> bool:
+    def fill_masks(self, draft_token_ids: Sequence[int], masks: TokenMasks) -> bool:
         assert not masks.any()
         if self._spec.text in self._compiler.broken:
             raise GrammarError(f"no mask: {self._spec.text}")
