@@ -16,8 +16,6 @@ from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment
 
-pytest.importorskip("llguidance")
-
 CHAT: Any = [{"role": "user", "content": "Tell me a story about a bird."}]
 MAX_TOKENS = 120
 

@@ -15,8 +15,8 @@ from longshore.protocol.requests import StructuredOutput
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """`strict` and `description` change nothing: the schema is always enforced, and not shown to
-    the model."""
+    """The schema is always enforced. `strict` also forbids properties that it does not name, as
+    OpenAI's strict schemas do. `description` changes nothing: the model does not see it."""
 
     name: str
     schema: dict[str, Any]
@@ -77,7 +77,10 @@ def _of_format(given: ResponseFormat) -> tuple[str, StructuredOutputsParams]:
         raise invalid(
             'response_format has type "json_schema" but no json_schema', param="response_format"
         )
-    return "response_format", StructuredOutputsParams(json=given.json_schema.schema)
+    return "response_format", StructuredOutputsParams(
+        json=given.json_schema.schema,
+        disable_additional_properties=bool(given.json_schema.strict),
+    )
 
 
 async def read_constraint(

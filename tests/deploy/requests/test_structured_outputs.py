@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from longshore.deploy.requests.structured_outputs import (
     MAX_CHOICES,
-    MAX_CONSTRAINT_BYTES,
     StructuredOutputError,
     StructuredOutputsParams,
     structured_output,
 )
-from longshore.protocol.requests import StructuredOutput
+from longshore.protocol.requests import MAX_CONSTRAINT_BYTES, StructuredOutput
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": [1, None]}}}
 
@@ -54,6 +53,7 @@ def test_each_constraint_has_its_form_for_the_engine(
         ({"regex": "a", "choice": ["a"], "grammar": "a"}, "regex and choice and grammar"),
         ({"json": {}, "disable_any_whitespace": True}, "disable_any_whitespace is not supported"),
         ({"json": {}, "whitespace_pattern": " *"}, "whitespace_pattern is not supported"),
+        ({"regex": "a", "disable_additional_properties": True}, "needs json"),
         ({"structural_tag": "{}"}, "structural_tag is not supported"),
     ],
 )
@@ -95,6 +95,33 @@ def test_what_is_wrong_with_a_constraint_is_said(params: dict[str, Any], reason:
         structured_output(StructuredOutputsParams(**params))
     assert len(str(error.value)) < 700
     assert error.value.name in params
+
+
+def test_objects_are_closed_where_the_schema_does_not_say_otherwise() -> None:
+    named = {"properties": {"a": {}}}
+    schema = {
+        "properties": {
+            "one": named,
+            "properties": {"enum": [named]},
+            "other": {"$ref": "#/$defs/d"},
+        },
+        "items": {**named, "additionalProperties": {"type": "null"}},
+        "$defs": {"d": named},
+    }
+    spec = structured_output(
+        StructuredOutputsParams(json=schema, disable_additional_properties=True)
+    )
+    closed = {**named, "additionalProperties": False}
+    assert json.loads(spec.text) == {
+        "properties": {
+            "one": closed,
+            "properties": {"enum": [named]},
+            "other": {"$ref": "#/$defs/d"},
+        },
+        "items": {**named, "additionalProperties": {"type": "null"}},
+        "$defs": {"d": closed},
+        "additionalProperties": False,
+    }
 
 
 def test_an_invalid_schema_stays_invalid() -> None:

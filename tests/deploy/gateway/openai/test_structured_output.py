@@ -27,7 +27,11 @@ def json_schema(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("parameters", "wanted"),
     [
-        ({"response_format": json_schema(strict=True)}, StructuredOutput("json_schema", TEXT)),
+        (
+            {"response_format": json_schema(strict=True)},
+            StructuredOutput("json_schema", TEXT[:-1] + ',"additionalProperties":false}'),
+        ),
+        ({"response_format": json_schema(strict=False)}, StructuredOutput("json_schema", TEXT)),
         (
             {"response_format": json_schema(strict=None, description="what it is")},
             StructuredOutput("json_schema", TEXT),
