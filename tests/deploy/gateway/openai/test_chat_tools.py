@@ -11,6 +11,7 @@ from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
 from longshore.deploy.gateway.openai.chat_messages import template_input
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.forced_calls import forced_schema
 from longshore.deploy.gateway.openai.requests import ChatRequest, parse_request
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.forced import ForcedCalls
@@ -218,8 +219,9 @@ async def test_forced_call_has_a_schema_and_is_read(
         (sent,) = gateway.engine.requests
         assert sent.structured_output is not None
         assert sent.structured_output.kind == "json_schema"
+        chat = request(tools=[NOW], tool_choice=choice)
         schema = json.loads(sent.structured_output.text)
-        assert schema == tool_use(request(tools=[NOW], tool_choice=choice)).schema
+        assert schema == forced_schema([NOW], tool_use(chat))
         if stream:
             choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
             messages = [choice["delta"] for choice in choices]
@@ -285,34 +287,6 @@ def test_invalid_tools_are_rejected_by_name(parameters: dict[str, Any], problem:
     with pytest.raises(ApiError, match=problem) as caught:
         tool_use(request(**parameters))
     assert caught.value.body.param in parameters
-
-
-def test_forced_calls_have_a_schema() -> None:
-    named = tool_use(request(tools=[LOOKUP, NOW], tool_choice=choice_of("now")))
-    assert named.forced_name == "now"
-    assert named.schema == {"type": "object", "properties": {}, "additionalProperties": False}
-    required = tool_use(
-        request(tools=[LOOKUP, NOW], tool_choice="required", parallel_tool_calls=False)
-    )
-    assert required.schema is not None
-    assert required.schema["maxItems"] == required.schema["minItems"] == 1
-    assert required.schema["$defs"] == {"Place": {"type": "string"}}
-    first, second = required.schema["items"]["anyOf"]
-    assert first["properties"]["parameters"]["properties"]["place"] == {"$ref": "#/$defs/Place"}
-    assert second["properties"]["name"] == {"const": "now"}
-    other = json.loads(json.dumps(LOOKUP).replace('"string"', '"integer"'))
-    with pytest.raises(ApiError, match="define 'Place' differently"):
-        tool_use(request(tools=[LOOKUP, other], tool_choice="required"))
-    lost = json.loads(json.dumps(LOOKUP).replace("#/$defs/Place", "#/properties/id"))
-    with pytest.raises(ApiError, match=r"reference '#/properties/id'"):
-        tool_use(request(tools=[LOOKUP, lost], tool_choice="required"))
-    assert tool_use(request(tools=[lost], tool_choice=choice_of("lookup"))).schema is not None
-
-
-def test_arguments_of_a_forced_call_are_an_object() -> None:
-    open_type = {"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}
-    use = tool_use(request(tools=[open_type], tool_choice=choice_of("f")))
-    assert use.schema == {"type": "object", "required": ["a"]}
 
 
 @pytest.mark.parametrize(
