@@ -126,14 +126,6 @@ def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
     assert message.content.startswith("One moment.")
 
 
-def test_example_of_the_page_prints_the_call(
-    server: Deployment, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    exec(blocks[0].replace("http://127.0.0.1:8000", server.url), {})
-    assert capsys.readouterr().out == 'lookup {"container": "C417"}\n'
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     with (
@@ -145,6 +137,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         ) as client,
     ):
         yield client
+
+
+def test_agent_of_the_page_prints_what_the_page_says(
+    demo: openai.OpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = PAGE.read_text()
+    agent, _ = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(agent.replace("http://127.0.0.1:8000/v1", str(demo.base_url)), names)
+    names["client"].close()
+    assert capsys.readouterr().out == printed
 
 
 def test_demo_model_calls_its_tool_for_what_it_is_not_told(demo: openai.OpenAI) -> None:

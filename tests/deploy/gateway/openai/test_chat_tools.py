@@ -17,7 +17,13 @@ from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.forced import ForcedCalls
 from longshore.deploy.parsers.hermes import HermesTools
 from longshore.deploy.parsers.mistral import MistralTools
-from longshore.deploy.parsers.parser import AnswerContext
+from longshore.deploy.parsers.parser import (
+    AnswerContext,
+    Events,
+    Source,
+    ToolParser,
+    show_until,
+)
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import chunks_of, error_of, say
@@ -137,6 +143,27 @@ def test_deltas_of_a_call_have_its_name_once_and_more_arguments() -> None:
         assert (call.index, call.id, call.function.name) == (1, msgspec.UNSET, msgspec.UNSET)
     assert "".join(call.function.arguments for call in calls[1:]) == long
     assert deltas.finish_reason("stop") == "tool_calls"
+
+
+class FailingTools(ToolParser):
+    """Raises where calls would begin."""
+
+    def parse(self, source: Source, context: AnswerContext) -> Events:
+        yield from show_until(source, "<tool_call>")
+        raise RuntimeError("no")
+
+
+async def test_stream_goes_on_as_text_when_the_parser_raises(
+    start_gateway: StartGateway, template: str
+) -> None:
+    settings: Any = {"chat_template": template, "tool_call_parser": f"{__name__}:FailingTools"}
+    text = f"Wait. {CALL} More."
+    async with start_gateway(say(text), **settings) as gateway:
+        body = {"messages": CHAT, "tools": [LOOKUP], "max_tokens": 500, "stream": True}
+        answer = await gateway.post("/v1/chat/completions", body)
+        choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+        assert choices[-1]["finish_reason"] == "stop"
 
 
 async def test_call_that_max_tokens_cuts_off_is_text(
