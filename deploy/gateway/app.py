@@ -13,6 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.admin_routes import AdminRoutes
+from longshore.deploy.gateway.anthropic.count_tokens import CountTokensEndpoint
+from longshore.deploy.gateway.anthropic.messages import MessagesEndpoint
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
@@ -20,6 +22,7 @@ from longshore.deploy.gateway.dashboard.dashboard import (
     requested_engine,
 )
 from longshore.deploy.gateway.engines.peers import READY, PeerGateways
+from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.chat import ChatEndpoint
@@ -87,6 +90,8 @@ class Gateway:
             TranslationsEndpoint(),
             TokenizeEndpoint(),
             DetokenizeEndpoint(),
+            MessagesEndpoint(),
+            CountTokensEndpoint(),
         )
         dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
@@ -190,17 +195,16 @@ def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(error: ApiError, path: str) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers}
-    return Response(
-        error.json(), status_code=error.status, media_type="application/json", headers=headers
-    )
+    body = error_body(error, path)
+    return Response(body, status_code=error.status, media_type="application/json", headers=headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     note_failure(error)
-    return _error_response(error)
+    return _error_response(error, request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -214,4 +218,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     else:
         message = f"{target}: {error.detail}"
     sent = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
-    return _error_response(ApiError(error.status_code, message, headers=sent))
+    return _error_response(
+        ApiError(error.status_code, message, headers=sent), request.scope["path"]
+    )

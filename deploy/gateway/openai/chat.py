@@ -52,8 +52,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             stops=service.prompts.stops(request),
         )
 
-    def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
-        return ChatWriter(request, request_id, service.model_name, service.tokenizer)
+    def writer(
+        self, service: Service, request: ChatRequest, spec: GenerationSpec
+    ) -> ResponseWriter:
+        return ChatWriter(request, spec.request_id, service.model_name, service.tokenizer)
 
 
 class ChatWriter(ResponseWriter):
@@ -87,10 +89,12 @@ class ChatWriter(ResponseWriter):
             chunks.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
         return chunks
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return ChatChunk(
-            id=self._id, created=self._created, model=self._model, choices=(), usage=usage
-        )
+    def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
+        return [
+            ChatChunk(
+                id=self._id, created=self._created, model=self._model, choices=(), usage=usage
+            )
+        ]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
         choices = [

@@ -141,7 +141,13 @@ class GeneratedAnswer:
         if self._spec.scores_only:
             return Piece(self.index, "", [], reason, [], growth.prompt)
         return Piece(
-            self.index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
+            self.index,
+            growth.text,
+            growth.token_ids,
+            reason,
+            growth.scores,
+            growth.prompt,
+            self._text.stop_string if self._text is not None and self.is_complete else None,
         )
 
     def _absorb(self) -> LiveRequest:

@@ -76,6 +76,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     scores: of each of `token_ids`; empty if not requested.
     prompt: set in the first piece with a token.
+    stop_string: the stop string that ended the answer, in the last piece.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None
     scores: list[TokenScore] = []
     prompt: AnsweredPrompt | None = None
+    stop_string: str | None = None
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]

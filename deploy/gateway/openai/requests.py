@@ -82,19 +82,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise invalid(f"n={n} must be between 1 and {MAX_SAMPLES}", param="n")
         return n
 
-    def stops(self) -> StopStrings:
-        """Raises ApiError."""
+    def stops(self, param: str = "stop") -> StopStrings:
+        """Raises ApiError, with the name of the parameter in the request."""
         texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
         if len(texts) > MAX_STOPS:
             raise invalid(
-                f"stop has {len(texts)} strings; at most {MAX_STOPS} are allowed", param="stop"
+                f"{param} has {len(texts)} strings; at most {MAX_STOPS} are allowed", param=param
             )
         for text in texts:
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise invalid(
-                    f"stop has a string of {len(text)} characters; each must have 1 to "
+                    f"{param} has a string of {len(text)} characters; each must have 1 to "
                     f"{MAX_STOP_CHARACTERS}",
-                    param="stop",
+                    param=param,
                 )
         is_shown = bool(self.include_stop_str_in_output)
         return StopStrings(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
@@ -237,11 +237,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """A request body as `kind`. Raises ApiError (400) naming the invalid parameter."""
     request = read_parameters(kind, body)
     check_deadline(request.deadline_s)
-    if request.no_store and request.cache_salt is not None:
-        raise invalid(
-            "no_store disables sharing, so cache_salt has no effect; remove one of them",
-            param="no_store",
-        )
+    check_salt(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -250,6 +246,15 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
             param="prompt_logprobs",
         )
     return request
+
+
+def check_salt(request: GenerationRequest) -> None:
+    """Raises ApiError."""
+    if request.no_store and request.cache_salt is not None:
+        raise invalid(
+            "no_store disables sharing, so cache_salt has no effect; remove one of them",
+            param="no_store",
+        )
 
 
 def check_deadline(deadline_s: float | None) -> None:
