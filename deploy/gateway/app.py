@@ -42,6 +42,9 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranslationsEndpoint,
 )
 from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
+from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -54,6 +57,7 @@ class Gateway:
     number, peers: see PeerGateways.
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
+    response_store: where responses are stored; None: nowhere.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     """
 
@@ -67,6 +71,7 @@ class Gateway:
         peers: Sequence[str] = (),
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
+        response_store: ResponseStore | None = None,
         cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
@@ -92,11 +97,13 @@ class Gateway:
             DetokenizeEndpoint(),
             MessagesEndpoint(),
             CountTokensEndpoint(),
+            ResponsesEndpoint(response_store),
         )
         dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
             routes=[
                 *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
+                *StoredResponseRoutes(response_store).routes,
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._get_model),
                 Route("/health", self._health),
@@ -119,7 +126,7 @@ class Gateway:
             self.app = CORSMiddleware(
                 self.app,
                 allow_origins=cors_allow_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
             )

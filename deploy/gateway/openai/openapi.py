@@ -36,6 +36,13 @@ from longshore.deploy.gateway.openai.tokenization import (
     TokenizeResponse,
 )
 from longshore.deploy.gateway.openai.transcription_requests import TranscriptionRequest
+from longshore.deploy.gateway.responses_api import requests as responses_requests
+from longshore.deploy.gateway.responses_api.bodies import (
+    DeletedResponse,
+    InputItemList,
+    ResponseBody,
+)
+from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
 from longshore.protocol.statistics import EngineReport
 
 JSON: Final = "application/json"
@@ -143,6 +150,42 @@ _OPERATIONS: Final = (
         errors=(400, 404, 413, 415, 503),
         error=AnthropicError,
     ),
+    _Operation(
+        "post",
+        "/v1/responses",
+        "Answer a text or a conversation, which may continue a stored response.",
+        {JSON: ResponseBody, EVENTS: None},
+        ResponsesRequest,
+        errors=_ASKING,
+    ),
+    _Operation(
+        "get",
+        "/v1/responses/{response_id}",
+        "A stored response.",
+        {JSON: ResponseBody},
+        errors=(400, 404),
+    ),
+    _Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Delete a stored response.",
+        {JSON: DeletedResponse},
+        errors=(404,),
+    ),
+    _Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "Cancel a response that is computed in the background.",
+        {JSON: ResponseBody},
+        errors=(400, 404),
+    ),
+    _Operation(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "The input of a stored response.",
+        {JSON: InputItemList},
+        errors=(400, 404),
+    ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
     _Operation("get", "/ready", "Whether requests are accepted.", {TEXT: None}, errors=(503,)),
     _Operation("get", "/metrics", "Metrics for Prometheus.", {TEXT: None}),
@@ -178,6 +221,9 @@ def document() -> dict[str, Any]:
         components[conversation.__name__]["properties"] |= _neutral(
             conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED
         )
+    components[ResponsesRequest.__name__]["properties"] |= _neutral(
+        ResponsesRequest, responses_requests.IGNORED, responses_requests.UNSUPPORTED
+    )
     embedding = components[EmbeddingRequest.__name__]
     embedding["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
