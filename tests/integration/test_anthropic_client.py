@@ -36,7 +36,7 @@ def model() -> str:
 
 
 def test_a_message_and_its_stream_are_the_same(client: Any, model: str) -> None:
-    asked = {**ASKED, "model": model, "temperature": 0}
+    asked = {**ASKED, "model": model, "extra_body": {"temperature": 0}}
     message = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
@@ -58,9 +58,9 @@ def test_the_count_is_what_the_answer_was_asked_with(client: Any, model: str) ->
 
 
 def test_a_stop_sequence_is_named(client: Any, model: str) -> None:
-    whole = client.messages.create(**ASKED, model=model, temperature=0).content[0].text
+    whole = client.messages.create(**ASKED, model=model, extra_body={"temperature": 0}).content[0].text
     stop = whole[2:4]
-    cut = client.messages.create(**ASKED, model=model, temperature=0, stop_sequences=[stop])
+    cut = client.messages.create(**ASKED, model=model, extra_body={"temperature": 0}, stop_sequences=[stop])
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert "".join(block.text for block in cut.content) == whole.partition(stop)[0]
 
@@ -73,7 +73,7 @@ def test_invalid_requests_raise_the_clients_errors(client: Any, model: str) -> N
         )
     assert rejected.value.request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(**ASKED, model=model, temperature=-1)
+        client.messages.create(**ASKED, model=model, extra_body={"temperature": -1})
     with pytest.raises(anthropic.NotFoundError, match=model):
         client.messages.create(**ASKED, model="other")
 
