@@ -32,7 +32,9 @@ from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
 from longshore.deploy.gateway.responses_api.store import ResponseStore
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
+from longshore.deploy.parsers.answer import AnswerParsers
+from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
@@ -204,6 +206,7 @@ class GatewayProcess:
                 config.max_audio_bytes,
                 config.max_audio_s,
                 config.embedding,
+                parsers=_answer_parsers(config, tokenizer),
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.
@@ -287,6 +290,11 @@ def _response_store(config: GatewayConfig) -> ResponseStore | None:
         max_bytes=config.max_stored_bytes,
         ttl_s=config.stored_response_ttl_s,
     )
+
+
+def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:
+    template = "" if tokenizer is None else tokenizer.chat_template.source
+    return load_parsers(config.tool_call_parser, config.reasoning_parser, template)
 
 
 def _details(engine: EngineReady) -> dict[str, str]:

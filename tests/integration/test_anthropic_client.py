@@ -58,9 +58,13 @@ def test_the_count_is_what_the_answer_was_asked_with(client: Any, model: str) ->
 
 
 def test_a_stop_sequence_is_named(client: Any, model: str) -> None:
-    whole = client.messages.create(**ASKED, model=model, extra_body={"temperature": 0}).content[0].text
+    whole = (
+        client.messages.create(**ASKED, model=model, extra_body={"temperature": 0}).content[0].text
+    )
     stop = whole[2:4]
-    cut = client.messages.create(**ASKED, model=model, extra_body={"temperature": 0}, stop_sequences=[stop])
+    cut = client.messages.create(
+        **ASKED, model=model, extra_body={"temperature": 0}, stop_sequences=[stop]
+    )
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert "".join(block.text for block in cut.content) == whole.partition(stop)[0]
 

@@ -18,6 +18,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: number of answers per prompt; the answers to one prompt are consecutive.
     scores_only: answers have no tokens; the engine computes one, which is dropped.
     stops:     strings that end an answer.
+    shown_special_token_ids: special tokens that are part of an answer's text.
     beams:     settings of a beam search; see `BeamGeneration`.
     multimodal: a feature per prompt; empty: no prompt has one.
     num_primed: tokens at each prompt's end that are sent as output; see `LiveRequests.open`.
@@ -43,6 +44,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS
+    shown_special_token_ids: frozenset[int] = frozenset()
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0

@@ -207,6 +207,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`.
 
     add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatPromptOptions`.
+    tools, tool_choice, parallel_tool_calls: see `ToolUse`.
+    include_reasoning: False: the answer's reasoning is left out.
     """
 
     messages: list[ChatMessage]
@@ -216,6 +218,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
