@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from longshore.deploy.parsers.answer import AnswerParsers
 from longshore.deploy.parsers.deepseek import DeepSeekTools
+from longshore.deploy.parsers.demo import DemoTools
 from longshore.deploy.parsers.harmony import HarmonyReasoning, HarmonyTools
 from longshore.deploy.parsers.hermes import HermesTools
 from longshore.deploy.parsers.llama import LlamaTools
@@ -27,6 +28,7 @@ NONE: Final = "none"
 TOOL_PARSERS: Final[Mapping[str, type[ToolParser]]] = MappingProxyType(
     {
         "deepseek": DeepSeekTools,
+        "demo": DemoTools,
         "harmony": HarmonyTools,
         "hermes": HermesTools,
         "llama": LlamaTools,
@@ -55,6 +57,7 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 # What the template writes before calls: marks of the formats. A format that shares its tags with
 # another one has marks of its own, by which it is excluded.
 _TOOL_MARKS: Final = (
+    ("demo", ("calls of lookup(container)",), ()),
     ("harmony", ("<|channel|>",), ()),
     ("deepseek", ("<｜tool▁calls▁begin｜>",), ()),
     ("mistral", ("[TOOL_CALLS]",), ()),

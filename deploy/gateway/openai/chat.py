@@ -27,8 +27,10 @@ from longshore.deploy.gateway.openai.responses import (
     ChatResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
+from longshore.deploy.parsers.forced import ForcedCalls
 
 PROMPT_END_TOKENS: Final = 16
 
@@ -59,6 +61,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
             shown_special_token_ids=shown_special_token_ids(parsing, service.tokenizer),
+            structured_output=await read_constraint(
+                request, service.json, ignores_end=request.ignore_eos
+            ),
         )
 
     def writer(
@@ -77,29 +82,31 @@ def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
     """How the answers are parsed; None: they are text. Raises ApiError."""
     use = tool_use(request)
     parsers = service.parsers
+    max_calls = None if use.is_parallel else 1
     if use.schema is not None:
-        # Until requests can have structured output: `use.schema` is what it has to follow, and
-        # `ForcedCalls(use.forced_name, parsers.tools)` reads the answer.
-        raise invalid(
-            "tool_choice forces a call, which needs structured output; this server has none. Set "
-            'it to "auto" or "none".',
-            param="tool_choice",
-            code="unsupported_parameter",
+        forced = ForcedCalls(use.forced_name, parsers.tools)
+        return ChatParsing(
+            AnswerParsers(tools=forced),
+            use.names,
+            max_calls,
+            names_call=use.forced_name is not None,
         )
     if use.may_call and parsers.tools is None:
         raise invalid(
             "tools: this server has no parser for the model's tool calls. Start it with "
-            '--tool-call-parser NAME, or set tool_choice to "none".',
+            '--tool-call-parser NAME, or set tool_choice to "required" or "none".',
             param="tools",
             code="unsupported_parameter",
         )
+    if request.constraint() is not None:
+        return None  # the answer is what the constraint allows, from its first token on
     tools = parsers.tools if use.may_call else None
     if tools is None and parsers.reasoning is None:
         return None
     return ChatParsing(
         AnswerParsers(parsers.reasoning, tools),
         use.names,
-        max_calls=None if use.is_parallel else 1,
+        max_calls,
         has_reasoning=request.include_reasoning is not False,
     )
 

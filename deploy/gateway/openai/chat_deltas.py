@@ -25,12 +25,14 @@ class ChatParsing(msgspec.Struct, frozen=True):
     tool_names:     functions that the request declares.
     max_calls:      later calls are left out; None: no limit.
     has_reasoning:  the answer includes its reasoning.
+    names_call:     the request names the function that is called.
     """
 
     parsers: AnswerParsers
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None
     has_reasoning: bool = True
+    names_call: bool = False
 
 
 class ChatDeltas:
@@ -82,8 +84,11 @@ class ChatDeltas:
         return ToolCallDelta(self._num_calls - 1, function, tools.call_id(), "function")
 
     def finish_reason(self, reason: str) -> str:
-        """`tool_calls` for an answer that ended by itself and whose calls are complete."""
-        return "tool_calls" if reason == "stop" and self._answer.ends_with_calls else reason
+        """`tool_calls` for an answer that ended by itself and whose calls are complete. OpenAI and
+        vLLM leave the reason as it is if the request names the function."""
+        if reason != "stop" or self._parsing.names_call:
+            return reason
+        return "tool_calls" if self._answer.ends_with_calls else reason
 
     def message(self, text: str) -> ChatAnswer:
         """The message of an answer with this text."""

@@ -11,6 +11,8 @@ from longshore.protocol.errors import shortened
 
 MAX_TOOLS: Final = 1024
 _DEFINITIONS: Final = ("$defs", "definitions")
+_MOVED: Final = tuple(f"#/{key}/" for key in _DEFINITIONS)
+_TYPES: Final = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf"})  # say what the value is
 
 
 class ToolParameters(Protocol):
@@ -58,16 +60,22 @@ def tool_use(request: ToolParameters) -> ToolUse:
 
 
 def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+    schema = tool["function"].get("parameters")
+    if not schema:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    # Without a type, arguments that are no object would be valid.
+    return schema if _TYPES.intersection(schema) else {"type": "object", **schema}
 
 
 def _any_call(tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
     """The schema of an array of calls. The definitions of all schemas move to the root, where their
-    references find them. Raises ApiError if two of them differ but have the same name."""
+    references find them. Raises ApiError if two of them differ but have the same name, and for
+    references to something else."""
     definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
     calls = []
     for tool in tools:
         arguments = dict(_arguments_schema(tool))
+        _check_references(arguments)
         for key, known in definitions.items():
             for name, definition in (arguments.pop(key, None) or {}).items():
                 if known.setdefault(name, definition) != definition:
@@ -83,6 +91,23 @@ def _any_call(tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[
     if not is_parallel:
         schema["maxItems"] = 1
     return schema | {key: known for key, known in definitions.items() if known}
+
+
+def _check_references(schema: object) -> None:
+    """Raise ApiError for a reference that is lost when the schema becomes part of another one."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, dict):
+            pending += node.values()
+            target = node.get("$ref")
+            if isinstance(target, str) and not target.startswith(_MOVED):
+                raise _invalid_choice(
+                    f'cannot be "required": a function has the reference {shortened(target)!r}; '
+                    f"only references to {' and '.join(_MOVED)} are supported"
+                )
 
 
 def function_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:

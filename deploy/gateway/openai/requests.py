@@ -6,9 +6,12 @@ import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
+from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
+from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
@@ -30,8 +33,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of both endpoints. None: the model's default. SamplingParams checks the ranges.
+class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of both endpoints, beside those that constrain the answer. None: the model's
+    default. SamplingParams checks the ranges.
 
     logit_bias: by token id, a string in JSON.
     stop:       strings that end the answer, after at least `min_tokens` tokens. The answer excludes
@@ -171,6 +175,10 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
                         code="unsupported_parameter",
                     )
             return
+        constraint = self.constraint()
+        if constraint is not None:
+            name, _ = constraint
+            raise invalid(f"{name} is not supported with use_beam_search; remove it", param=name)
         for name, accepted in _NOT_OF_BEAMS.items():
             if getattr(self, name) not in (None, *accepted):
                 raise invalid(
@@ -222,6 +230,20 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+
+    def constraint(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The schema of a forced call, or else as for completions. `response_format` is for answers
+        that are text, so it does not exclude a forced call."""
+        constraint = super().constraint()
+        schema = tool_use(self).schema
+        if schema is None:
+            return constraint
+        if constraint is not None and constraint[0] != "response_format":
+            raise invalid(
+                f"{constraint[0]} and tool_choice constrain the same answer; remove one of them",
+                param=constraint[0],
+            )
+        return "tool_choice", StructuredOutputsParams(json=schema)
 
     @property
     def num_logprobs(self) -> int | None:

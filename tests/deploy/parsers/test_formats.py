@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
+from longshore.deploy.parsers.demo import DemoTools
 from longshore.deploy.parsers.hermes import HermesTools
 from longshore.deploy.parsers.json_text import MAX_HELD_CHARACTERS
-from longshore.deploy.parsers.parser import AnswerContext
-from tests.deploy.parsers.answers import parse
+from longshore.deploy.parsers.parser import AnswerContext, Content
+from tests.deploy.parsers.answers import CONTEXT, parse
 
 A = '{"id": "C417"}'
 LONG = json.dumps({"text": 'a "quoted" \\ text }] ' * 100})
@@ -56,6 +57,7 @@ CALLS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Wait.",
         BOTH[:1],
     ),
+    ("demo", " C417 unknown\n", "", [("lookup", '{"container": "C417"}')]),
     ("llama", LOOKUP, "", BOTH[:1]),
     ("llama", f'{{"type": "function", {LOOKUP[1:]}; {NOW}', "", BOTH),
     ("llama", f'<|python_tag|>{{"name": "other", "parameters": {A}}}', "", [("other", A)]),
@@ -114,6 +116,9 @@ def test_calls_are_found_and_their_text_is_not_content(
         ("mistral", "[TOOL_CALLS] is the marker of calls"),
         ("mistral", '[TOOL_CALLS][{"name": "lookup", "arguments": {"id"'),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>lookup\n{}"),
+        ("demo", "C417 B42 red"),
+        ("demo", "C417 unknown, I fear"),
+        ("demo", "C417 unknow"),
         ("llama", '{"city": "Oslo", "name": "lookup"}'),
         ("llama", '{"name": "Ann", "parameters": {"age": 5}}'),
         ("llama", '{"name": "lookup", "parameters": {"id": "C417"'),
@@ -185,3 +190,17 @@ def test_calls_after_reasoning_are_found() -> None:
     text = f"<think>Hm.</think>\n<tool_call>{LOOKUP}</tool_call>"
     expected: Any = ("", "Hm.", [("lookup", A)], True)
     assert parse([text], "hermes", "think") == expected
+
+
+def test_demo_model_calls_only_a_declared_function() -> None:
+    text = "C417 unknown"
+    assert parse([text], "demo", context=AnswerContext(frozenset({"now"})))[0] == text
+
+
+def test_demo_model_s_other_answers_are_not_held_back() -> None:
+    answer = ParsedAnswer(AnswerParsers(tools=DemoTools()), CONTEXT)
+    assert [answer.feed(piece) for piece in ("C417", " B42", " red")] == [
+        [],
+        [Content("C417 B42")],
+        [Content(" red")],
+    ]

@@ -7,6 +7,7 @@ import pytest
 
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.deepseek import DeepSeekTools
+from longshore.deploy.parsers.demo import DemoTools
 from longshore.deploy.parsers.harmony import HarmonyReasoning, HarmonyTools
 from longshore.deploy.parsers.hermes import HermesTools
 from longshore.deploy.parsers.llama import LlamaTools
@@ -48,6 +49,7 @@ from tests.deploy.parsers.answers import joined
         ('"parameters": dictionary of argument name and its value', LlamaTools, None),
         ("<|header_start|> <|python_start|>", LlamaTools, None),
         ("<|start|>assistant<|channel|>final<|message|>", HarmonyTools, HarmonyReasoning),
+        ("{# Answers are calls of lookup(container). #}", DemoTools, None),
         ("{{ messages }}", None, None),
     ],
 )

@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
+from longshore.deploy.parsers.forced import ForcedCalls
+from longshore.deploy.parsers.parser import AnswerContext
 from longshore.deploy.parsers.registry import TOOL_PARSERS
-from tests.deploy.parsers.answers import parse
+from longshore.deploy.parsers.think import ThinkReasoning
+from tests.deploy.parsers.answers import CONTEXT, joined, parse
 from tests.deploy.parsers.test_formats import CALLS, LONG, A
 
 FRAGMENTS = [
@@ -14,6 +18,7 @@ FRAGMENTS = [
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|python_tag|>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     *('{"name": "lookup", "arguments": ', "lookup", "assistant", "analysis", " to=functions.now"),
+    *("C417", " unknown", " B42"),
     *("{", "}", "[", "]", '"', "\\", "(", ")", "'", ",", ";", " ", "\n", A, LONG, LONG[:-1]),
 ]
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8).map("".join)
@@ -37,6 +42,20 @@ def test_pieces_joined_are_what_the_whole_text_gives(
     for reasoning in ("none", "harmony" if tools == "harmony" else "think"):
         whole = parse([text], tools, reasoning)
         assert parse(pieces, tools, reasoning) == whole
+
+
+@pytest.mark.parametrize("name", ["lookup", None])
+@given(answer=divided(), prompt_end=st.sampled_from(["", "<think>"]))
+@settings(max_examples=300)
+def test_pieces_of_a_forced_call_are_what_the_whole_text_gives(
+    name: str | None, answer: tuple[str, list[str]], prompt_end: str
+) -> None:
+    text, pieces = answer
+    context = AnswerContext(CONTEXT.tool_names, prompt_end)
+    for reasoning in (None, ThinkReasoning()):
+        parsers = AnswerParsers(reasoning, ForcedCalls(name))
+        whole = joined(ParsedAnswer(parsers, context), [text])
+        assert joined(ParsedAnswer(parsers, context), pieces) == whole
 
 
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), CALLS)

@@ -34,7 +34,7 @@ LOOKUP = {
         },
     },
 }
-NOW = {"type": "function", "function": {"name": "now"}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>{"name": "lookup", "arguments": {"id": 5}}</tool_call>'
 TEMPLATE = (
     "{{ tools | length if tools else 0 }}"
@@ -46,6 +46,10 @@ TEMPLATE = (
 
 def request(**parameters: Any) -> ChatRequest:
     return parse_request(ChatRequest, json.dumps({"messages": CHAT, **parameters}).encode())
+
+
+def choice_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 @pytest.fixture
@@ -181,16 +185,82 @@ async def test_what_the_template_or_the_parser_would_drop_is_rejected(
         assert error_of(answer)["param"] == param
 
 
-async def test_forced_call_is_rejected_without_structured_output(
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parser", ["none", "hermes"])
+@pytest.mark.parametrize(
+    ("choice", "text", "reason"),
+    [
+        ("required", '[{"name": "now", "parameters": {"zone": 5}}]', "tool_calls"),
+        (choice_of("now"), '{"zone": 5}', "stop"),
+    ],
+)
+async def test_forced_call_has_a_schema_and_is_read(
+    start_gateway: StartGateway,
+    template: str,
+    choice: Any,
+    text: str,
+    reason: str,
+    parser: str,
+    stream: bool,
+) -> None:
+    settings: Any = {"chat_template": template, "tool_call_parser": parser}
+    async with start_gateway(say(text), reasoning_parser="think", **settings) as gateway:
+        body = {
+            "messages": CHAT,
+            "tools": [NOW],
+            "tool_choice": choice,
+            "max_tokens": 500,
+            "stream": stream,
+            "response_format": {"type": "json_object"},
+        }
+        answer = await gateway.post("/v1/chat/completions", body)
+        assert answer.status == 200, answer.body
+        (sent,) = gateway.engine.requests
+        assert sent.structured_output is not None
+        assert sent.structured_output.kind == "json_schema"
+        schema = json.loads(sent.structured_output.text)
+        assert schema == tool_use(request(tools=[NOW], tool_choice=choice)).schema
+        if stream:
+            choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
+            messages = [choice["delta"] for choice in choices]
+        else:
+            choices = json.loads(answer.body)["choices"]
+            messages = [choice["message"] for choice in choices]
+        assert choices[-1]["finish_reason"] == reason
+        assert not any(message.get("content") for message in messages)
+        (call,) = [call for message in messages for call in message.get("tool_calls", ())]
+        assert call["function"] == {"name": "now", "arguments": '{"zone": 5}'}
+
+
+async def test_constrained_answer_is_text_whatever_it_looks_like(
     start_gateway: StartGateway, template: str
 ) -> None:
+    settings: Any = {"chat_template": template, "reasoning_parser": "think"}
+    async with start_gateway(say(CALL), **settings) as gateway:
+        body = {"messages": CHAT, "tools": [LOOKUP], "guided_regex": "<.*", "max_tokens": 500}
+        (choice,) = json.loads((await gateway.post("/v1/chat/completions", body)).body)["choices"]
+        assert choice["message"]["content"] == CALL
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"tools": [{**NOW, "function": {**NOW["function"], "parameters": {"type": 5}}}]}, None),
+    ],
+)
+async def test_what_a_forced_call_excludes_is_rejected(
+    start_gateway: StartGateway, template: str, parameters: dict[str, Any], param: str | None
+) -> None:
     async with start_gateway(chat_template=template) as gateway:
-        for choice in ("required", {"type": "function", "function": {"name": "now"}}):
-            body = {"messages": CHAT, "tools": [NOW], "tool_choice": choice}
-            answer = await gateway.post("/v1/chat/completions", body)
-            assert answer.status == 400
-            assert error_of(answer)["param"] == "tool_choice"
-            assert "structured output" in error_of(answer)["message"]
+        body = {"messages": CHAT, "tools": [NOW], "tool_choice": "required", **parameters}
+        answer = await gateway.post("/v1/chat/completions", body)
+        assert answer.status == 400
+        assert error_of(answer)["param"] == (param or "tool_choice")
+        if param is None:
+            assert "/items/anyOf/0/properties/parameters/type" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -218,10 +288,9 @@ def test_invalid_tools_are_rejected_by_name(parameters: dict[str, Any], problem:
 
 
 def test_forced_calls_have_a_schema() -> None:
-    named = tool_use(
-        request(tools=[LOOKUP, NOW], tool_choice={"type": "function", "function": {"name": "now"}})
-    )
-    assert (named.forced_name, named.schema) == ("now", {"type": "object", "properties": {}})
+    named = tool_use(request(tools=[LOOKUP, NOW], tool_choice=choice_of("now")))
+    assert named.forced_name == "now"
+    assert named.schema == {"type": "object", "properties": {}, "additionalProperties": False}
     required = tool_use(
         request(tools=[LOOKUP, NOW], tool_choice="required", parallel_tool_calls=False)
     )
@@ -234,6 +303,16 @@ def test_forced_calls_have_a_schema() -> None:
     other = json.loads(json.dumps(LOOKUP).replace('"string"', '"integer"'))
     with pytest.raises(ApiError, match="define 'Place' differently"):
         tool_use(request(tools=[LOOKUP, other], tool_choice="required"))
+    lost = json.loads(json.dumps(LOOKUP).replace("#/$defs/Place", "#/properties/id"))
+    with pytest.raises(ApiError, match=r"reference '#/properties/id'"):
+        tool_use(request(tools=[LOOKUP, lost], tool_choice="required"))
+    assert tool_use(request(tools=[lost], tool_choice=choice_of("lookup"))).schema is not None
+
+
+def test_arguments_of_a_forced_call_are_an_object() -> None:
+    open_type = {"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}
+    use = tool_use(request(tools=[open_type], tool_choice=choice_of("f")))
+    assert use.schema == {"type": "object", "required": ["a"]}
 
 
 @pytest.mark.parametrize(
