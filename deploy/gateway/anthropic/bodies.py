@@ -1,6 +1,7 @@
 """Response bodies of Anthropic's Messages API: whole messages and the events of streams."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -19,13 +20,31 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
+    """signature: empty; this server does not sign reasoning."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
+    """input: a JSON object."""
+
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+OutputBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     """A whole answer; in a stream, its beginning."""
 
     id: str
     role: str = "assistant"
     model: str
-    content: Sequence[TextBlock] = ()
+    content: Sequence[OutputBlock] = ()
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: AnthropicUsage
@@ -39,6 +58,14 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
     text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    partial_json: str
 
 
 class StopDelta(msgspec.Struct, frozen=True):
@@ -56,12 +83,12 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 class ContentBlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
     index: int
-    content_block: TextBlock
+    content_block: OutputBlock
 
 
 class ContentBlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):

@@ -1,10 +1,17 @@
 """Request bodies of Anthropic's Messages API, and the chat that they mean."""
 
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import msgspec
 
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage, ContentPart
+from longshore.deploy.gateway.anthropic.content import (
+    CacheControl,
+    Content,
+    InputMessage,
+    cache_controls,
+    chat_messages,
+)
+from longshore.deploy.gateway.anthropic.tools import Tool, ToolChoice, set_tools
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.requests import (
     CacheSalt,
@@ -14,12 +21,12 @@ from longshore.deploy.gateway.openai.requests import (
     check_deadline,
     check_salt,
 )
-from longshore.protocol.errors import shortened
+from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
 
 MAX_CACHE_BREAKPOINTS: Final = 4
 
 # Accepted, without effect on the answer.
-IGNORED: Final = frozenset({"metadata"})
+IGNORED: Final = frozenset({"metadata", "user_profile_id", "workspace_id"})
 # Not supported yet. The values here (and null) have no effect, so they are accepted.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "container": (),
@@ -27,40 +34,34 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "diagnostics": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "output_format": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "tools": ([],),
 }
 
 
-class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks to keep the prefix up to here. Accepted: every prefix is cached as long as memory
-    allows."""
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+    """type: `disabled` leaves the reasoning out of the answer; with the others, the answer has it.
+    budget_tokens, display: accepted; how much the model reasons depends on the model, and the
+    answer has all of it."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-
-class ContentBlock(msgspec.Struct):
-    """A block of content; only type `text` is supported. Fields of other types are not decoded."""
-
-    type: str
-    text: str | None = None
-    cache_control: CacheControl | None = None
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: Int32 | None = None
+    display: Literal["summarized"] | None = None
 
 
-Content: TypeAlias = str | list[ContentBlock]
+class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON schema that the answer conforms to."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn, or a part of it: messages of the same role in a row are one turn."""
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """effort: accepted are null and `high`, the default."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Content
+    format: OutputFormat | None = None
+    effort: Literal["high"] | None = None
 
 
 class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,39 +71,29 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[InputMessage]
     system: Content | None = None
     cache_control: CacheControl | None = None
-
-    def chat_messages(self) -> list[ChatMessage]:
-        """The messages in OpenAI's format. Raises ApiError for what is not supported."""
-        self._check_breakpoints()
-        if not self.messages:
-            raise invalid("messages is empty; it needs at least one message", param="messages")
-        turns: list[tuple[str, list[ContentPart]]] = []
-        if self.system is not None:
-            turns.append(("system", _parts(self.system, "system")))
-        for position, message in enumerate(self.messages):
-            parts = _parts(message.content, f"messages.{position}.content")
-            if turns and turns[-1][0] == message.role:
-                turns[-1][1].extend(parts)
-            else:
-                turns.append((message.role, parts))
-        return [ChatMessage(role, content=list(parts)) for role, parts in turns]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     def chat(self) -> ChatRequest:
-        """The request as a chat, which continues the last message if it is the assistant's."""
-        return ChatRequest(
-            model=self.model,
-            messages=self.chat_messages(),
-            continue_final_message=self.messages[-1].role == "assistant",
-        )
+        """The request as a chat, which continues the last message if it is the assistant's. Raises
+        ApiError for what is not supported."""
+        self._check_breakpoints()
+        chat = ChatRequest(model=self.model, messages=chat_messages(self.system, self.messages))
+        chat.continue_final_message = self.messages[-1].role == "assistant"
+        set_tools(chat, self.tools, self.tool_choice)
+        chat.include_reasoning = self.thinking is None or self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = JsonSchemaFormat("answer", self.output_config.format.schema)
+            chat.response_format = ResponseFormat("json_schema", schema)
+        return chat
 
     def _check_breakpoints(self) -> None:
-        contents = (self.system, *(message.content for message in self.messages))
         num_breakpoints = (self.cache_control is not None) + sum(
-            block.cache_control is not None
-            for content in contents
-            if isinstance(content, list)
-            for block in content
+            1 for _ in cache_controls(self.system, self.messages)
         )
+        num_breakpoints += sum(tool.cache_control is not None for tool in self.tools or ())
         if num_breakpoints > MAX_CACHE_BREAKPOINTS:
             raise invalid(
                 f"{num_breakpoints} blocks have cache_control; at most {MAX_CACHE_BREAKPOINTS} "
@@ -141,20 +132,3 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
         check_deadline(chat.deadline_s)
         check_salt(chat)
         return chat
-
-
-def _parts(content: Content, where: str) -> list[ContentPart]:
-    """Raises ApiError for blocks that are not supported."""
-    if isinstance(content, str):
-        return [ContentPart("text", content)]
-    for position, block in enumerate(content):
-        if block.type != "text":
-            raise invalid(
-                f"{where}.{position}: blocks of type {shortened(block.type)!r} are not supported; "
-                "send blocks of type 'text'",
-                param=where.partition(".")[0],
-                code="unsupported_parameter",
-            )
-        if block.text is None:
-            raise invalid(f"{where}.{position}.text is missing", param=where.partition(".")[0])
-    return [ContentPart("text", block.text) for block in content]

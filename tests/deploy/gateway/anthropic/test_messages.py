@@ -197,7 +197,12 @@ async def test_an_answer_continues_the_assistants_last_message(start_gateway: St
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"name": "t", "input_schema": {}}]}, "tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools.0"),
+        ({"tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
+        ({"output_config": {"effort": "max"}}, "output_config"),
+        ({"thinking": {"type": "always"}}, "thinking"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"sistem": "x"}, "sistem"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
@@ -229,7 +234,7 @@ async def test_what_is_invalid_or_unsupported_is_rejected_by_name(
 async def test_parameters_without_effect_are_accepted(start_gateway: StartGateway) -> None:
     neutral = {
         "metadata": {"user_id": "u"},
-        "thinking": {"type": "disabled"},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
         "tools": [],
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral", "ttl": "1h"},
