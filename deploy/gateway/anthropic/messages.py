@@ -1,6 +1,6 @@
 """POST /v1/messages: a chat whose request and response have Anthropic's format."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -50,7 +50,11 @@ from longshore.deploy.gateway.openai.requests import ChatRequest
 from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.parsers.json_text import is_json_object
 
-_DELTAS: Final = {"text": TextDelta, "reasoning": ThinkingDelta, "call": InputJsonDelta}
+_DELTAS: Final[Mapping[str, Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]]] = {
+    "text": TextDelta,
+    "reasoning": ThinkingDelta,
+    "call": InputJsonDelta,
+}
 # Other finish reasons of ours: the model's turn ended.
 _STOP_REASONS: Final = {"length": "max_tokens"}
 

@@ -5,10 +5,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.responses import PromptTokensDetails, Usage
-
-Message: TypeAlias = tuple[str, str]
-"""Role and text."""
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -31,15 +29,49 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     content: Sequence[OutputText] = ()
 
 
+class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
+    id: str
+    status: str
+    summary: Sequence[str] = ()
+    content: Sequence[ReasoningText] = ()
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
+    """arguments: JSON text; of an incomplete call, the beginning of it."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCall
+
+
 class InputText(msgspec.Struct, frozen=True, tag="input_text"):
     text: str
 
 
-class InputItem(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+class InputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     id: str
     role: str
     content: Sequence[InputText | OutputText]
     status: str = COMPLETED
+
+
+class FunctionCallOutput(msgspec.Struct, frozen=True, kw_only=True, tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str
+    status: str = COMPLETED
+
+
+InputItem: TypeAlias = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
 
 
 class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +117,14 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: Sequence[OutputMessage] = ()
-    parallel_tool_calls: bool = True
+    output: Sequence[OutputItem] = ()
+    parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool
     temperature: float
     text: Mapping[str, Any]
-    tool_choice: str = "auto"
-    tools: Sequence[str] = ()
+    tool_choice: str | dict[str, Any]
+    tools: Sequence[dict[str, Any]]
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
@@ -140,8 +172,8 @@ class ErrorEvent(ResponseEvent, frozen=True, kw_only=True, tag="error"):
 
 
 class _OfItem(ResponseEvent, frozen=True, kw_only=True):
-    output_index: int = 0
-    item: OutputMessage
+    output_index: int
+    item: OutputItem
 
 
 class OutputItemAdded(_OfItem, frozen=True, tag="response.output_item.added"):
@@ -154,16 +186,16 @@ class OutputItemDone(_OfItem, frozen=True, tag="response.output_item.done"):
 
 class _OfPart(ResponseEvent, frozen=True, kw_only=True):
     item_id: str
-    output_index: int = 0
+    output_index: int
     content_index: int = 0
 
 
 class ContentPartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content_part.added"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class OutputTextDelta(_OfPart, frozen=True, kw_only=True, tag="response.output_text.delta"):
@@ -176,6 +208,32 @@ class OutputTextDone(_OfPart, frozen=True, kw_only=True, tag="response.output_te
     logprobs: Sequence[str] = ()
 
 
+class ReasoningTextDelta(_OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningTextDone(_OfPart, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class _OfCall(ResponseEvent, frozen=True, kw_only=True):
+    item_id: str
+    output_index: int
+
+
+class FunctionCallArgumentsDelta(
+    _OfCall, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
+):
+    delta: str
+
+
+class FunctionCallArgumentsDone(
+    _OfCall, frozen=True, kw_only=True, tag="response.function_call_arguments.done"
+):
+    name: str
+    arguments: str
+
+
 class StoredResponse(msgspec.Struct, frozen=True):
     """What is stored.
 
@@ -186,7 +244,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
     response: ResponseBody
     input_items: Sequence[InputItem]
-    conversation: Sequence[Message]
+    conversation: Sequence[ChatMessage]
 
 
 def response_usage(usage: Usage) -> ResponseUsage:

@@ -11,8 +11,10 @@ import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.http.middleware import api_key_of
+from longshore.deploy.gateway.openai.answer_blocks import AnswerBlocks
 from longshore.deploy.gateway.openai.beams import BeamGeneration
-from longshore.deploy.gateway.openai.chat import ChatEndpoint
+from longshore.deploy.gateway.openai.chat import ChatEndpoint, chat_parsing
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.endpoint import (
     ResponseWriter,
     Service,
@@ -23,7 +25,8 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.requests import ChatRequest
-from longshore.deploy.gateway.responses_api.bodies import COMPLETED, INCOMPLETE, Message
+from longshore.deploy.gateway.responses_api.bodies import COMPLETED, INCOMPLETE
+from longshore.deploy.gateway.responses_api.items import num_characters
 from longshore.deploy.gateway.responses_api.requests import (
     ResponseChat,
     ResponsesRequest,
@@ -61,13 +64,13 @@ class ResponsesEndpoint(ChatEndpoint):
         request = await service.json.run(len(body), parse_response_request, body)
         owner = owner_of(api_key_of(exchange.scope))
         former = await self._former(request, owner)
-        size = len(body) + sum(len(text) for _, text in former)
+        size = len(body) + sum(map(num_characters, former))
         chat = await service.json.run(size, chat_of, request, former, owner)
         if self._store_for(request) is not None:
-            num_characters = sum(len(message.content or "") for message in chat.messages)
-            if num_characters > MAX_STORED_CHARACTERS:
+            size = sum(map(num_characters, chat.messages))
+            if size > MAX_STORED_CHARACTERS:
                 raise invalid(
-                    f"the conversation has {num_characters} characters; at most "
+                    f"the conversation has {size} characters; at most "
                     f"{MAX_STORED_CHARACTERS} can be stored. Set store=false",
                     param="store",
                 )
@@ -83,7 +86,7 @@ class ResponsesEndpoint(ChatEndpoint):
             )
         return None if request.store is False else self._store
 
-    async def _former(self, request: ResponsesRequest, owner: str) -> Sequence[Message]:
+    async def _former(self, request: ResponsesRequest, owner: str) -> Sequence[ChatMessage]:
         """The conversation that a request continues."""
         if (former_id := request.previous_response_id) is None:
             return []
@@ -107,7 +110,11 @@ class ResponsesEndpoint(ChatEndpoint):
     ) -> ResponseWriter:
         assert isinstance(request, ResponseChat)
         return ResponseApiWriter(
-            request, spec, service.model_name, self._store_for(request.original)
+            request,
+            spec,
+            service.model_name,
+            AnswerBlocks(chat_parsing(service, request), service.tokenizer),
+            self._store_for(request.original),
         )
 
     async def answer(

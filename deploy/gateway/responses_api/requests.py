@@ -1,8 +1,7 @@
 """The body of POST /v1/responses, and the chat that it means."""
 
-import uuid
 from collections.abc import Sequence
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -16,13 +15,14 @@ from longshore.deploy.gateway.openai.requests import (
     StreamOptions,
     check_deadline,
 )
-from longshore.deploy.gateway.responses_api.bodies import (
-    InputItem,
-    InputText,
-    Message,
-    OutputText,
+from longshore.deploy.gateway.responses_api.bodies import InputItem
+from longshore.deploy.gateway.responses_api.items import ResponseItem, read_items
+from longshore.deploy.gateway.responses_api.tools import (
+    TextSettings,
+    chat_response_format,
+    chat_tool_choice,
+    chat_tools,
 )
-from longshore.protocol.errors import shortened
 
 MAX_METADATA: Final = 16
 _Key: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
@@ -48,51 +48,18 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "include": ([],),
     "max_tool_calls": (),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prompt": (),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_TEXTS: Final = ("input_text", "output_text", "text")
-
-
-class ResponsePart(msgspec.Struct):
-    """A part of an item's content; only text is supported."""
-
-    type: str
-    text: str | None = None
-
-
-class ResponseItem(msgspec.Struct):
-    """An item of the input; only type `message` is supported. Items of a former output can be sent
-    back as they are."""
-
-    type: str = "message"
-    role: str | None = None
-    content: str | list[ResponsePart] | None = None
-
-
-class TextFormat(msgspec.Struct):
-    """Only type `text` is supported."""
-
-    type: str
-
-
-class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the output."""
-
-    format: TextFormat | None = None
-    verbosity: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses. `top_k` and the parameters after it are Longshore's, as for chats.
 
-    input:        a text, or messages.
+    input:        a text, or items.
     instructions: a system message, for this response only.
     previous_response_id: a stored response, whose conversation is continued.
     store:        keep the response; None: yes, if this server stores responses.
@@ -106,6 +73,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     temperature: float | None = None
     top_p: float | None = None
     text: TextSettings | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     metadata: dict[_Key, _Value] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
@@ -118,14 +88,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     deadline_s: float | None = None
     priority: Int32 | None = None
 
-    def messages(self) -> list[Message]:
-        """The messages of `input`. Raises ApiError for what is not supported."""
-        if isinstance(self.input, str):
-            return [("user", self.input)]
-        if not self.input:
-            raise invalid("input is empty; it needs at least one item", param="input")
-        return [_message(item, f"input[{i}]") for i, item in enumerate(self.input)]
-
 
 class ResponseChat(ChatRequest, kw_only=True):
     """The chat of a response.
@@ -137,7 +99,7 @@ class ResponseChat(ChatRequest, kw_only=True):
     """
 
     original: ResponsesRequest
-    conversation: Sequence[Message]
+    conversation: Sequence[ChatMessage]
     items: Sequence[InputItem]
     owner: str
 
@@ -155,19 +117,6 @@ def parse_response_request(body: bytes) -> ResponsesRequest:
         raise invalid(
             f"metadata has {len(request.metadata or ())} pairs; at most {MAX_METADATA} are allowed",
             param="metadata",
-        )
-    settings = request.text or TextSettings()
-    if settings.format is not None and settings.format.type != "text":
-        raise invalid(
-            f"text.format has type {shortened(settings.format.type)!r}; only 'text' is supported",
-            param="text",
-            code="unsupported_parameter",
-        )
-    if settings.verbosity not in (None, "medium"):
-        raise invalid(
-            "text.verbosity is not supported; remove it or set it to 'medium'",
-            param="text",
-            code="unsupported_parameter",
         )
     if request.background and request.stream:
         raise invalid(
@@ -187,9 +136,9 @@ def parse_response_request(body: bytes) -> ResponsesRequest:
     return request
 
 
-def chat_of(request: ResponsesRequest, former: Sequence[Message], owner: str) -> ResponseChat:
+def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str) -> ResponseChat:
     """The chat of a request that continues the former messages. Raises ApiError."""
-    own = request.messages()
+    own, items = read_items(request.input)
     conversation = [*former, *own]
     if len(conversation) > MAX_MESSAGES:
         raise invalid(
@@ -197,18 +146,9 @@ def chat_of(request: ResponsesRequest, former: Sequence[Message], owner: str) ->
             "allowed",
             param="input",
         )
-    messages = [ChatMessage(role, text) for role, text in conversation]
+    messages = list(conversation)
     if request.instructions is not None:
         messages.insert(0, ChatMessage("system", request.instructions))
-    prefix = uuid.uuid4().hex
-    items = [
-        InputItem(
-            id=f"msg_{prefix}_{index}",
-            role=role,
-            content=[OutputText(text) if role == "assistant" else InputText(text)],
-        )
-        for index, (role, text) in enumerate(own)
-    ]
     return ResponseChat(
         original=request,
         conversation=conversation,
@@ -217,6 +157,10 @@ def chat_of(request: ResponsesRequest, former: Sequence[Message], owner: str) ->
         model=request.model,
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
+        tools=chat_tools(request.tools),
+        tool_choice=chat_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=chat_response_format(request.text),
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -227,31 +171,3 @@ def chat_of(request: ResponsesRequest, former: Sequence[Message], owner: str) ->
         stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
     )
-
-
-def _message(item: ResponseItem, where: str) -> Message:
-    if item.type != "message":
-        raise invalid(
-            f"{where}: items of type {shortened(item.type)!r} are not supported; send messages",
-            param="input",
-            code="unsupported_parameter",
-        )
-    if item.role not in ("user", "assistant", "system", "developer"):
-        raise invalid(
-            f"{where}.role is {shortened(str(item.role))!r}; supported are user, assistant, system "
-            "and developer",
-            param="input",
-        )
-    if item.content is None:
-        raise invalid(f"{where}.content is missing", param="input")
-    if isinstance(item.content, str):
-        return item.role, item.content
-    for part in item.content:
-        if part.type not in _TEXTS or part.text is None:
-            raise invalid(
-                f"{where}.content has a part of type {shortened(part.type)!r}; only text is "
-                "supported",
-                param="input",
-                code="unsupported_parameter",
-            )
-    return item.role, "\n".join(part.text or "" for part in item.content)

@@ -2,12 +2,20 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from longshore.deploy.gateway.openai.answer_blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockDelta,
+    BlockEnd,
+    BlockEvent,
+    BlockStart,
+)
 from longshore.deploy.gateway.openai.endpoint import NamedEventWriter
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
@@ -22,13 +30,21 @@ from longshore.deploy.gateway.responses_api.bodies import (
     ContentPartDone,
     ErrorEvent,
     FailureBody,
+    FunctionCall,
+    FunctionCallArgumentsDelta,
+    FunctionCallArgumentsDone,
     IncompleteDetails,
+    OutputItem,
     OutputItemAdded,
     OutputItemDone,
     OutputMessage,
     OutputText,
     OutputTextDelta,
     OutputTextDone,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
     ResponseBody,
     ResponseCompleted,
     ResponseCreated,
@@ -40,12 +56,19 @@ from longshore.deploy.gateway.responses_api.bodies import (
 )
 from longshore.deploy.gateway.responses_api.requests import ResponseChat
 from longshore.deploy.gateway.responses_api.store import ResponseStore, new_response_id
+from longshore.deploy.gateway.responses_api.tools import TextSettings
 
+_DELTAS: Final = {
+    "text": OutputTextDelta,
+    "reasoning": ReasoningTextDelta,
+    "call": FunctionCallArgumentsDelta,
+}
+_ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _FAILURES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class ResponseApiWriter(NamedEventWriter):
-    """One response. Its output is one message.
+    """One response. Each block of the answer is an item of its output.
 
     store: where the response is kept; None: it is not stored.
     """
@@ -55,15 +78,16 @@ class ResponseApiWriter(NamedEventWriter):
         request: ResponseChat,
         spec: GenerationSpec,
         model_name: str,
+        blocks: AnswerBlocks,
         store: ResponseStore | None,
     ) -> None:
         original = request.original
         self._request = request
         self._store = store
         self._num_events = 0
-        self._text = ""
         self._is_cut = False
-        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._blocks = blocks
+        self._item_ids: list[str] = []
         self.response = ResponseBody(
             id=new_response_id(),
             created_at=int(time.time()),
@@ -75,42 +99,53 @@ class ResponseApiWriter(NamedEventWriter):
             previous_response_id=original.previous_response_id,
             store=store is not None,
             temperature=spec.sampling.temperature,
-            text={"format": {"type": "text"}},
+            text=_text_settings(original.text),
+            parallel_tool_calls=original.parallel_tool_calls is not False,
+            tools=original.tools or (),
+            tool_choice=original.tool_choice or "auto",
             top_p=spec.sampling.top_p,
             metadata=original.metadata or {},
         )
 
     def first_chunks(self) -> Sequence[msgspec.Struct]:
-        response, item = self.response, OutputMessage(id=self._item_id, status=IN_PROGRESS)
         return [
-            ResponseCreated(response=response, sequence_number=self._next()),
-            ResponseInProgress(response=response, sequence_number=self._next()),
-            OutputItemAdded(item=item, sequence_number=self._next()),
-            ContentPartAdded(
-                item_id=self._item_id, part=OutputText(""), sequence_number=self._next()
-            ),
+            ResponseCreated(response=self.response, sequence_number=self._next()),
+            ResponseInProgress(response=self.response, sequence_number=self._next()),
         ]
 
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
-        self._text += piece.text
         self._is_cut = piece.finish_reason == "length"
-        chunks: list[msgspec.Struct] = []
-        if piece.text:
-            chunks.append(
-                OutputTextDelta(
-                    item_id=self._item_id, delta=piece.text, sequence_number=self._next()
+        return [chunk for event in self._blocks.feed(piece) for chunk in self._of_block(event)]
+
+    def _of_block(self, event: BlockEvent) -> Iterator[msgspec.Struct]:
+        index, block = event.index, event.block
+        item = self._item(index, block, is_open=not isinstance(event, BlockEnd))
+        at: Any = {"item_id": item.id, "output_index": index}
+        match event:
+            case BlockStart():
+                yield OutputItemAdded(output_index=index, item=item, sequence_number=self._next())
+                if (part := _part(AnswerBlock(block.kind))) is not None:
+                    yield ContentPartAdded(**at, part=part, sequence_number=self._next())
+            case BlockDelta(text=text):
+                kind = _DELTAS[block.kind]
+                yield kind(**at, delta=text, sequence_number=self._next())
+            case BlockEnd():
+                yield self._block_done(block, at)
+                if (part := _part(block)) is not None:
+                    yield ContentPartDone(**at, part=part, sequence_number=self._next())
+                yield OutputItemDone(output_index=index, item=item, sequence_number=self._next())
+
+    def _block_done(self, block: AnswerBlock, at: Any) -> msgspec.Struct:
+        number, text = self._next(), block.text
+        match block.kind:
+            case "text":
+                return OutputTextDone(**at, text=text, sequence_number=number)
+            case "reasoning":
+                return ReasoningTextDone(**at, text=text, sequence_number=number)
+            case "call":
+                return FunctionCallArgumentsDone(
+                    **at, name=block.name, arguments=text, sequence_number=number
                 )
-            )
-        if piece.finish_reason is not None:
-            text, item_id = self._text, self._item_id
-            chunks += [
-                OutputTextDone(item_id=item_id, text=text, sequence_number=self._next()),
-                ContentPartDone(
-                    item_id=item_id, part=OutputText(text), sequence_number=self._next()
-                ),
-                OutputItemDone(item=self._item(), sequence_number=self._next()),
-            ]
-        return chunks
 
     def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
         kind = ResponseIncomplete if self._is_cut else ResponseCompleted
@@ -118,7 +153,8 @@ class ResponseApiWriter(NamedEventWriter):
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
         (piece,) = pieces
-        self._text, self._is_cut = piece.text, piece.finish_reason == "length"
+        self._blocks.feed(piece)
+        self._is_cut = piece.finish_reason == "length"
         return self._completed(usage)
 
     def error_events(self, error: ApiError) -> Sequence[bytes]:
@@ -156,7 +192,7 @@ class ResponseApiWriter(NamedEventWriter):
         """The response as it is now, for the store."""
         messages = list(self._request.conversation)
         if self.response.status in (COMPLETED, INCOMPLETE):
-            messages.append(("assistant", self._text))
+            messages.append(self._blocks.message())
         return StoredResponse(self.response, self._request.items, messages)
 
     def _completed(self, usage: Usage) -> ResponseBody:
@@ -165,21 +201,55 @@ class ResponseApiWriter(NamedEventWriter):
             status=INCOMPLETE if self._is_cut else COMPLETED,
             completed_at=None if self._is_cut else int(time.time()),
             incomplete_details=IncompleteDetails("max_output_tokens") if self._is_cut else None,
-            output=[self._item()],
+            output=[self._item(i, block) for i, block in enumerate(self._blocks.blocks)],
             usage=response_usage(usage),
         )
         return self.response
 
-    def _item(self) -> OutputMessage:
-        return OutputMessage(
-            id=self._item_id,
-            status=INCOMPLETE if self._is_cut else COMPLETED,
-            content=[OutputText(self._text)],
-        )
+    def _item(self, index: int, block: AnswerBlock, *, is_open: bool = False) -> OutputItem:
+        """The item of a block. is_open: the block still grows, and the item is shown without it."""
+        while index >= len(self._item_ids):
+            self._item_ids.append(f"{_ID_PREFIXES[block.kind]}_{uuid.uuid4().hex}")
+        item_id, status = self._item_ids[index], COMPLETED
+        if is_open:
+            status = IN_PROGRESS
+        elif self._is_cut and index == len(self._blocks.blocks) - 1:
+            status = INCOMPLETE
+        match block.kind:
+            case "text":
+                parts = () if is_open else (OutputText(block.text),)
+                return OutputMessage(id=item_id, status=status, content=parts)
+            case "reasoning":
+                thoughts = () if is_open else (ReasoningText(block.text),)
+                return ReasoningItem(id=item_id, status=status, content=thoughts)
+            case "call":
+                return FunctionCall(
+                    id=item_id,
+                    status=status,
+                    call_id=block.call_id,
+                    name=block.name,
+                    arguments="" if is_open else block.text,
+                )
 
     def _next(self) -> int:
         self._num_events += 1
         return self._num_events - 1
+
+
+def _text_settings(settings: TextSettings | None) -> Mapping[str, Any]:
+    given = {} if settings is None else msgspec.to_builtins(settings)
+    return {"format": given.get("format") or {"type": "text"}}
+
+
+def _part(block: AnswerBlock) -> OutputText | ReasoningText | None:
+    """The only content part of a block; None: it has none."""
+    match block.kind:
+        case "text":
+            return OutputText(block.text)
+        case "reasoning":
+            return ReasoningText(block.text)
+        case "call":
+            return None
 
 
 @contextmanager

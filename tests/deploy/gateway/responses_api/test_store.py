@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.responses_api import store as store_module
 from longshore.deploy.gateway.responses_api.bodies import (
     COMPLETED,
@@ -36,8 +37,11 @@ def record(text: str = "hello", status: str = COMPLETED) -> StoredResponse:
         text={},
         top_p=1.0,
         metadata={},
+        parallel_tool_calls=True,
+        tools=(),
+        tool_choice="auto",
     )
-    return StoredResponse(response, [], [("user", text)])
+    return StoredResponse(response, [], [ChatMessage("user", text)])
 
 
 async def put(store: ResponseStore, owner: str, text: str = "hello") -> str:
