@@ -22,8 +22,7 @@ _OF_ROLE: Final = {
 
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Asks to keep the prefix up to here. Accepted: every prefix is cached as long as memory
-    allows."""
+    """Asks to keep the prompt's KV for this long after the answer."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

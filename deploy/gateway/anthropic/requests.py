@@ -22,8 +22,10 @@ from longshore.deploy.gateway.openai.requests import (
     check_salt,
 )
 from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
+from longshore.protocol.requests import CacheHint
 
 MAX_CACHE_BREAKPOINTS: Final = 4
+_TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 
 # Accepted, without effect on the answer.
 IGNORED: Final = frozenset({"metadata", "user_profile_id", "workspace_id"})
@@ -64,6 +66,15 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Literal["high"] | None = None
 
 
+class HintedChat(ChatRequest, kw_only=True):
+    """A chat with the hint of its cache_control."""
+
+    hint: CacheHint | None = None
+
+    def cache_hint(self) -> CacheHint | None:
+        return self.hint
+
+
 class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens, and the prompt of POST /v1/messages."""
 
@@ -79,8 +90,8 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def chat(self) -> ChatRequest:
         """The request as a chat, which continues the last message if it is the assistant's. Raises
         ApiError for what is not supported."""
-        self._check_breakpoints()
-        chat = ChatRequest(model=self.model, messages=chat_messages(self.system, self.messages))
+        chat = HintedChat(model=self.model, messages=chat_messages(self.system, self.messages))
+        chat.hint = self._cache_hint()
         chat.continue_final_message = self.messages[-1].role == "assistant"
         set_tools(chat, self.tools, self.tool_choice)
         chat.include_reasoning = self.thinking is None or self.thinking.type != "disabled"
@@ -89,17 +100,21 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             chat.response_format = ResponseFormat("json_schema", schema)
         return chat
 
-    def _check_breakpoints(self) -> None:
-        num_breakpoints = (self.cache_control is not None) + sum(
-            1 for _ in cache_controls(self.system, self.messages)
-        )
-        num_breakpoints += sum(tool.cache_control is not None for tool in self.tools or ())
-        if num_breakpoints > MAX_CACHE_BREAKPOINTS:
+    def _cache_hint(self) -> CacheHint | None:
+        """The longest of those asked for. Raises ApiError for too many."""
+        controls = [
+            self.cache_control,
+            *(tool.cache_control for tool in self.tools or ()),
+            *cache_controls(self.system, self.messages),
+        ]
+        ttls = [_TTLS_S[control.ttl] for control in controls if control is not None]
+        if len(ttls) > MAX_CACHE_BREAKPOINTS:
             raise invalid(
-                f"{num_breakpoints} blocks have cache_control; at most {MAX_CACHE_BREAKPOINTS} "
+                f"{len(ttls)} blocks have cache_control; at most {MAX_CACHE_BREAKPOINTS} "
                 "are allowed",
                 param="cache_control",
             )
+        return CacheHint(max(ttls)) if ttls else None
 
 
 class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):

@@ -205,6 +205,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 uuid.uuid4().hex if request.no_store else request.cache_salt
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
+            cache_hint=None if request.no_store else request.cache_hint(),
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)

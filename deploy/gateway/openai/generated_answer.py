@@ -92,6 +92,7 @@ class GeneratedAnswer:
             tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
+            cache_hint=spec.cache_hint,
             structured_output=spec.structured_output,
         )
 

@@ -32,13 +32,10 @@ MAX_OBJECTS: Final = 256 << 10
 _PROMPTS: Final = frozenset({"prompt", "input", "messages", "tokens", "system", "instructions"})
 MAX_NEUTRAL_BYTES: Final = 1024
 
-# Accepted, without effect on the answer: labels and cache hints.
+# Accepted, without effect on the answer.
 IGNORED: Final = frozenset(
     {
         "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "user",
     }

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
+from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions, cache_hint
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
@@ -13,12 +14,14 @@ from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.errors import shortened
-from longshore.protocol.requests import MAX_NAME_CHARACTERS
+from longshore.protocol.requests import MAX_NAME_CHARACTERS, CacheHint
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
+CacheKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 
 MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
@@ -42,6 +45,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
                 them, unless `include_stop_str_in_output`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as in vLLM.
+    prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
     no_store:   the request neither reads nor fills the prefix cache.
     skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
@@ -68,11 +72,20 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool | None = None
     priority: Int32 | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def cache_hint(self) -> CacheHint | None:
+        """Whether the prompt's KV is worth keeping. Raises ApiError."""
+        return cache_hint(
+            self.prompt_cache_key, self.prompt_cache_retention, self.prompt_cache_options
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -135,6 +148,9 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "stop": ([], ""),
     "include_stop_str_in_output": (False,),
     "skip_reading_prefix_cache": (False,),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
     "logprobs": (),
     "prompt_logprobs": (),
     "echo": (False,),

@@ -5,10 +5,13 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions
 from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES, ChatMessage
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.requests import (
+    CacheKey,
+    CacheRetention,
     CacheSalt,
     ChatRequest,
     Int32,
@@ -28,12 +31,9 @@ MAX_METADATA: Final = 16
 _Key: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 _Value: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 
-# Accepted, without effect on the answer: labels and cache hints.
+# Accepted, without effect on the answer.
 IGNORED: Final = frozenset(
     {
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "user",
     }
@@ -85,6 +85,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     top_k: Int32 | None = None
     seed: int | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     deadline_s: float | None = None
     priority: Int32 | None = None
 
@@ -166,6 +169,9 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         top_k=request.top_k,
         seed=request.seed,
         cache_salt=request.cache_salt,
+        prompt_cache_key=request.prompt_cache_key,
+        prompt_cache_retention=request.prompt_cache_retention,
+        prompt_cache_options=request.prompt_cache_options,
         deadline_s=request.deadline_s,
         priority=request.priority,
         stream=request.stream,
