@@ -38,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 16
+PROTOCOL_VERSION: Final = 17
 """Increased by every change of a message; both sides must have the same version."""
 
 

@@ -272,6 +272,7 @@ class Scheduler:
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
+        self.kv_cache.pool.retained.expire(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:

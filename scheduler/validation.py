@@ -9,6 +9,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
+    MAX_CACHE_TTL_S,
     MAX_CONSTRAINT_BYTES,
     MAX_NAME_CHARACTERS,
     AddRequest,
@@ -128,6 +129,11 @@ class RequestValidator:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         if len(message.tenant.name) > MAX_NAME_CHARACTERS:
             return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
+        hint = message.cache_hint
+        if hint is not None and not 0 < hint.ttl_s <= MAX_CACHE_TTL_S:
+            return f"cache_hint.ttl_s={hint.ttl_s} is not in 0..{MAX_CACHE_TTL_S}"
+        if hint is not None and len(hint.session or "") > MAX_NAME_CHARACTERS:
+            return f"cache_hint.session is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         spec = message.structured_output

@@ -214,6 +214,8 @@ class _Deployment:
             api_keys=self.api_keys,
             key_usage_fd=key_usage_fd,
             cors_allow_origins=options.cors_allow_origins or (),
+            max_stored_bytes=options.stored_responses_mib << 20,
+            stored_response_ttl_s=options.stored_response_ttl_s,
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

@@ -31,6 +31,7 @@ from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
 from longshore.deploy.parsers.registry import load_parsers
@@ -119,6 +120,7 @@ class GatewayProcess:
             peers=config.peers,
             api_keys=config.api_keys,
             admin=_admin_routes(config),
+            response_store=_response_store(config),
             cors_allow_origins=config.cors_allow_origins,
         )
         self._key_usage = KeyUsage(
@@ -276,6 +278,18 @@ def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
     if config.admin_key is None or config.runtime_dir is None:
         return None
     return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+
+
+def _response_store(config: GatewayConfig) -> ResponseStore | None:
+    if config.runtime_dir is None or not config.max_stored_bytes:
+        return None
+    return ResponseStore(
+        Path(config.runtime_dir) / "responses",
+        number=config.number,
+        num_gateways=max(1, len(config.peers)),
+        max_bytes=config.max_stored_bytes,
+        ttl_s=config.stored_response_ttl_s,
+    )
 
 
 def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:

@@ -11,6 +11,7 @@ from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
     AddRequest,
+    CacheHint,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -63,6 +64,12 @@ def refused(
         ({"prompt": [1], "handle": 2**31}, FinishReason.ERROR, f"handle {2**31} is"),
         ({"prompt": [1], "handle": 2**63}, FinishReason.ERROR, "handle"),
         ({"prompt": [1], "cache_salt": "s" * 2000}, FinishReason.ERROR, "cache_salt is longer"),
+        ({"prompt": [1], "cache_hint": CacheHint(0.0)}, FinishReason.ERROR, "cache_hint.ttl_s=0"),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(1.0, "s" * 2000)},
+            FinishReason.ERROR,
+            "cache_hint.session is longer",
+        ),
         ({"prompt": [1], "age_s": -1.0}, FinishReason.ERROR, "age_s=-1.0"),
         ({"prompt": [1], "age_s": float("nan")}, FinishReason.ERROR, "age_s=nan"),
         (

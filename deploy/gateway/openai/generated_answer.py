@@ -92,6 +92,7 @@ class GeneratedAnswer:
             tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
+            cache_hint=spec.cache_hint,
             structured_output=spec.structured_output,
         )
 
@@ -144,7 +145,13 @@ class GeneratedAnswer:
         if self._spec.scores_only:
             return Piece(self.index, "", [], reason, [], growth.prompt)
         return Piece(
-            self.index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
+            self.index,
+            growth.text,
+            growth.token_ids,
+            reason,
+            growth.scores,
+            growth.prompt,
+            self._text.stop_string if self._text is not None and self.is_complete else None,
         )
 
     def _absorb(self) -> LiveRequest:
