@@ -29,7 +29,7 @@ from longshore.worker.models.gemma2_config import Gemma2Config
 from longshore.worker.models.gemma3_config import Gemma3Config, Gemma3ImagesConfig
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
-from longshore.worker.models.json_fields import JsonFields, read_json_object
+from longshore.worker.models.json_fields import MAX_COUNT, JsonFields, read_json_object
 from longshore.worker.models.llama4_config import Llama4Config
 from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mamba2_config import Mamba2Config
@@ -64,6 +64,23 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "WhisperForConditionalGeneration": WhisperConfig,
 }
+CLASSIFIERS: Final[dict[str, type[DecoderConfig]]] = {
+    "DeepseekV2ForSequenceClassification": DeepseekV2Config,
+    "DeepseekV3ForSequenceClassification": DeepseekV3Config,
+    "Gemma2ForSequenceClassification": Gemma2Config,
+    "Gemma3TextForSequenceClassification": Gemma3Config,
+    "GptOssForSequenceClassification": GptOssConfig,
+    "LlamaForSequenceClassification": LlamaConfig,
+    "MistralForSequenceClassification": MistralConfig,
+    "MixtralForSequenceClassification": MixtralConfig,
+    "Olmo2ForSequenceClassification": Olmo2Config,
+    "Phi3ForSequenceClassification": Phi3Config,
+    "Qwen2ForSequenceClassification": Qwen2Config,
+    "Qwen3ForSequenceClassification": Qwen3Config,
+    "Qwen3MoeForSequenceClassification": Qwen3MoeConfig,
+}
+"""Decoders with a classification head instead of the output head."""
+DEFAULT_NUM_LABELS: Final = 2  # as in transformers
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
@@ -81,11 +98,29 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
             f"{fields.source} declares {config.num_layers:,} layers, but the checkpoint has "
             f"{num_stored:,}. The weights are incomplete, or config.json belongs to another model."
         )
+    if any(name in CLASSIFIERS for name in _architectures(fields)):
+        labels = read_labels(fields)
+        return replace(config, has_head=False, tie_word_embeddings=False, labels=labels)
     if not config.tie_word_embeddings and (
         _is_bare_architecture(fields) or is_bare_checkpoint(names)
     ):
         config = replace(config, has_head=False)
     return config
+
+
+def read_labels(fields: JsonFields) -> tuple[str, ...]:
+    """The names of a classification head's labels. Raises BrokenCheckpoint."""
+    names = fields.table("id2label")
+    if names is None:
+        num_labels = fields.count("num_labels", DEFAULT_NUM_LABELS)
+        return tuple(f"LABEL_{index}" for index in range(num_labels))
+    found = [names.values.get(str(index)) for index in range(min(len(names.values), MAX_COUNT))]
+    labels = tuple(name for name in found if isinstance(name, str))
+    if not labels or len(labels) != len(names.values):
+        raise fields.wrong(
+            "id2label", f"an object with the keys 0, 1, ... and up to {MAX_COUNT:,} names"
+        )
+    return labels
 
 
 def _is_bare_architecture(fields: JsonFields) -> bool:
@@ -117,9 +152,10 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
         raise UnsupportedModel(
             f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
+    known = ARCHITECTURES | CLASSIFIERS
     for name in (*names, *map(_with_head, names)):
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if name in known:
+            return known[name]
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         if entry_point.name in names:
             return _checked_family(entry_point.name, entry_point.load())
@@ -140,4 +176,4 @@ def _checked_family(name: str, family: object) -> type[DecoderConfig]:
 
 def _supported() -> str:
     installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
-    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | installed))}."
+    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | CLASSIFIERS.keys() | installed))}."
