@@ -22,7 +22,7 @@ from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
-from longshore.worker.layers.stored_tensor import StoredTensors
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.tensor_names import CLASSIFIER, HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
@@ -93,7 +93,8 @@ class DecoderModel(ABC):
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
-        self.embedding = VocabParallelEmbedding(*size) if first or (last and is_tied) else None
+        has_table = first or (last and is_tied and config.has_head)
+        self.embedding = VocabParallelEmbedding(*size) if has_table else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
         self.classifier: ClassificationHead | None = None
@@ -103,7 +104,10 @@ class DecoderModel(ABC):
                 self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
             if config.labels:
                 self.classifier = ClassificationHead(
-                    len(config.labels), config.hidden_size, self._placement
+                    len(config.labels),
+                    config.hidden_size,
+                    self._placement,
+                    tokens=config.label_tokens,
                 )
 
     @abstractmethod
@@ -190,10 +194,19 @@ class DecoderModel(ABC):
         if self.head is not None and not self.head.is_tied:
             tensors[HEAD] = self.head.stored()
         if self.classifier is not None:
-            tensors[CLASSIFIER] = self.classifier.stored()
+            self._add_classifier(tensors, self.classifier)
         for index, layer in zip(self._layer_indices, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
         return tensors
+
+    def _add_classifier(self, tensors: StoredTensors, head: ClassificationHead) -> None:
+        if head.tokens is None:
+            tensors[CLASSIFIER] = head.stored()
+            return
+        rows = head.in_output_head(self.config.vocab_size)
+        name = EMBEDDINGS if self.config.tie_word_embeddings else HEAD
+        others = tensors[name].parts if name in tensors else ()
+        tensors[name] = StoredTensor(rows.shape, (*others, *rows.parts))
 
     def loaded(self) -> None:
         """Called once every tensor is filled: pack the weights. They cannot be filled again."""

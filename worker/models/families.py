@@ -99,8 +99,9 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
             f"{num_stored:,}. The weights are incomplete, or config.json belongs to another model."
         )
     if any(name in CLASSIFIERS for name in _architectures(fields)):
-        labels = read_labels(fields)
-        return replace(config, has_head=False, tie_word_embeddings=False, labels=labels)
+        tokens = _label_tokens(fields, config.vocab_size)
+        labels = read_labels(fields) if tokens is None else ("LABEL_0",)
+        return replace(config, has_head=False, labels=labels, label_tokens=tokens)
     if not config.tie_word_embeddings and (
         _is_bare_architecture(fields) or is_bare_checkpoint(names)
     ):
@@ -121,6 +122,33 @@ def read_labels(fields: JsonFields) -> tuple[str, ...]:
             "id2label", f"an object with the keys 0, 1, ... and up to {MAX_COUNT:,} names"
         )
     return labels
+
+
+def _label_tokens(fields: JsonFields, vocab_size: int) -> tuple[int, int] | None:
+    """The two tokens of `classifier_from_token`, with which vLLM makes a classifier of a language
+    model. Raises UnsupportedModel or BrokenCheckpoint."""
+    names = fields.values.get("classifier_from_token")
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != 2:
+        raise fields.wrong("classifier_from_token", "a list of two tokens: against, and for")
+    is_difference = fields.text("method", "") == "from_2_way_softmax"
+    if not (is_difference or fields.boolean("is_original_qwen3_reranker", False)):
+        raise UnsupportedModel(
+            f"{fields.source}: classifier_from_token is supported with method=from_2_way_softmax "
+            "or is_original_qwen3_reranker=true."
+        )
+    tokenizer = fields.sibling_file("tokenizer.json")
+    model = None if tokenizer is None else tokenizer.table("model")
+    vocab = None if model is None else model.table("vocab")
+    if vocab is None:
+        raise BrokenCheckpoint(
+            f"{fields.source}: classifier_from_token needs a tokenizer.json with a vocabulary."
+        )
+    against, of_label = (vocab.integer(str(name), minimum=0) for name in names)
+    if max(against, of_label) >= vocab_size:
+        raise fields.wrong("classifier_from_token", f"tokens below vocab_size={vocab_size}")
+    return against, of_label
 
 
 def _is_bare_architecture(fields: JsonFields) -> bool:

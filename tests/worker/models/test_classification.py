@@ -23,7 +23,9 @@ from longshore.worker.models.json_fields import JsonFields
 from tests.models import make_tiny_model
 from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import prompt_of
+from tests.worker.models.paged_model import PagedModel
 from tests.worker.models.served_model import ServedModel
+from tests.worker.models.thread_ranks import on_every_rank
 
 HEAD: Final = "ForSequenceClassification"
 CLASSIFY: Final = PoolingParams("classify", normalize=False)
@@ -127,6 +129,68 @@ def test_a_checkpoint_without_the_head_is_rejected_by_name(tmp_path: Path) -> No
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Llama" + HEAD]}))
     with pytest.raises((BrokenCheckpoint, UnsupportedModel), match=r"score\.weight"):
         ServedModel(tmp_path, num_tokens=1)
+
+
+def make_reranker(path: Path, *, is_tied: bool, **settings: Any) -> Any:
+    """A language model whose answers "no" (token 7) and "yes" (token 9) are its score, as vLLM's
+    settings for Qwen3-Reranker say it."""
+    model = make_tiny_model("Qwen3", path, head_dim=16, tie_word_embeddings=is_tied)
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | {
+        "architectures": ["Qwen3" + HEAD],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+        **settings,
+    }
+    file.write_text(json.dumps(config))
+    vocab = {"model": {"vocab": {"no": 7, "yes": 9, "far": 128}}}
+    (path / "tokenizer.json").write_text(json.dumps(vocab))
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("stages", [1, 2], ids="{} stages".format)
+@pytest.mark.parametrize("shards", [1, 2], ids="{} shards".format)
+def test_two_tokens_of_a_language_model_are_a_head(
+    is_tied: bool, stages: int, shards: int, tmp_path: Path
+) -> None:
+    reference = make_reranker(tmp_path, is_tied=is_tied)
+    prompt = prompt_of(37, seed=1)
+    logits = reference_scores(reference, prompt)[-1]
+    for got in on_every_rank(
+        shards,
+        stages,
+        lambda places: forward_scores([PagedModel(tmp_path, parallel=p) for p in places], prompt),
+    ):
+        torch.testing.assert_close(got, torch.tensor([logits[9] - logits[7]]), atol=2e-4, rtol=0)
+
+
+def forward_scores(stages: Sequence[PagedModel], prompt: Sequence[int]) -> torch.Tensor:
+    hidden = torch.tensor(prompt, dtype=torch.int32)
+    for stage in stages:
+        hidden = stage.forward(hidden, 0)
+    model = stages[-1].model
+    assert model.classifier is not None
+    with torch.inference_mode():
+        return model.classifier(model.last_norm(hidden[-1:]).double())[0].float()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"is_original_qwen3_reranker": False}, "from_2_way_softmax"),
+        ({"classifier_from_token": ["yes"]}, "a list of two tokens"),
+        ({"classifier_from_token": ["no", "maybe"]}, "maybe is missing"),
+        ({"classifier_from_token": ["no", "far"]}, "below vocab_size=128"),
+    ],
+    ids=str,
+)
+def test_tokens_that_make_no_head_are_rejected(
+    settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    make_reranker(tmp_path, is_tied=True, **settings)
+    with pytest.raises((BrokenCheckpoint, UnsupportedModel), match=says):
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(
