@@ -99,7 +99,9 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     if eos is None:
         eos = config.get("eos_token_id")
     audio = _audio_input(model)
-    embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
+    embedding = None
+    if audio is None and not model.labels:
+        embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),
@@ -108,7 +110,7 @@ def read_model_folder(name: str | Path) -> ModelFolder:
         eos_token_ids=_token_ids(eos, path),
         checkpoint_dtype=model.dtype,
         sampling_defaults=_sampling_defaults(generation, path),
-        embedding=None if audio or model.labels else embedding,
+        embedding=embedding,
         classifier=read_classifier(config, model.labels) if model.labels else None,
         audio=audio,
     )
