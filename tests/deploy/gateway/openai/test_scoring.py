@@ -246,7 +246,7 @@ async def test_each_text_gets_the_label_of_the_highest_score(
     path: str, start_gateway: StartGateway
 ) -> None:
     async with start_gateway(three, classifier=LABELS) as gateway:
-        answer = await ask(gateway, path, {"input": ["abc", [5]]})
+        answer = await ask(gateway, path, {"input": ["abc", "d"]})
         powers = [np.exp([0.0, 1.0, 3.0]), np.exp([0.0, 1.0, 1.0])]
         for item, each in zip(answer["data"], powers, strict=True):
             assert item["probs"] == pytest.approx((each / each.sum()).tolist())
@@ -291,7 +291,7 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ("/rerank", {"query": "q", "documents": []}, "documents", "empty list"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),
         ("/rerank", {"query": "q", "documents": ["a", ""]}, "documents", "documents[1] is empty"),
-        ("/rerank", {"query": "q", "documents": [{"x": 1}]}, "documents", "text"),
+        ("/rerank", {"query": "q", "documents": [{"x": 1}]}, "text", "$.documents["),
         ("/rerank", {"query": "q", "documents": ["a"] * 2049}, "documents", "at most 2048"),
         ("/rerank", {"query": "q", "documents": ["a"] * 40_000}, "documents", "more than 32768"),
         ("/rerank", {**RERANK, "top_n": -1}, "top_n", "at least 0"),
