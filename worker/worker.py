@@ -220,6 +220,8 @@ class Worker:
             features.append(Feature.POOLING_ONLY)
         if self.model_config.labels:
             features.append(Feature.CLASSIFY)
+        if self.model_config.is_bidirectional:
+            features.append(Feature.BIDIRECTIONAL)
         return tuple(features)
 
     def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
