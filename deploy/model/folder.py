@@ -101,7 +101,12 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     audio = _audio_input(model)
     embedding = None
     if audio is None and not model.labels:
-        embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
+        embedding = read_embedding_model(
+            path,
+            model.hidden_size,
+            is_only=not model.has_head,
+            default_kind="cls" if model.is_bidirectional else "last",
+        )
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),
