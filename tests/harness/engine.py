@@ -28,7 +28,6 @@ from tests.harness.tokens import (
 )
 from tests.harness.transfers import Transfers
 
-
 OF_A_DECODER: Final = frozenset(Feature) - {Feature.POOLING_ONLY, Feature.BIDIRECTIONAL}
 
 
