@@ -76,7 +76,9 @@ class RequestValidator:
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._unsupported(message) or self._malformed(message, num_tokens)
-        return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
+        if text is not None:
+            return FinishReason.ERROR, text
+        return self._bad_length(num_tokens, gives_tokens=message.pooling is None)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
         """Why a session of `num_tokens` tokens cannot continue with this chunk; None if it can."""
@@ -85,10 +87,14 @@ class RequestValidator:
             return FinishReason.ERROR, text
         return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
 
-    def _bad_length(self, num_tokens: int) -> Rejection | None:
+    def _bad_length(self, num_tokens: int, *, gives_tokens: bool = True) -> Rejection | None:
         limit = self._config.max_model_len
-        if num_tokens < limit:
+        if num_tokens + gives_tokens <= limit:
             return None
+        if not gives_tokens:
+            return FinishReason.IGNORED, (
+                f"the prompt has {num_tokens} tokens, but the engine's limit is {limit}; shorten it"
+            )
         return FinishReason.IGNORED, (
             f"the prompt has {num_tokens} tokens, but the engine's limit for prompt and output is "
             f"{limit} and at least one token must remain for the output; shorten the prompt"

@@ -291,7 +291,7 @@ class LLM:
         *,
         progress: bool,
     ) -> list[EmbeddingOutput]:
-        answers = pooled_answers(self._token_ids(prompts), pooling)
+        answers = pooled_answers(self._token_ids(prompts, gives_tokens=False), pooling)
         with _progress_bar(what, len(answers), is_shown=progress) as bar, self._cleaned_up():
             run_answers(answers, self._client, self._request_ids, bar)
         return [embedding_output(answer) for answer in answers]
@@ -383,12 +383,21 @@ class LLM:
                 raise ValueError(problem)
         return params
 
-    def _token_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _token_ids(
+        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
+    ) -> list[list[int]]:
         """Token ids of each prompt. Raises ValueError naming an invalid prompt."""
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         limits = {"vocab_size": self._model.vocab_size, "max_model_len": self._max_model_len}
         return [
-            prompt_token_ids(prompt, index, self._tokenizer, self._model.path, **limits)
+            prompt_token_ids(
+                prompt,
+                index,
+                self._tokenizer,
+                self._model.path,
+                gives_tokens=gives_tokens,
+                **limits,
+            )
             for index, prompt in enumerate(prompt_list)
         ]
 

@@ -55,6 +55,11 @@ def refused(
     [
         ({"prompt": [1] * 16}, FinishReason.IGNORED, "the prompt has 16 tokens.*output is 16"),
         ({"prompt": [1] * 8, "outputs": [1] * 8}, FinishReason.IGNORED, "16 tokens"),
+        (
+            {"prompt": [1] * 17, "pooling": PoolingParams(), "by": intake(Feature.POOLING)},
+            FinishReason.IGNORED,
+            "the prompt has 17 tokens.*limit is 16; shorten it",
+        ),
         ({"prompt": []}, FinishReason.ERROR, "the prompt has no tokens"),
         ({"prompt": [100]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
         ({"prompt": [-1]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),

@@ -23,7 +23,7 @@ from tests.worker.models.served_model import ServedModel
 from tests.worker.models.thread_ranks import on_every_rank
 
 CLASSIFY: Final = PoolingParams("classify", normalize=False)
-LENGTHS: Final = (37, 1, 70, 16)
+LENGTHS: Final = (37, 1, 70, 16, 256)
 SEPARATOR: Final = 3
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "Bert": {"type_vocab_size": 2, "pad_token_id": 0},
