@@ -32,7 +32,7 @@ MAX_DOCUMENT_TEXTS: Final = 32 << 10
 
 _PROMPTS: Final = frozenset(
     {"prompt", "input", "messages", "tokens"}
-    | {"documents", "queries", "query", "text_1", "text_2"}
+    | {"documents", "queries", "query", "items", "text_1", "text_2", "data_1", "data_2"}
 )
 MAX_NEUTRAL_BYTES: Final = 1024
 

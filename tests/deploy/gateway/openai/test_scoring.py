@@ -8,6 +8,7 @@ import pytest
 from tokenizers import processors
 
 from longshore.deploy.gateway.openai import pooled_inputs
+from longshore.deploy.gateway.openai.scoring import SCORE_NAMES
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
@@ -153,7 +154,7 @@ async def test_scores_before_the_activation(start_gateway: StartGateway) -> None
         assert [item["score"] for item in (await ask(gateway, "/score", body))["data"]] == [2, 3]
 
 
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+@pytest.mark.parametrize("names", SCORE_NAMES, ids=" and ".join)
 async def test_texts_are_scored_in_pairs_or_one_with_all(
     names: tuple[str, str], start_gateway: StartGateway
 ) -> None:
@@ -264,7 +265,10 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ("/score", {}, "text_1", "text_1 and text_2 are required"),
         ("/score", {"text_1": "q"}, "text_2", "text_1 and text_2 are required"),
         ("/score", {"documents": "q"}, "queries", "are required"),
+        ("/score", {"items": "q"}, "queries", "are required"),
+        ("/score", {"data_1": "q"}, "data_2", "are required"),
         ("/score", {"text_1": "q", "documents": "a"}, "text_1", "are required"),
+        ("/score", {**SCORE, "data_1": "a", "data_2": "b"}, "text_1", "are required"),
         ("/score", {"text_1": "q", "text_2": []}, "text_2", "empty list"),
         ("/score", {"text_1": "", "text_2": "a"}, "text_1", "text_1 is empty"),
         ("/score", {"text_1": "q", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
