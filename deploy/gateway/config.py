@@ -70,3 +70,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether the model continues text; otherwise chat templates are of no use to it."""
+        pools_only = self.embedding is not None and self.embedding.is_only
+        return self.audio is None and self.classifier is None and not pools_only

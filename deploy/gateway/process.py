@@ -168,7 +168,7 @@ class GatewayProcess:
         tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
-            advice_level=logging.WARNING if config.audio is None else logging.DEBUG,
+            advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
         )
         speech = None
         if config.audio is not None:

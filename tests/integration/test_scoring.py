@@ -170,6 +170,10 @@ def test_a_client_of_cohere_gets_the_best_documents(
         )
 
 
+def test_a_model_that_never_chats_has_no_advice_about_chats(served: Deployment) -> None:
+    assert "chat template" not in served.output
+
+
 def test_another_model_and_other_endpoints_are_rejected(served: Deployment) -> None:
     body = {"model": "other", "query": "q", "documents": ["a"]}
     assert "other" in post(f"{served.url}/v1/rerank", body)
