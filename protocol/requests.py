@@ -13,13 +13,14 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import DescribeEngine
 
 MAX_NAME_CHARACTERS: Final = 1024
-"""Limit for a request id, a job id, a tenant and a cache salt; longer ones are rejected."""
+"""Limit for a request id, a job id, a tenant, a session and a cache salt; longer ones are
+rejected."""
 
 MAX_WEIGHT: Final = 1000
 
 MAX_DIMENSIONS: Final = 2**31 - 1
 
-PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
+PoolingKind: TypeAlias = Literal["last", "mean", "cls", "classify"]
 
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,10 +72,11 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for one vector instead of tokens, pooled from the hidden states after the final norm.
 
     kind:       the hidden state of the last token ("last") or first token ("cls"), or the mean of
-                all tokens ("mean").
+                all tokens ("mean"); "classify": what the classification head makes of the last one,
+                a score per label, before any activation.
     normalize:  scale the vector to length 1, after it is cut to `dimensions`.
     dimensions: number of leading elements to keep; all if None or larger than the vector.
-    Raises ValueError if dimensions is outside 1..MAX_DIMENSIONS.
+    Raises ValueError if dimensions is outside 1..MAX_DIMENSIONS, or scores would be changed.
     """
 
     kind: PoolingKind = "last"
@@ -84,18 +86,42 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"dimensions={self.dimensions} must lie within 1..{MAX_DIMENSIONS}")
+        if self.kind == "classify" and (self.normalize or self.dimensions is not None):
+            raise ValueError("scores of labels are not normalized or cut (kind is classify)")
 
     @property
     def needs_all_states(self) -> bool:
         """Cannot use a cached prefix, because only its KV is cached, not its hidden states."""
-        return self.kind != "last"
+        return self.kind in ("mean", "cls")
+
+
+MAX_CONSTRAINT_BYTES: Final = 128 << 10
+"""Limit of the text of a `StructuredOutput`."""
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Constraint on the output. It is compiled to a grammar before the request can run."""
+    """Constraint on the output. It is compiled to a grammar before the request can run.
+
+    text: of a JSON schema; of a regular expression, which the whole output matches; of a JSON array
+          of strings, one of which is the output; or of a grammar in EBNF, or else for Lark.
+    """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
+
+
+MAX_CACHE_TTL_S: Final = 86_400.0
+
+
+class CacheHint(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Asks to evict the KV of a request, once it has ended, after that of requests without a hint.
+
+    ttl_s:   seconds after the end of the request, above 0 and at most MAX_CACHE_TTL_S.
+    session: the next request of the tenant with this name replaces the hint by its own.
+    """
+
+    ttl_s: float
+    session: str | None = None
 
 
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -125,6 +151,7 @@ class AddRequest(
                        clocks of two hosts differ.
     tenant:            whose request it is; only the fair policy reads it.
     cache_salt:        only requests with the same salt share prefix blocks.
+    cache_hint:        how long its KV is worth keeping.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
                        `Request`, for tracing; nothing reads them yet.
@@ -153,6 +180,7 @@ class AddRequest(
     age_s: float = 0.0
     tenant: Tenant = NO_TENANT
     cache_salt: str | None = None
+    cache_hint: CacheHint | None = None
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None
     kv_transfer_params: dict[str, Any] | None = None

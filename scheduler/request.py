@@ -211,6 +211,7 @@ class Request:
         self.priority = message.priority
         self.arrival_time = now - message.age_s
         self.tenant = message.tenant
+        self.cache_hint = message.cache_hint
         self.cache_salt = message.cache_salt
         self.wants_no_hits = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers
@@ -268,6 +269,8 @@ class Request:
         self.stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             self.stop_ids += eos_token_ids
+        # A grammar allows the end only where its output is complete.
+        self.final_ids = () if self.structured_output is None else eos_token_ids
         scores_prompt = sampling.prompt_logprobs is not None and not is_pooling
         self.is_scored = scores_prompt or (sampling.logprobs is not None and not is_pooling)
         self.must_compute_prompt = scores_prompt and num_prompt > 1
@@ -339,7 +342,7 @@ class Request:
     def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
         """Whether `token_id`, as the last of `num_tokens` tokens, is a stop id that ends it."""
         enough = num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens
-        return enough and token_id in self.stop_ids
+        return (enough and token_id in self.stop_ids) or token_id in self.final_ids
 
     def append_token(self, token_id: int) -> None:
         """Append a verified token to a waiting request, sampled before its preemption."""

@@ -11,6 +11,7 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
@@ -108,6 +109,14 @@ class Scheduler:
         _check_settings(config, cache, kv_cache, connector)
         if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
             cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+        if Feature.BIDIRECTIONAL in features:
+            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+            cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+            if connector is not None:
+                raise ConfigError(
+                    "the tokens of this model attend to later ones, so its KV cannot be reused. "
+                    "Remove kv_connector"
+                )
         self.config = config
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
@@ -266,11 +275,13 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
+        self._end_failed(now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
+        self.kv_cache.pool.retained.expire(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:
@@ -284,6 +295,12 @@ class Scheduler:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
+    def _end_failed(self, now: float) -> None:
+        """End running requests whose grammar has failed; their latest mask allows every token."""
+        while self._grammars is not None and self._grammars.failed:
+            request, text = next(iter(self._grammars.failed.items()))
+            self._lifecycle.end(request, Outcome(FinishReason.ERROR, text), now)
+
     # An output
 
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
@@ -293,6 +310,7 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
+        self._end_failed(now)
         transfers = self._transfers
         if transfers is not None and transfers.step_loads and output.epoch == self._plan.epoch:
             transfers.step_loads.hold(output)

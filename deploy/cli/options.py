@@ -20,7 +20,7 @@ from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
-from longshore.scheduler.config import KVRole, PreemptionMode
+from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputBackend
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
@@ -164,6 +164,8 @@ class EngineOptions:
         state_dir: Directory of what must survive a restart: the seed of block hashes. It is created
             with mode 0700 if it is missing. Deployments that share stored KV need the same one.
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
+        structured_output_backend: Library that compiles the grammars of structured output. auto
+            uses llguidance for what it supports, and xgrammar for the rest, if they are installed.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
             full block changes while a request holds it (slow; for debugging).
@@ -220,6 +222,7 @@ class EngineOptions:
     threads: Annotated[int | None, _MODEL] = None
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
+    structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
     verify_plan: Annotated[bool, _OPERATION] = False
     poison_kv: Annotated[bool, _OPERATION] = False
     kv_adoption: Annotated[bool, _OPERATION] = True
@@ -334,6 +337,11 @@ class ServeOptions(EngineOptions):
         served_model_name: Model name in the API. Default: the name of the model's folder, or its id
             on the hub.
         chat_template: File with a Jinja chat template that replaces the model's own.
+        tool_call_parser: Format in which the model writes tool calls: deepseek, harmony, hermes,
+            llama, mistral, none, the name of an installed parser, or package.module:Class. auto
+            chooses it by the chat template.
+        reasoning_parser: Format in which the model writes its reasoning: harmony, think, none, or
+            as for tool_call_parser.
         max_body_mib: Maximum size of a request body without audio.
         max_audio_mib: Maximum size of an audio file.
         max_audio_s: Maximum duration of an audio file.
@@ -352,6 +360,10 @@ class ServeOptions(EngineOptions):
             Without API keys, all requests share.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
+        stored_responses_mib: Maximum size of all stored responses of /v1/responses, in the
+            temporary directory; 0: none are stored. Beyond it, the oldest response of the API key
+            that has most is deleted.
+        stored_response_ttl_s: Seconds after which a stored response is deleted.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
         access_log: Log a line for every HTTP request: method, path, status, durations, numbers of
             tokens, name of the API key. Prompts and answers are never logged.
@@ -375,6 +387,8 @@ class ServeOptions(EngineOptions):
     port: Annotated[int, _SERVER] = 8000
     served_model_name: Annotated[str | None, _SERVER] = None
     chat_template: Annotated[Path | None, _SERVER] = None
+    tool_call_parser: Annotated[str, _SERVER] = "auto"
+    reasoning_parser: Annotated[str, _SERVER] = "auto"
     max_body_mib: Annotated[int, _SERVER] = 16
     max_audio_mib: Annotated[int, _SERVER] = 25
     max_audio_s: Annotated[float, _SERVER] = 3600.0
@@ -384,6 +398,8 @@ class ServeOptions(EngineOptions):
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
+    stored_responses_mib: Annotated[int, _SERVER] = 256
+    stored_response_ttl_s: Annotated[float, _SERVER] = 86_400.0
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     access_log: Annotated[bool, _OPERATION] = False
     metrics_names: Annotated[MetricsNames, _OPERATION] = "longshore"
@@ -430,6 +446,8 @@ class ServeOptions(EngineOptions):
                     f"cors_allow_origins={origin!r} is not an origin; use SCHEME://HOST[:PORT] "
                     "without a path, as browsers send it, or * for all"
                 )
+        check_at_least("stored_responses_mib", self.stored_responses_mib, 0)
+        check_duration("stored_response_ttl_s", self.stored_response_ttl_s)
         check_range("max_restarts", self.max_restarts, 0, MAX_RESTARTS)
         check_range("standby_workers", self.standby_workers, 0, MAX_STANDBY_WORKERS)
         if self.standby_workers and not self.max_restarts:

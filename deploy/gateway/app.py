@@ -13,6 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.admin_routes import AdminRoutes
+from longshore.deploy.gateway.anthropic.count_tokens import CountTokensEndpoint
+from longshore.deploy.gateway.anthropic.messages import MessagesEndpoint
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
@@ -20,9 +22,11 @@ from longshore.deploy.gateway.dashboard.dashboard import (
     requested_engine,
 )
 from longshore.deploy.gateway.engines.peers import READY, PeerGateways
+from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.chat import ChatEndpoint
+from longshore.deploy.gateway.openai.classification import ClassifyEndpoint
 from longshore.deploy.gateway.openai.completions import CompletionsEndpoint
 from longshore.deploy.gateway.openai.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.openai.endpoint import ApiEndpoint, Service
@@ -33,12 +37,16 @@ from longshore.deploy.gateway.openai.errors import (
 )
 from longshore.deploy.gateway.openai.openapi import document
 from longshore.deploy.gateway.openai.responses import Model, ModelList
+from longshore.deploy.gateway.openai.scoring import RerankEndpoint, ScoreEndpoint
 from longshore.deploy.gateway.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
 from longshore.deploy.gateway.request_log import AccessLog, note_failure
+from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
+from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -51,6 +59,7 @@ class Gateway:
     number, peers: see PeerGateways.
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
+    response_store: where responses are stored; None: nowhere.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     access_log: log a line at info for every HTTP request.
     vllm_metrics: return the metrics under vLLM's names, too.
@@ -66,6 +75,7 @@ class Gateway:
         peers: Sequence[str] = (),
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
+        response_store: ResponseStore | None = None,
         cors_allow_origins: Sequence[str] = (),
         access_log: bool = False,
         vllm_metrics: bool = False,
@@ -87,15 +97,26 @@ class Gateway:
             CompletionsEndpoint(),
             ChatEndpoint(),
             EmbeddingsEndpoint(),
+            ScoreEndpoint(),
+            RerankEndpoint(),
+            ClassifyEndpoint(),
             TranscriptionsEndpoint(),
             TranslationsEndpoint(),
             TokenizeEndpoint(),
             DetokenizeEndpoint(),
+            MessagesEndpoint(),
+            CountTokensEndpoint(),
+            ResponsesEndpoint(response_store),
         )
         dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
             routes=[
-                *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
+                *(
+                    Route(path, each, methods=["POST"])
+                    for each in self._endpoints
+                    for path in (each.path, *each.other_paths)
+                ),
+                *StoredResponseRoutes(response_store).routes,
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._get_model),
                 Route("/health", self._health),
@@ -119,7 +140,7 @@ class Gateway:
             self.app = CORSMiddleware(
                 self.app,
                 allow_origins=cors_allow_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
             )
@@ -195,17 +216,16 @@ def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(error: ApiError, path: str) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers}
-    return Response(
-        error.json(), status_code=error.status, media_type="application/json", headers=headers
-    )
+    body = error_body(error, path)
+    return Response(body, status_code=error.status, media_type="application/json", headers=headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     note_failure(error)
-    return _error_response(error)
+    return _error_response(error, request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -219,4 +239,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     else:
         message = f"{target}: {error.detail}"
     sent = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
-    return _error_response(ApiError(error.status_code, message, headers=sent))
+    return _error_response(
+        ApiError(error.status_code, message, headers=sent), request.scope["path"]
+    )

@@ -3,6 +3,7 @@
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
 from longshore.protocol.transport.channel import Endpoint
@@ -21,8 +22,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     peers:             paths of the private sockets of all gateways, including this one.
     listen_fd:         inherited socket, already bound; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
+    tool_call_parser, reasoning_parser: names of parsers, `auto` or `none`.
     max_body_bytes:    limit of a request body without audio.
-    embedding:         how the model pools embeddings; None: it takes no text.
+    embedding:         how the model pools embeddings; None: it has none.
+    classifier:        labels of a model for sequence classification; None: it is another one.
     audio:             audio input of a speech model; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests; others get a 429.
@@ -30,6 +33,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_key:         key for /admin; None: these paths do not exist.
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
+    max_stored_bytes:  limit of the stored responses of all gateways; 0: none are stored.
+    stored_response_ttl_s: seconds after which a stored response is deleted.
     access_log:        log a line at info for every HTTP request.
     vllm_metrics:      return the metrics under vLLM's names, too.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
@@ -52,8 +57,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     number: int = 0
     peers: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 16 << 20
     embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
@@ -62,6 +70,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys: tuple[ApiKey, ...] = ()
     key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    max_stored_bytes: int = 256 << 20
+    stored_response_ttl_s: float = 86_400.0
     access_log: bool = False
     vllm_metrics: bool = False
     drain_timeout_s: float = 30.0
@@ -71,3 +81,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether the model continues text; otherwise chat templates are of no use to it."""
+        pools_only = self.embedding is not None and self.embedding.is_only
+        return self.audio is None and self.classifier is None and not pools_only

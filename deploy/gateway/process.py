@@ -32,7 +32,10 @@ from longshore.deploy.gateway.load_log import LoadLog
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.gateway.responses_api.store import ResponseStore
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
+from longshore.deploy.parsers.answer import AnswerParsers
+from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
@@ -120,6 +123,7 @@ class GatewayProcess:
             peers=config.peers,
             api_keys=config.api_keys,
             admin=_admin_routes(config),
+            response_store=_response_store(config),
             cors_allow_origins=config.cors_allow_origins,
             access_log=config.access_log,
             vllm_metrics=config.vllm_metrics,
@@ -174,7 +178,7 @@ class GatewayProcess:
         tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
-            advice_level=logging.WARNING if config.audio is None else logging.DEBUG,
+            advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
         )
         speech = None
         if config.audio is not None:
@@ -208,6 +212,9 @@ class GatewayProcess:
                 config.max_audio_bytes,
                 config.max_audio_s,
                 config.embedding,
+                config.classifier,
+                parsers=_answer_parsers(config, tokenizer),
+                has_score_template=config.chat_template is not None,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.
@@ -280,6 +287,23 @@ def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
     if config.admin_key is None or config.runtime_dir is None:
         return None
     return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+
+
+def _response_store(config: GatewayConfig) -> ResponseStore | None:
+    if config.runtime_dir is None or not config.max_stored_bytes:
+        return None
+    return ResponseStore(
+        Path(config.runtime_dir) / "responses",
+        number=config.number,
+        num_gateways=max(1, len(config.peers)),
+        max_bytes=config.max_stored_bytes,
+        ttl_s=config.stored_response_ttl_s,
+    )
+
+
+def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:
+    template = "" if tokenizer is None else tokenizer.chat_template.source
+    return load_parsers(config.tool_call_parser, config.reasoning_parser, template)
 
 
 def _details(engine: EngineReady) -> dict[str, str]:

@@ -32,15 +32,19 @@ from longshore.protocol.kv_cache_spec import (
     check_holds_one_request,
     num_blocks_needed,
 )
+from longshore.protocol.model_files import exists
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import (
     CacheConfig,
     SchedulerConfig,
     SchedulerProcessConfig,
+    StructuredOutputBackend,
+    StructuredOutputConfig,
     check_preemption_mode,
     check_states,
 )
 from longshore.scheduler.queue.outside_policies import load_policy
+from longshore.scheduler.structured_output.schema_support import installed_backends
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -87,6 +91,7 @@ class EnginePlan:
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that do not fit."""
     _check_policy(options.scheduling_policy or _DEFAULT_POLICY)
+    _check_backend(options.structured_output_backend)
     config = read_model_config(model.path)
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
@@ -94,6 +99,11 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     num_sharing = options.decode_context_parallel_size
     connector_options = with_variables(parse_options(options.kv_connector_config))
     if options.kv_connector is not None:
+        if config.is_bidirectional:
+            raise ConfigError(
+                f"kv_connector={options.kv_connector!r}: the tokens of this model attend to later "
+                "ones, so its KV cannot be reused. Remove kv_connector"
+            )
         if options.verify_kv is not None:
             check_verify_kv(options.kv_connector)
             connector_options["verify_kv"] = options.verify_kv
@@ -156,7 +166,7 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
     return CacheConfig(
         block_size=options.block_size or config.default_block_size,
         num_blocks=options.num_blocks,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and not config.is_bidirectional,
         hash_block_size=options.hash_block_size,
         watermark=options.watermark,
         preempt_threshold=options.preempt_threshold,
@@ -169,14 +179,17 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
 def _scheduler_config(
     options: EngineOptions, config: DecoderConfig, *, max_model_len: int
 ) -> SchedulerConfig:
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if config.is_bidirectional:  # a step computes whole prompts
+        max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     return SchedulerConfig(
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_scheduled_tokens=options.max_num_scheduled_tokens,
         max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
         long_prefill_token_threshold=options.long_prefill_token_threshold,
-        enable_chunked_prefill=options.enable_chunked_prefill,
+        enable_chunked_prefill=options.enable_chunked_prefill and not config.is_bidirectional,
         scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
         policy=options.scheduling_policy or _DEFAULT_POLICY,
         kv_role=options.kv_role,
@@ -195,6 +208,30 @@ def _check_policy(name: str) -> None:
         load_policy(name)
     except ConfigError as error:
         raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
+
+
+def _check_backend(name: StructuredOutputBackend) -> None:
+    """Raise ConfigError for a backend that is not installed."""
+    if name != "auto" and not installed_backends(name):
+        package = "'longshore[xgrammar]'" if name == "xgrammar" else name
+        raise ConfigError(
+            f"structured_output_backend={name!r}: the package is not installed; run "
+            f"pip install {package}"
+        )
+
+
+def _structured_output(
+    plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica
+) -> StructuredOutputConfig | None:
+    """None if the model's tokens have no text that a grammar could describe."""
+    tokenizer_file = plan.model.path / "tokenizer.json"
+    if plan.model.audio is not None or not exists(tokenizer_file):
+        return None
+    return StructuredOutputConfig(
+        backend=plan.options.structured_output_backend,
+        tokenizer_file=str(tokenizer_file),
+        endpoint=runtime_dir.endpoint(replica.file_name("grammars")),
+    )
 
 
 def worker_config(plan: EnginePlan) -> WorkerConfig:
@@ -249,6 +286,7 @@ def engine_processes(
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
+        structured_output=_structured_output(plan, runtime_dir, replica),
         engine_id=replica.engine_id,
         outlives_workers=is_restarted,
         adopts_kv=adopts_kv,

@@ -20,6 +20,7 @@ from longshore.protocol.kv_cache_spec import (
     sink_block_ids,
 )
 from longshore.protocol.plan import AppendedBlocks
+from longshore.protocol.requests import CacheHint
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
@@ -293,6 +294,12 @@ class KVCacheManager:
         else:
             tables = [self._free_order.tail_first(one.block_ids) for one in held]
         self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
+
+    def retain(self, held: HeldBlocks, hint: CacheHint, *, tenant: str, now: float) -> None:
+        """Evict the cached blocks of these tables after those of other prefixes; see
+        `RetainedPrefixes`."""
+        first_to_last = self._free_order.tail_first(held.block_ids)[::-1]
+        self.pool.retain(first_to_last, hint, tenant=tenant, now=now)
 
     # Blocks that several requests share
 

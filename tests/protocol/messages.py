@@ -57,6 +57,7 @@ from longshore.protocol.requests import (
     MAX_WEIGHT,
     AbortRequests,
     AddRequest,
+    CacheHint,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -142,6 +143,7 @@ poolings = st.none() | st.builds(
     st.booleans(),
     st.none() | st.integers(1, 2**31 - 1),
 )
+poolings |= st.just(PoolingParams("classify", normalize=False))
 starts = st.builds(
     RowStart,
     row=counts,
@@ -295,6 +297,7 @@ adds = st.builds(
     age_s=st.floats(0, 100),
     tenant=st.builds(Tenant, texts, st.integers(1, MAX_WEIGHT)),
     cache_salt=st.none() | texts,
+    cache_hint=st.none() | st.builds(CacheHint, st.floats(0, 9), st.none() | texts),
     skip_reading_prefix_cache=st.booleans(),
     trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
     kv_transfer_params=st.none() | st.dictionaries(texts, st.lists(counts, max_size=2), max_size=2),

@@ -8,7 +8,13 @@ import msgspec
 from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
-from longshore.protocol.requests import NO_TENANT, MultimodalFeature, Tenant
+from longshore.protocol.requests import (
+    NO_TENANT,
+    CacheHint,
+    MultimodalFeature,
+    StructuredOutput,
+    Tenant,
+)
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -18,6 +24,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: number of answers per prompt; the answers to one prompt are consecutive.
     scores_only: answers have no tokens; the engine computes one, which is dropped.
     stops:     strings that end an answer.
+    shown_special_token_ids: special tokens that are part of an answer's text.
+    structured_output: constrains each answer.
     beams:     settings of a beam search; see `BeamGeneration`.
     multimodal: a feature per prompt; empty: no prompt has one.
     num_primed: tokens at each prompt's end that are sent as output; see `LiveRequests.open`.
@@ -25,6 +33,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
                is submitted when one has finished. None: no limit.
     trace_headers: passed to the engine.
     skips_reading: do not look up the prefix cache.
+    cache_hint: how long the KV of the answers is worth keeping.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
@@ -40,9 +49,12 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     arrived_s: float
     cache_salt: str | None = None
     skips_reading: bool = False
+    cache_hint: CacheHint | None = None
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS
+    shown_special_token_ids: frozenset[int] = frozenset()
+    structured_output: StructuredOutput | None = None
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0
@@ -76,6 +88,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     scores: of each of `token_ids`; empty if not requested.
     prompt: set in the first piece with a token.
+    stop_string: the stop string that ended the answer, in the last piece.
     """
 
     index: int
@@ -84,6 +97,7 @@ class Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None
     scores: list[TokenScore] = []
     prompt: AnsweredPrompt | None = None
+    stop_string: str | None = None
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]

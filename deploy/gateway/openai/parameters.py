@@ -10,7 +10,7 @@ is decoded only if the number of objects in it is known to be small.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,24 +19,29 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.protocol.errors import shortened
 
 MAX_PARAMETER_BYTES: Final = 64 << 10
-"""Limit of each parameter's JSON, except prompts, and parameters that are ignored."""
+"""Limit of each parameter's JSON, except prompts, tools, and parameters that are ignored."""
 MAX_TOKEN_IDS: Final = 2 << 20
 """Limit of the token ids of all prompts of a request."""
 MAX_ITEMS: Final = 2048
 """Limit of the texts, or lists of token ids, of a request."""
+MAX_TOOLS_BYTES: Final = 1 << 20
+"""Limit of the JSON of `tools`."""
 MAX_OBJECTS: Final = 256 << 10
 """Limit of the messages of a chat and their parts, counted by the number of `{`."""
 
-_PROMPTS: Final = frozenset({"prompt", "input", "messages", "tokens"})
+MAX_DOCUMENT_TEXTS: Final = 32 << 10
+"""Limit of the texts in `documents` and their names, counted by the number of quotes."""
+
+_PROMPTS: Final = frozenset(
+    {"prompt", "input", "messages", "tokens", "system", "instructions"}
+    | {"documents", "queries", "query", "items", "text_1", "text_2", "data_1", "data_2"}
+)
 MAX_NEUTRAL_BYTES: Final = 1024
 
-# Accepted, without effect on the answer: labels and cache hints.
+# Accepted, without effect on the answer.
 IGNORED: Final = frozenset(
     {
         "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "user",
     }
@@ -54,10 +59,6 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "kv_transfer_params": (),
     "logits_processors": ([],),
@@ -68,13 +69,11 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -94,16 +93,22 @@ _FIRST_ITEM: Final = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def read_parameters(
-    kind: type[ParametersT], body: bytes, *, accepts_others: bool = True
+    kind: type[ParametersT],
+    body: bytes,
+    *,
+    accepts_others: bool = True,
+    ignored: frozenset[str] = IGNORED,
+    unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
 ) -> ParametersT:
     """`body` as `kind`, without ignored parameters. All items of a prompt are of one kind. Raises
     ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for a body of
     16 MiB.
 
-    accepts_others: accept parameters that have no effect.
+    accepts_others: accept parameters that have no effect: those in `ignored`, and those in
+        `unsupported` with one of their neutral values.
     """
     fields = kind.__struct_fields__
-    others = (*IGNORED, *UNSUPPORTED) if accepts_others else ()
+    others = (*ignored, *unsupported) if accepts_others else ()
     try:
         given = msgspec.json.decode(body, type=_undecoded(fields, others))
     except msgspec.ValidationError as error:
@@ -120,8 +125,8 @@ def read_parameters(
         if name in fields:
             served[name] = value
             _check_bounds(name, bytes(value))
-        elif name in UNSUPPORTED:
-            _check_changes_nothing(name, value)
+        elif name in unsupported:
+            _check_changes_nothing(name, value, unsupported[name])
     # Not `body`, which may have a parameter several times.
     return read_json(kind, msgspec.json.encode(served))
 
@@ -145,15 +150,21 @@ def _check_bounds(name: str, value: bytes) -> None:
     """Raise ApiError if decoding the parameter could take long, or if a prompt has several kinds of
     items."""
     if name not in _PROMPTS:
-        if len(value) > MAX_PARAMETER_BYTES:
+        maximum = MAX_TOOLS_BYTES if name == "tools" else MAX_PARAMETER_BYTES
+        if len(value) > maximum:
             raise invalid(
-                f"{name} has {len(value)} bytes of JSON; at most {MAX_PARAMETER_BYTES} are allowed",
+                f"{name} has {len(value)} bytes of JSON; at most {maximum} are allowed",
                 param=name,
             )
-    elif name == "messages":
+        return
+    first = _FIRST_ITEM.match(value)
+    if name == "documents":
+        if value.count(b'"') - value.count(b'\\"') > 2 * MAX_DOCUMENT_TEXTS:
+            raise invalid(f"documents has more than {MAX_DOCUMENT_TEXTS} texts", param=name)
+    elif name == "messages" or (first is not None and first[1] == b"{"):
         if value.count(b"{") > MAX_OBJECTS:
-            raise invalid(f"messages has more than {MAX_OBJECTS} objects or braces", param=name)
-    elif (first := _FIRST_ITEM.match(value)) is not None and first[1] != b"]":
+            raise invalid(f"{name} has more than {MAX_OBJECTS} objects or braces", param=name)
+    elif first is not None and first[1] != b"]":
         _check_items(name, first[1], value)
 
 
@@ -200,8 +211,7 @@ def field_at_fault(error: msgspec.ValidationError) -> str | None:
     return match and (match[1] or match[2])
 
 
-def _check_changes_nothing(name: str, value: msgspec.Raw) -> None:
-    neutral = UNSUPPORTED[name]
+def _check_changes_nothing(name: str, value: msgspec.Raw, neutral: Sequence[object]) -> None:
     given = read_json(Any, value) if len(value) <= MAX_NEUTRAL_BYTES else value
     if given is None or any(
         given == item and isinstance(given, bool) == isinstance(item, bool) for item in neutral

@@ -28,6 +28,7 @@ class AnswerText:
 
     num_tokens: tokens of the answer, including those of its stop string but none after it.
     is_stopped: a stop string was found; if several end at the same character, the longest counts.
+    stop_string: the one that was found.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class AnswerText:
         self._held = ""  # text held back: a prefix of a stop string, the longest that matches
         self.num_tokens = 0
         self.is_stopped = False
+        self.stop_string: str | None = None
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens; empty once stopped."""
@@ -74,11 +76,14 @@ class AnswerText:
         if not self._held and self._firsts.isdisjoint(text):
             return text
         for index, character in enumerate(text):
-            ends = [match.length for match in self._matches if match.advance(character)]
+            ends = [match.text for match in self._matches if match.advance(character)]
             if ends:
                 self.is_stopped = True
+                self.stop_string = max(ends, key=len)
                 whole, self._held = self._held + text[: index + 1], ""
-                return whole if self._stops.is_shown else whole[: len(whole) - max(ends)]
+                if self._stops.is_shown:
+                    return whole
+                return whole[: len(whole) - len(self.stop_string)]
         whole = self._held + text
         border = len(whole) - max(match.num_matched for match in self._matches)
         self._held = whole[border:]
@@ -90,8 +95,7 @@ class _Match:
     and Pratt, 1977)."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self.length = len(text)
+        self.text = text
         self.num_matched = 0
         self._shorter = [0] * len(text)  # by number matched - 1: the next shorter prefix
         for end in range(1, len(text)):
@@ -101,7 +105,7 @@ class _Match:
 
     def advance(self, character: str) -> bool:
         """Read one more character; True if it completes the stop string."""
-        while self.num_matched and self._text[self.num_matched] != character:
+        while self.num_matched and self.text[self.num_matched] != character:
             self.num_matched = self._shorter[self.num_matched - 1]
-        self.num_matched += self._text[self.num_matched] == character
-        return self.num_matched == self.length
+        self.num_matched += self.text[self.num_matched] == character
+        return self.num_matched == len(self.text)
