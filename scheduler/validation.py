@@ -62,6 +62,7 @@ class RequestValidator:
         self._config = config
         self._vocab_size = vocab_size
         self._is_pooling_only = Feature.POOLING_ONLY in features
+        self._classifies = Feature.CLASSIFY in features
         if not has_grammars:
             features -= {Feature.STRUCTURED_OUTPUT}
         self._unsupported_inputs = [one.value for one in _OPTIONAL_INPUTS if one not in features]
@@ -77,7 +78,9 @@ class RequestValidator:
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._unsupported(message) or self._malformed(message, num_tokens)
-        return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
+        if text is not None:
+            return FinishReason.ERROR, text
+        return self._bad_length(num_tokens, gives_tokens=message.pooling is None)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
         """Why a session of `num_tokens` tokens cannot continue with this chunk; None if it can."""
@@ -86,10 +89,14 @@ class RequestValidator:
             return FinishReason.ERROR, text
         return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
 
-    def _bad_length(self, num_tokens: int) -> Rejection | None:
+    def _bad_length(self, num_tokens: int, *, gives_tokens: bool = True) -> Rejection | None:
         limit = self._config.max_model_len
-        if num_tokens < limit:
+        if num_tokens + gives_tokens <= limit:
             return None
+        if not gives_tokens:
+            return FinishReason.IGNORED, (
+                f"the prompt has {num_tokens} tokens, but the engine's limit is {limit}; shorten it"
+            )
         return FinishReason.IGNORED, (
             f"the prompt has {num_tokens} tokens, but the engine's limit for prompt and output is "
             f"{limit} and at least one token must remain for the output; shorten the prompt"
@@ -103,7 +110,10 @@ class RequestValidator:
             )
         for name in self._unsupported_inputs:
             if getattr(message, name):
-                return f"{name} was requested, but this engine does not support it"
+                return f"{name} was requested, but this engine's model does not support it"
+        is_classified = message.pooling is not None and message.pooling.kind == "classify"
+        if is_classified and not self._classifies:
+            return "scores of labels were requested, but this model has no classification head"
         if message.lora is not None and self._config.max_loras == 0:
             return "an adapter was requested, but max_loras=0 allows none"
         if message.kv_transfer_params is not None and not self._has_connector:

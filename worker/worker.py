@@ -215,9 +215,15 @@ class Worker:
         """What this worker supports in addition to text generation."""
         if self.model_config.max_encoder_tokens:
             return (Feature.MULTIMODAL,)
-        if not self.model_config.has_head:
-            return (Feature.POOLING, Feature.POOLING_ONLY)
-        return (Feature.POOLING, Feature.STRUCTURED_OUTPUT)
+        features = [Feature.POOLING]
+        features.append(
+            Feature.STRUCTURED_OUTPUT if self.model_config.has_head else Feature.POOLING_ONLY
+        )
+        if self.model_config.labels:
+            features.append(Feature.CLASSIFY)
+        if self.model_config.is_bidirectional:
+            features.append(Feature.BIDIRECTIONAL)
+        return tuple(features)
 
     def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""

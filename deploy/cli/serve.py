@@ -206,6 +206,7 @@ class _Deployment:
             reasoning_parser=options.reasoning_parser,
             max_body_bytes=options.max_body_mib << 20,
             embedding=model.embedding,
+            classifier=model.classifier,
             audio=model.audio,
             max_audio_bytes=options.max_audio_mib << 20,
             max_audio_s=options.max_audio_s,

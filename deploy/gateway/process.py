@@ -172,7 +172,7 @@ class GatewayProcess:
         tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
-            advice_level=logging.WARNING if config.audio is None else logging.DEBUG,
+            advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
         )
         speech = None
         if config.audio is not None:
@@ -206,7 +206,9 @@ class GatewayProcess:
                 config.max_audio_bytes,
                 config.max_audio_s,
                 config.embedding,
+                config.classifier,
                 parsers=_answer_parsers(config, tokenizer),
+                has_score_template=config.chat_template is not None,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.

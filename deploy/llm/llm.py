@@ -31,13 +31,22 @@ from longshore.deploy.llm.outputs import (
     RequestOutput,
     TranscriptionOutput,
 )
-from longshore.deploy.llm.prompts import Prompt, prompt_token_ids
+from longshore.deploy.llm.prompts import TOKEN_IDS_KEY, Prompt, prompt_token_ids
 from longshore.deploy.llm.remote_engine import RemoteEngine
+from longshore.deploy.llm.scores import (
+    ClassificationRequestOutput,
+    ScoringRequestOutput,
+    classified,
+    compared,
+    scored,
+    text_pairs,
+)
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
     transcribe,
 )
+from longshore.deploy.model.classifier import CLASSIFIED
 from longshore.deploy.model.folder import ModelFolder, read_model_folder
 from longshore.deploy.requests.audio import Audio
 from longshore.deploy.requests.beam_search import BeamSearch, BeamSearchParams
@@ -47,7 +56,7 @@ from longshore.deploy.requests.speech import SpeechModel, Task
 from longshore.deploy.requests.validation import plain_params, sampling_problem
 from longshore.deploy.supervisor.engine_config import plan_engine
 from longshore.protocol.errors import EngineDead
-from longshore.protocol.requests import PoolingKind
+from longshore.protocol.requests import PoolingKind, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -216,12 +225,78 @@ class LLM:
         pooling = self._model.embedding.pooling(
             kind=kind, normalize=normalize, dimensions=dimensions
         )
-        answers = pooled_answers(self._token_ids(prompts), pooling)
-        with _progress_bar("embed", len(answers), is_shown=progress) as bar, self._cleaned_up():
+        return self._pooled("embed", prompts, pooling, progress=progress)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_activation: bool = True,
+        progress: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """The label of each prompt, with a model for sequence classification.
+
+        use_activation: False returns scores before the head's activation, as `probs`.
+        Other arguments and errors as in `generate`.
+        """
+        self._check_takes(text=True, vectors=True, labels=True)
+        classifier = self._model.classifier
+        if classifier is None:
+            raise ValueError(f"{self._model.name} has no classification head")
+        ends = self._pooled("classify", prompts, CLASSIFIED, progress=progress)
+        return [classified(end, classifier, use_activation=use_activation) for end in ends]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_activation: bool = True,
+        progress: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: one `text_1` with each of `text_2`, or as many of each.
+
+        A model with a classification head of one label scores each pair in one prompt, other
+        models give the cosine of the two embeddings.
+        use_activation: False returns scores before the head's activation.
+        Other arguments and errors as in `generate`.
+        """
+        self._check_takes(text=True, vectors=True, labels=True)
+        pairs = text_pairs(text_1, text_2)
+        classifier, tokenizer = self._model.classifier, self._tokenizer
+        if classifier is None:
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            vectors = self.embed(texts, normalize=True, progress=progress)
+            ends = dict(zip(texts, vectors, strict=True))
+            return [compared(ends[one], ends[other]) for one, other in pairs]
+        if len(classifier.labels) > 1:
+            raise ValueError(
+                f"{self._model.name} has {len(classifier.labels)} labels, so no single score: use "
+                "LLM.classify"
+            )
+        if tokenizer is None:
+            raise ValueError(f"{self._model.path} has no tokenizer.json, which pairs need")
+        prompts = [
+            {TOKEN_IDS_KEY: tokenizer.join(tokenizer.part(one), tokenizer.part(other))}
+            for one, other in pairs
+        ]
+        outputs = self.classify(prompts, use_activation=use_activation, progress=progress)
+        return [scored(output) for output in outputs]
+
+    def _pooled(
+        self,
+        what: str,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: PoolingParams,
+        *,
+        progress: bool,
+    ) -> list[EmbeddingOutput]:
+        answers = pooled_answers(self._token_ids(prompts, gives_tokens=False), pooling)
+        with _progress_bar(what, len(answers), is_shown=progress) as bar, self._cleaned_up():
             run_answers(answers, self._client, self._request_ids, bar)
         return [embedding_output(answer) for answer in answers]
 
-    def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
+    def _check_takes(self, *, text: bool, vectors: bool = False, labels: bool = False) -> None:
         """Raise EngineDead if this LLM is closed, ValueError if the model does not support the
         call."""
         if not self._finalizer.alive:
@@ -230,6 +305,8 @@ class LLM:
             raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
         if not text and self._speech is None:
             raise ValueError(f"{self._model.name} takes text, not audio: use LLM.generate")
+        if not labels and self._model.classifier is not None:
+            raise ValueError(f"{self._model.name} classifies text: use LLM.classify or LLM.score")
         embedding = self._model.embedding
         if not vectors and embedding is not None and embedding.is_only:
             raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
@@ -306,12 +383,21 @@ class LLM:
                 raise ValueError(problem)
         return params
 
-    def _token_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    def _token_ids(
+        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
+    ) -> list[list[int]]:
         """Token ids of each prompt. Raises ValueError naming an invalid prompt."""
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         limits = {"vocab_size": self._model.vocab_size, "max_model_len": self._max_model_len}
         return [
-            prompt_token_ids(prompt, index, self._tokenizer, self._model.path, **limits)
+            prompt_token_ids(
+                prompt,
+                index,
+                self._tokenizer,
+                self._model.path,
+                gives_tokens=gives_tokens,
+                **limits,
+            )
             for index, prompt in enumerate(prompt_list)
         ]
 

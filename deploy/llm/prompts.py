@@ -21,8 +21,10 @@ def prompt_token_ids(
     *,
     vocab_size: int,
     max_model_len: int,
+    gives_tokens: bool,
 ) -> list[int]:
-    """The prompt's token ids. index: its index in the list. Raises ValueError."""
+    """The prompt's token ids. index: its index in the list. gives_tokens: an output token must fit
+    too. Raises ValueError."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(
@@ -42,7 +44,9 @@ def prompt_token_ids(
             f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
             f"not a mapping with the keys {sorted(prompt)}"
         )
-    problem = prompt_problem(token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
+    problem = prompt_problem(
+        token_ids, vocab_size=vocab_size, max_model_len=max_model_len, gives_tokens=gives_tokens
+    )
     if problem is not None:
         raise ValueError(f"prompts[{index}]: {problem}")
     return token_ids

@@ -56,6 +56,11 @@ def refused(
     [
         ({"prompt": [1] * 16}, FinishReason.IGNORED, "the prompt has 16 tokens.*output is 16"),
         ({"prompt": [1] * 8, "outputs": [1] * 8}, FinishReason.IGNORED, "16 tokens"),
+        (
+            {"prompt": [1] * 17, "pooling": PoolingParams(), "by": intake(Feature.POOLING)},
+            FinishReason.IGNORED,
+            "the prompt has 17 tokens.*limit is 16; shorten it",
+        ),
         ({"prompt": []}, FinishReason.ERROR, "the prompt has no tokens"),
         ({"prompt": [100]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
         ({"prompt": [-1]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
@@ -133,6 +138,16 @@ def test_a_model_without_a_head_accepts_pooling_requests_only() -> None:
     assert answer is not None
     assert answer[0] is FinishReason.ERROR
     assert "no output head: it gives vectors" in answer[1]
+
+
+def test_only_a_model_with_a_classification_head_scores_labels() -> None:
+    scores = PoolingParams("classify", normalize=False)
+    answer = refused([1] * 8, by=intake(Feature.POOLING), pooling=scores)
+    assert answer is not None
+    assert answer[0] is FinishReason.ERROR
+    assert "no classification head" in answer[1]
+    by = intake(Feature.POOLING, Feature.POOLING_ONLY, Feature.CLASSIFY)
+    assert refused([1] * 8, by=by, pooling=scores) is None
 
 
 @pytest.mark.parametrize(

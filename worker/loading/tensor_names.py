@@ -12,9 +12,11 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 HEAD: Final = "lm_head.weight"
 """The output head, which is outside the decoder."""
+CLASSIFIER: Final = "score.weight"
+"""The head of a model for sequence classification."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+_LAYER: Final = re.compile(r"(?:^|\.)layers?\.(\d{1,9})\.")
 
 
 def is_bare_checkpoint(names: AbstractSet[str]) -> bool:

@@ -72,6 +72,8 @@ class DecoderConfig(ABC):
     model:       `package.module:Class` of the DecoderModel that computes it. It is imported only
                  when it is needed, because processes without torch read settings too.
     default_block_size: tokens per KV block, unless --block-size sets another size.
+    is_bidirectional: whether tokens attend to later ones. Then a prompt is computed in one step,
+                 and no part of it can come from the prefix cache.
     rotary_dim:  leading elements of a head that are rotated; the rest is unchanged.
     rope:        rope of all layers, unless `rope_of` returns another.
     reaches:     window or chunk of each layer; empty: every layer has full attention.
@@ -81,12 +83,16 @@ class DecoderConfig(ABC):
     score_softcap, logit_softcap: c, if scores or logits are replaced by c * tanh(value / c).
     logit_scale: factor on the logits.
     has_head:    whether there is an output head; a model without one can only pool vectors.
+    labels:      names of the labels of a classification head; empty: the model has none.
+    label_tokens: the token against the only label and the one for it, if the head is made from
+                 their rows of the output head; None: it is in the checkpoint.
     dtype:       the checkpoint's dtype, "float32" if config.json does not give it.
     """
 
     model_type: ClassVar[str]
     model: ClassVar[str]
     default_block_size: ClassVar[int] = 16
+    is_bidirectional: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
@@ -111,6 +117,8 @@ class DecoderConfig(ABC):
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     has_head: bool = True
+    labels: tuple[str, ...] = ()
+    label_tokens: tuple[int, int] | None = None
 
     @classmethod
     @abstractmethod

@@ -7,7 +7,7 @@ last the norm and the head; a head that is tied to the embedding is held by both
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,19 +16,25 @@ from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
+from longshore.worker.layers.classification_head import (
+    ClassificationHead,
+    PooledClassificationHead,
+)
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
-from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.tensor_names import HEAD
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.loading.tensor_names import CLASSIFIER, HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+LabelHead: TypeAlias = ClassificationHead | PooledClassificationHead
 
 
 class DecoderLayer(Protocol):
@@ -56,11 +62,11 @@ class DecoderModel(ABC):
     """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
 
     max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
-    norm_type:     class of the final norm, before the head.
+    norm_type:     class of the final norm, before the head; None: there is none.
     Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
-    norm_type: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
+    norm_type: ClassVar[type[RMSNorm] | type[LayerNorm] | None] = RMSNorm
 
     def __init__(
         self,
@@ -92,17 +98,29 @@ class DecoderModel(ABC):
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
-        self.embedding = VocabParallelEmbedding(*size) if first or (last and is_tied) else None
+        has_table = first or (last and is_tied and config.has_head)
+        self.embedding = VocabParallelEmbedding(*size) if has_table else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
+        self.classifier: LabelHead | None = None
         if last:
-            self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
+            if self.norm_type is not None:
+                self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
             if config.has_head:
                 self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
+            if config.labels:
+                self.classifier = self.make_classifier()
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         """Build one layer; `self.config` is already set. layer: index in the whole model."""
+
+    def make_classifier(self) -> LabelHead:
+        """Build the classification head; for models with labels."""
+        config = self.config
+        return ClassificationHead(
+            len(config.labels), config.hidden_size, self._placement, tokens=config.label_tokens
+        )
 
     def attention_kind(self, layer: int) -> Kind:
         """How a layer is computed; `config.cache_spec` says what it caches. A family with layers of
@@ -161,6 +179,8 @@ class DecoderModel(ABC):
     def last_norm(self, hidden: Tensor) -> Tensor:
         """The final norm, from whose output vectors are pooled. hidden: (n, hidden_size) from
         `forward` of the last stage -> the same shape."""
+        if self.norm_type is None:
+            return hidden
         assert self.norm is not None, "only the last stage has a norm and a head"
         return self.norm(hidden)
 
@@ -183,9 +203,23 @@ class DecoderModel(ABC):
             tensors |= self.norm.checkpoint_tensors("model.norm")
         if self.head is not None and not self.head.is_tied:
             tensors[HEAD] = self.head.stored()
+        if self.classifier is not None:
+            self._add_classifier(tensors, self.classifier)
         for index, layer in zip(self._layer_indices, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
         return tensors
+
+    def _add_classifier(self, tensors: StoredTensors, head: LabelHead) -> None:
+        if isinstance(head, PooledClassificationHead):
+            tensors |= head.checkpoint_tensors()
+            return
+        if head.tokens is None:
+            tensors[CLASSIFIER] = head.stored()
+            return
+        rows = head.in_output_head(self.config.vocab_size)
+        name = EMBEDDINGS if self.config.tie_word_embeddings else HEAD
+        others = tensors[name].parts if name in tensors else ()
+        tensors[name] = StoredTensor(rows.shape, (*others, *rows.parts))
 
     def loaded(self) -> None:
         """Called once every tensor is filled: pack the weights. They cannot be filled again."""
@@ -196,11 +230,12 @@ class DecoderModel(ABC):
         belongs to another stage, can be derived (rotary tables, a tied output head), or is a scale
         of the KV cache."""
         layer = _LAYER.match(name)
-        return (
+        return bool(
             self.copy_of(name) is not None
             or name.endswith("rotary_emb.inv_freq")
             or is_kv_scale(name)
             or (name in (EMBEDDINGS, NORM, HEAD) and self.parallel.num_stages > 1)
+            or (name == CLASSIFIER and self.config.labels and not self.parallel.is_last_stage)
             or (layer is not None and self._is_elsewhere(int(layer[1])))
         )
 

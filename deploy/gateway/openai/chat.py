@@ -83,7 +83,7 @@ def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
     use = tool_use(request)
     parsers = service.parsers
     max_calls = None if use.is_parallel else 1
-    if use.schema is not None:
+    if use.is_forced:
         forced = ForcedCalls(use.forced_name, parsers.tools)
         return ChatParsing(
             AnswerParsers(tools=forced),

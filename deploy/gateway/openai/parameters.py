@@ -29,7 +29,13 @@ MAX_TOOLS_BYTES: Final = 1 << 20
 MAX_OBJECTS: Final = 256 << 10
 """Limit of the messages of a chat and their parts, counted by the number of `{`."""
 
-_PROMPTS: Final = frozenset({"prompt", "input", "messages", "tokens", "system", "instructions"})
+MAX_DOCUMENT_TEXTS: Final = 32 << 10
+"""Limit of the texts in `documents` and their names, counted by the number of quotes."""
+
+_PROMPTS: Final = frozenset(
+    {"prompt", "input", "messages", "tokens", "system", "instructions"}
+    | {"documents", "queries", "query", "items", "text_1", "text_2", "data_1", "data_2"}
+)
 MAX_NEUTRAL_BYTES: Final = 1024
 
 # Accepted, without effect on the answer.
@@ -152,7 +158,10 @@ def _check_bounds(name: str, value: bytes) -> None:
             )
         return
     first = _FIRST_ITEM.match(value)
-    if name == "messages" or (first is not None and first[1] == b"{"):
+    if name == "documents":
+        if value.count(b'"') - value.count(b'\\"') > 2 * MAX_DOCUMENT_TEXTS:
+            raise invalid(f"documents has more than {MAX_DOCUMENT_TEXTS} texts", param=name)
+    elif name == "messages" or (first is not None and first[1] == b"{"):
         if value.count(b"{") > MAX_OBJECTS:
             raise invalid(f"{name} has more than {MAX_OBJECTS} objects or braces", param=name)
     elif first is not None and first[1] != b"]":

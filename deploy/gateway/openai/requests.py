@@ -9,6 +9,7 @@ from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions, cach
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.forced_calls import forced_schema
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
@@ -251,7 +252,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         """The schema of a forced call, or else as for completions. `response_format` is for answers
         that are text, so it does not exclude a forced call."""
         constraint = super().constraint()
-        schema = tool_use(self).schema
+        schema = forced_schema(self.tools or (), tool_use(self))
         if schema is None:
             return constraint
         if constraint is not None and constraint[0] != "response_format":
