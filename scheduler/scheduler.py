@@ -556,6 +556,7 @@ class Scheduler:
             steps_in_flight=steps_in_flight,
             num_steps=self._plan.step,
             num_preemptions=self._lifecycle.num_preemptions,
+            num_prompt_tokens=prefixes.num_prompt_tokens,
             num_prefix_queried_tokens=prefixes.num_queried_tokens,
             num_prefix_hit_tokens=prefixes.num_hit_tokens,
             num_preempted_queried_tokens=prefixes.num_preempted_queried_tokens,

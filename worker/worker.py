@@ -193,7 +193,7 @@ class Worker:
         if memory is not None and memory.adopted_block_ids is not None:
             logger.info("%d blocks are adopted", len(memory.adopted_block_ids))
             runner.verify_adopted(memory.adopted_block_ids)
-        logger.info(
+        logger.debug(
             "KV cache: %d blocks of %d bytes, %s of %s on %s",
             cache.num_blocks,
             cache.block_size_bytes,
@@ -311,7 +311,7 @@ class Worker:
     def _log_plan(self, config: KVCacheConfig) -> None:
         report = report_on(config.groups, config.num_blocks, self._longest_request)
         for index, group in enumerate(report.groups):
-            logger.info(
+            logger.debug(
                 "group %d: %s, %d layers of %d bytes, %d tokens per block, %.1f %% padding",
                 index,
                 group.kind,
@@ -321,12 +321,12 @@ class Worker:
                 100 * group.padding_bytes / report.block_bytes,
             )
         if report.expanded_bytes:
-            logger.info(
+            logger.debug(
                 "%s more will be allocated when keys and values are first expanded from latents",
                 byte_size(report.expanded_bytes),
             )
         num_requests = f"{report.max_concurrency:,.2f}".removesuffix(".00")
-        logger.info("%s requests of %d tokens fit", num_requests, report.max_model_len)
+        logger.debug("%s requests of %d tokens fit", num_requests, report.max_model_len)
 
     def _warm_up(self, runner: ModelRunner) -> None:
         config = self._config

@@ -24,6 +24,7 @@ from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputB
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
+MetricsNames: TypeAlias = Literal["longshore", "vllm"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -364,6 +365,10 @@ class ServeOptions(EngineOptions):
             that has most is deleted.
         stored_response_ttl_s: Seconds after which a stored response is deleted.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
+        access_log: Log a line for every HTTP request: method, path, status, durations, numbers of
+            tokens, name of the API key. Prompts and answers are never logged.
+        metrics_names: Names of the metrics: longshore, or vllm for these and, with the label
+            model_name, those that dashboards made for vLLM use (docs/metrics.md).
         unread_timeout_s: Seconds after which a client that reads none of the response data waiting
             for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
@@ -396,6 +401,8 @@ class ServeOptions(EngineOptions):
     stored_responses_mib: Annotated[int, _SERVER] = 256
     stored_response_ttl_s: Annotated[float, _SERVER] = 86_400.0
     log_format: Annotated[LogFormat, _OPERATION] = "text"
+    access_log: Annotated[bool, _OPERATION] = False
+    metrics_names: Annotated[MetricsNames, _OPERATION] = "longshore"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
     max_restarts: Annotated[int, _OPERATION] = 5

@@ -43,7 +43,7 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
-from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.gateway.request_log import AccessLog, note_failure
 from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
 from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
 from longshore.deploy.gateway.responses_api.store import ResponseStore
@@ -61,6 +61,8 @@ class Gateway:
     admin: None: there are no paths under /admin.
     response_store: where responses are stored; None: nowhere.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
+    access_log: log a line at info for every HTTP request.
+    vllm_metrics: return the metrics under vLLM's names, too.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Gateway:
         api_keys: Sequence[ApiKey] = (),
         response_store: ResponseStore | None = None,
         cors_allow_origins: Sequence[str] = (),
+        access_log: bool = False,
+        vllm_metrics: bool = False,
     ) -> None:
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(model.id, vllm_names=vllm_metrics)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(
@@ -129,7 +133,8 @@ class Gateway:
         )
         app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths)
+        self.log = AccessLog(is_on=access_log)
+        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths, self.log)
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(

@@ -35,6 +35,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     max_stored_bytes:  limit of the stored responses of all gateways; 0: none are stored.
     stored_response_ttl_s: seconds after which a stored response is deleted.
+    access_log:        log a line at info for every HTTP request.
+    vllm_metrics:      return the metrics under vLLM's names, too.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -70,6 +72,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cors_allow_origins: tuple[str, ...] = ()
     max_stored_bytes: int = 256 << 20
     stored_response_ttl_s: float = 86_400.0
+    access_log: bool = False
+    vllm_metrics: bool = False
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

@@ -28,6 +28,7 @@ from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
+from longshore.deploy.gateway.load_log import LoadLog
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
@@ -85,8 +86,10 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         if ready.done():
             ready.result()
             alive = asyncio.create_task(_report_alive(lifeline))
+            load = asyncio.create_task(process.load_log.run())
             await serving
             alive.cancel()
+            load.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
             await serving
@@ -122,6 +125,8 @@ class GatewayProcess:
             admin=_admin_routes(config),
             response_store=_response_store(config),
             cors_allow_origins=config.cors_allow_origins,
+            access_log=config.access_log,
+            vllm_metrics=config.vllm_metrics,
         )
         self._key_usage = KeyUsage(
             config.api_keys,
@@ -164,6 +169,7 @@ class GatewayProcess:
                 server_header=False,
             )
         )
+        self.load_log = LoadLog(self._gateway.metrics.sample)
 
     async def start(self, lifeline: Lifeline) -> None:
         """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
@@ -228,6 +234,7 @@ class GatewayProcess:
                 await self._server.serve(sockets=[listener])
         finally:
             self._gateway.peers.close()
+            self._gateway.log.close()
 
     def stop(self) -> None:
         """Accept no more requests, and end when the running ones have finished. If the supervisor

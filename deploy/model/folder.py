@@ -69,6 +69,12 @@ class ModelFolder(msgspec.Struct, frozen=True):
     classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether it generates text from text, and has a tokenizer for that."""
+        makes_text = self.audio is None and not (self.embedding and self.embedding.is_only)
+        return makes_text and exists(self.path / "tokenizer.json")
+
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
         """The dtype to compute in. `auto` is the checkpoint's dtype, except that float16 becomes
         float32 on a CPU, where float16 is slow."""

@@ -44,8 +44,12 @@ from longshore.scheduler.request import Request
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up and hit, counted once per admission; separately for preempted requests."""
+    """Tokens looked up and hit, counted once per admission; separately for preempted requests.
 
+    num_prompt_tokens: tokens of requests that were not preempted, looked up or not.
+    """
+
+    num_prompt_tokens: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preempted_queried_tokens: int = 0
@@ -158,9 +162,13 @@ class KVCacheManager:
         """The request is admitted with this many cached tokens. Lookups alone are not counted,
         because a waiting request is looked up in every step."""
         request.num_hit_tokens = num_hit_tokens
-        if not self._log_stats or not self._caching or request.skip_reading_prefix_cache:
+        if not self._log_stats:
             return
         stats, num_tokens = self.stats, len(request.token_ids)
+        if not request.num_preemptions:
+            stats.num_prompt_tokens += num_tokens
+        if not self._caching or request.skip_reading_prefix_cache:
+            return
         if request.num_preemptions:
             stats.num_preempted_queried_tokens += num_tokens
             stats.num_preempted_hit_tokens += num_hit_tokens

@@ -39,6 +39,7 @@ class RequestMiddleware:
               Anthropic's API send them; empty: no key is required. Paths under /admin check a key
               of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
+    log:      the access log; by default one that is off.
     """
 
     def __init__(
@@ -47,12 +48,13 @@ class RequestMiddleware:
         api_keys: Sequence[ApiKey],
         metrics: GatewayMetrics,
         paths: Collection[str] = (),
+        log: AccessLog | None = None,
     ) -> None:
         self.app = app
         self._paths = paths
         self._api_keys = api_keys
         self._metrics = metrics
-        self._log = AccessLog()
+        self._log = AccessLog() if log is None else log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,7 +86,8 @@ class RequestMiddleware:
         try:
             if given and not is_usable:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
-            scope[_API_KEY_KEY] = self._key(scope["path"], headers)
+            key = self._key(scope["path"], headers)
+            scope[_API_KEY_KEY], request.key = key, key.name or None
         except ApiError as error:
             await Exchange(scope, receive, send_with_headers).send_error(error)
             self._ended(scope, request, status)

@@ -217,13 +217,14 @@ class GeneratedAnswer:
         """Update the metrics, once, when the HTTP request ends."""
         metrics = self._metrics
         metrics.live_requests.dec()
-        metrics.request_ended(self._end_reason, time.perf_counter() - self._spec.arrived_s)
+        now_s = time.perf_counter()
+        metrics.request_ended(self._end_reason, now_s - self._spec.arrived_s)
         if self.end is not None:
             metrics.answer_lengths.observe(self.num_output_tokens)
             waited_s = (
                 None if self._first_token_s is None else self._first_token_s - self._submitted_s
             )
-            metrics.phases_known(self.end, waited_s)
+            metrics.phases_known(self.end, waited_s, now_s - self._submitted_s)
         answer_ended(
             f"{self._spec.request_id}-{self.index}",
             reason=self._end_reason.name,

@@ -37,7 +37,7 @@ def error_of(answer: HttpAnswer) -> Any:
 
 
 async def metric(gateway: RunningGateway, name: str) -> float:
-    text = (await gateway.get("/metrics")).body.decode()
+    text = await gateway.metrics()
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
