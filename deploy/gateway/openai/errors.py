@@ -74,7 +74,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     body = error.body
     param = body.param
     message = body.message
-    if param in names:
+    if param is not None and param in names:
         message, param = message.replace(param, names[param]), names[param].partition(".")[0]
     return ApiError(error.status, message, param=param, code=body.code, headers=error.headers)
 
