@@ -395,6 +395,9 @@ class BlockPool:
                 raise LongshoreError(f"block {block_id} is not found under its hash")
         if np.flatnonzero(self._is_cached).tolist() != cached:
             raise LongshoreError("the column of cached blocks differs from their hashes")
+        uncached = int32_array(np.flatnonzero(self._is_cached == 0))
+        if self.retained.is_retained(uncached).any():
+            raise LongshoreError("a block is retained that is not cached")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(cached):
             raise LongshoreError(f"{num_found} blocks are found by hash, {len(cached)} have one")

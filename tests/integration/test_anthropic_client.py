@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.gateway.anthropic.requests import IGNORED, UNSUPPORTED, MessagesRequest
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
 from tests.integration.deployment import Deployment
@@ -80,6 +81,12 @@ def test_invalid_requests_raise_the_clients_errors(client: Any, model: str) -> N
         client.messages.create(**ASKED, model=model, extra_body={"temperature": -1})
     with pytest.raises(anthropic.NotFoundError, match=model):
         client.messages.create(**ASKED, model="other")
+
+
+def test_every_parameter_of_the_client_is_known() -> None:
+    params = pytest.importorskip("anthropic.types.message_create_params")
+    known = IGNORED | UNSUPPORTED.keys() | set(MessagesRequest.__struct_fields__)
+    assert params.MessageCreateParamsBase.__annotations__.keys() - known == set()
 
 
 def test_the_example_of_docs_api_md_works(

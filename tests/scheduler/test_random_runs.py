@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, CacheHint
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
@@ -33,6 +33,7 @@ requests = st.fixed_dictionaries(
         "client": st.integers(0, 1),
         "skip": st.booleans(),
         "salt": st.sampled_from([None, None, "salt"]),
+        "hint": st.sampled_from([None, CacheHint(3.0), CacheHint(50.0, "session")]),
     }
 )
 events = st.lists(
@@ -74,6 +75,7 @@ def play(driver: Driver, happenings: list[Any]) -> dict[tuple[int, int], tuple[s
                     client=happening["client"],
                     skip_reading_prefix_cache=happening["skip"],
                     cache_salt=happening["salt"],
+                    cache_hint=happening["hint"],
                 )
                 names[key] = (name, happening["max_tokens"])
             case "plan":

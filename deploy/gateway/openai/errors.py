@@ -1,5 +1,6 @@
 """Errors as an OpenAI client expects them: an HTTP status and a body `{"error": {...}}`."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -66,6 +67,16 @@ _TYPE_OF_STATUS: Final = {
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the client must change the request."""
     return ApiError(400, message, param=param, code=code)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error with the names that another API has for the parameters of chats."""
+    body = error.body
+    param = body.param
+    message = body.message
+    if param is not None and param in names:
+        message, param = message.replace(param, names[param]), names[param].partition(".")[0]
+    return ApiError(error.status, message, param=param, code=body.code, headers=error.headers)
 
 
 def unavailable(message: str) -> ApiError:

@@ -21,7 +21,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     deadline_passed,
     generating,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.errors import ApiError, invalid, renamed
 from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.requests import ChatRequest
@@ -39,6 +39,10 @@ from longshore.protocol.errors import shortened
 
 logger = logging.getLogger(__name__)
 
+_NAMES: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 POLL_INTERVAL_S: Final = 0.25
 """How often a response that is computed in the background looks whether it is still wanted."""
 MAX_STORED_CHARACTERS: Final = 1 << 20
@@ -104,6 +108,14 @@ class ResponsesEndpoint(ChatEndpoint):
                 param="previous_response_id",
             )
         return record.conversation
+
+    async def specify(
+        self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
+    ) -> GenerationSpec:
+        try:
+            return await super().specify(service, request, request_id, arrived_s)
+        except ApiError as error:
+            raise renamed(error, _NAMES) from error
 
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec

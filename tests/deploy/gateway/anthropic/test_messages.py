@@ -201,6 +201,10 @@ async def test_an_answer_continues_the_assistants_last_message(start_gateway: St
         ({"tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
         ({"output_config": {"effort": "max"}}, "output_config"),
         ({"thinking": {"type": "always"}}, "thinking"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format: ",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"sistem": "x"}, "sistem"),

@@ -324,6 +324,10 @@ async def test_a_stream_that_fails_says_so_in_its_last_events(start_gateway: Sta
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "xml"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}},
+            "text.format: ",
+        ),
         ({"text": {"verbosity": "low"}}, "verbosity"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
