@@ -35,11 +35,13 @@ class ChatPromptOptions(msgspec.Struct, frozen=True):
     """adds_generation_prompt: the prompt ends where the assistant's answer begins.
     continues_final_message: the prompt ends with the text of the last message, to be continued.
     variables: variables of the template in addition to the messages.
+    tools:     definitions of functions; None: the template gets none.
     """
 
     adds_generation_prompt: bool = True
     continues_final_message: bool = False
     variables: Mapping[str, Any] = {}
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 def chat_prompt_options(request: ChatPromptParameters) -> ChatPromptOptions:
@@ -109,6 +111,7 @@ def render_chat(
         text = template.render(
             messages,
             add_generation_prompt=form.adds_generation_prompt,
+            tools=form.tools,
             variables=form.variables,
         )
     except TemplateRejected as error:

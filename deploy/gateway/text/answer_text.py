@@ -28,6 +28,7 @@ class AnswerText:
 
     num_tokens: tokens of the answer, including those of its stop string but none after it.
     is_stopped: a stop string was found; if several end at the same character, the longest counts.
+    stop_string: the one that was found.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class AnswerText:
         self._held = ""  # text held back: a prefix of a stop string, the longest that matches
         self.num_tokens = 0
         self.is_stopped = False
+        self.stop_string: str | None = None
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens; empty once stopped."""
@@ -78,7 +80,9 @@ class AnswerText:
             if ends:
                 self.is_stopped = True
                 whole, self._held = self._held + text[: index + 1], ""
-                return whole if self._stops.is_shown else whole[: len(whole) - max(ends)]
+                before = whole[: len(whole) - max(ends)]
+                self.stop_string = whole[len(before) :]
+                return whole if self._stops.is_shown else before
         whole = self._held + text
         border = len(whole) - max(match.num_matched for match in self._matches)
         self._held = whole[border:]

@@ -63,6 +63,11 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The model's special tokens by name, such as `eos_token`."""
+        return self._special_tokens
+
     def twin(self) -> "ChatTemplate":
         """A copy for another thread."""
         return ChatTemplate(self._source, self._special_tokens)
@@ -72,6 +77,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = {},
     ) -> str:
         """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
@@ -80,14 +86,14 @@ class ChatTemplate:
         Raises TemplateRejected with the template's message if it rejects the chat messages.
         """
         try:
-            self._environment.begin((messages, variables))
+            self._environment.begin((messages, variables, tools))
             return self._template.render(
                 {
                     **self._special_tokens,
                     **variables,
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                 }
             )
