@@ -10,17 +10,24 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from longshore.deploy.llm.llm import LLM
+    from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
     from longshore.deploy.requests.token_scores import Logprob
-    from longshore.protocol.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Logprob", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Logprob",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOME_OF_NAME: Final = {
     "LLM": "longshore.deploy.llm.llm",
     "Logprob": "longshore.deploy.requests.token_scores",
-    "SamplingParams": "longshore.protocol.sampling",
+    "RequestOutputKind": "longshore.deploy.llm.sampling_params",
+    "SamplingParams": "longshore.deploy.llm.sampling_params",
 }
 
 

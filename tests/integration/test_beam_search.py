@@ -2,6 +2,7 @@
 blocks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
         depth = -(-(160 + max_tokens) // size)
         assert depth <= most <= depth + 4 * width < width * depth
         llm.generate(
-            "x", SamplingParams(max_tokens=1), progress=False
+            "x", SamplingParams(max_tokens=1), use_tqdm=False
         )  # the last beams end in this step
         assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_blocks - 1
         scheduler.check()
@@ -197,13 +198,14 @@ def test_eight_samples_of_a_thousand_tokens_compute_them_once(
     tiny_model: tuple[Path, Any], caching: bool
 ) -> None:
     prompt: Any = {"prompt_token_ids": [20 + 13 * i % 200 for i in range(1000)]}
-    params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, temperature=1.0)
+    params = SamplingParams(n=8, seed=5, max_tokens=12, ignore_eos=True, temperature=1.0)
     with LLM(tiny_model[0], in_process=True, enable_prefix_caching=caching, **SETTINGS) as llm:
-        samples = llm.generate(prompt, params, n=8, progress=False)
+        samples = llm.generate(prompt, params, use_tqdm=False)[0].outputs
         found = [sample.num_cached_tokens for sample in samples]
         assert found == [0] + [999] * 7
-        seeds = sample_params(params, 8)
-        alone = [llm.generate(prompt, each, progress=False)[0] for each in seeds]
+        seeds = [each.seed for each in sample_params(params.engine_params(None), 8)]
+        each_alone = [replace(params, n=1, seed=seed) for seed in seeds]
+        alone = [llm.generate(prompt, each, use_tqdm=False)[0].outputs[0] for each in each_alone]
     assert [each.token_ids for each in samples] == [each.token_ids for each in alone]
     assert len({tuple(each.token_ids) for each in samples}) == 8
 
