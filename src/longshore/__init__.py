@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from longshore.deploy.llm.async_llm import AsyncEngineArgs, AsyncLLM
     from longshore.deploy.llm.llm import LLM
     from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
     from longshore.deploy.requests.token_scores import Logprob
@@ -17,6 +18,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "Logprob",
     "RequestOutputKind",
     "SamplingParams",
@@ -25,6 +28,8 @@ __all__ = [
 
 _HOME_OF_NAME: Final = {
     "LLM": "longshore.deploy.llm.llm",
+    "AsyncEngineArgs": "longshore.deploy.llm.async_llm",
+    "AsyncLLM": "longshore.deploy.llm.async_llm",
     "Logprob": "longshore.deploy.requests.token_scores",
     "RequestOutputKind": "longshore.deploy.llm.sampling_params",
     "SamplingParams": "longshore.deploy.llm.sampling_params",
