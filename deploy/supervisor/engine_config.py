@@ -260,7 +260,7 @@ def engine_processes(
     kv_memory_fds: list[int | None] = [None] * options.num_ranks
     if adopts_kv:
         kv_memory_fds = [
-            runtime_dir.shared_memory(f"longshore-{replica.engine_id}-kv-{rank}")
+            runtime_dir.shared_memory(f"longshore-kv-{replica.engine_id}-{rank}")
             for rank in range(options.num_ranks)
         ]
     return [

@@ -72,6 +72,8 @@ class BlockPool:
         )
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
+        self._computed_in: Int64Array = np.zeros(self.num_blocks, np.int64)  # of cached blocks
+        self._computed_in_item = memoryview(self._computed_in)
 
     @property
     def num_free(self) -> int:
@@ -182,8 +184,8 @@ class BlockPool:
         self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0, step: int = 0
     ) -> None:
         """Cache full blocks, all different: `block_ids[i]` holds the KV of the prefix with hash
-        `hashes[i]`, once plan `step`, the newest, has been computed (0: it does already). Cached
-        blocks keep their hashes; null blocks are skipped."""
+        `hashes[i]`, once plan `step` has been computed (0: it does already). Cached blocks keep
+        their hashes; null blocks are skipped."""
         ids, column = block_ids, self._hashes
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
@@ -191,12 +193,11 @@ class BlockPool:
                 bool(b) and block_hash is None for b, block_hash in zip(ids, before, strict=True)
             ]
             ids, hashes = list(compress(ids, wanted)), list(compress(hashes, wanted))
-        is_cached = self._is_cached_item
+        is_cached, computed_in = self._is_cached_item, self._computed_in_item
         for block_id, block_hash in zip(ids, hashes, strict=True):
             column[block_id] = block_hash
             is_cached[block_id] = 1
-        if step:
-            self.fence(list(ids), step)
+            computed_in[block_id] = step
         if len(self._group):
             self._group[ids] = group
         self._prefixes[group].insert_n(hashes, ids)
@@ -235,7 +236,7 @@ class BlockPool:
 
     def begin_epoch(self, answered_step: int | None, released: Int32Array) -> None:
         """Make all blocks free and unfenced; references to them are void. A block stays cached if
-        plan `answered_step`, or one before it, was the last that could write to it; None: none is.
+        its KV is computed by plan `answered_step` or one before it; None: none does.
 
         released: held blocks in the order in which they are released, with repetitions; the first
                   ones are evicted first, after all that are free already.
@@ -245,7 +246,7 @@ class BlockPool:
             self._start_free()
             return
         cached = np.flatnonzero(self._is_cached)
-        self._uncache(cached[self._fence[cached] > answered_step].tolist())
+        self._uncache(cached[self._computed_in[cached] > answered_step].tolist())
         if self._events is not None:
             self._events.proven()
         when = np.zeros(self.num_blocks, np.int64)

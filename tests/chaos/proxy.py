@@ -16,7 +16,7 @@ import msgspec
 
 from longshore.deploy.cli.main import main
 from longshore.deploy.gateway.config import GatewayConfig
-from longshore.deploy.supervisor import supervisor
+from longshore.deploy.supervisor import process_set
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.protocol.transport.channel import Endpoint
 from longshore.worker.config import WorkerProcessConfig
@@ -55,6 +55,11 @@ class Proxy:
         self._server.close()
         self._open.set()
         self._abort()
+
+    @property
+    def is_used(self) -> bool:
+        """A connection goes through it."""
+        return bool(self._writers)
 
     def hold(self) -> None:
         """Nothing passes any more, in either direction."""
@@ -152,6 +157,11 @@ class Proxies:
     def __getitem__(self, name: str) -> Proxy:
         return self._by_name[name]
 
+    @property
+    def unused(self) -> list[str]:
+        """Those through which nobody has connected."""
+        return [name for name, proxy in self._by_name.items() if not proxy.is_used]
+
     def __enter__(self) -> Self:
         self._thread.start()
         for proxy in self._by_name.values():
@@ -197,5 +207,5 @@ class _ProxiedProcess(ManagedProcess):
 
 
 if __name__ == "__main__":
-    supervisor.ManagedProcess = _ProxiedProcess  # type: ignore[misc]
+    process_set.ManagedProcess = _ProxiedProcess  # type: ignore[misc]
     main()

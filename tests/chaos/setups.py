@@ -100,7 +100,9 @@ def links(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
         wait_until(lambda: bool(deployment.runtime_dirs) or deployment.process.poll() is not None)
         (runtime_dir,) = deployment.runtime_dirs
         proxies = stack.enter_context(Proxies(runtime_dir, LINKED))
-        yield Target(deployment.wait_until_ready(), prompts, folder=folder, proxies=proxies)
+        deployment.wait_until_ready()
+        assert not proxies.unused
+        yield Target(deployment, prompts, folder=folder, proxies=proxies)
 
 
 SETUPS: Final[Mapping[str, tuple[Setup, Sequence[Fault]]]] = {

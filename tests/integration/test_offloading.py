@@ -119,7 +119,8 @@ def test_a_restarted_server_answers_a_long_prompt_from_disk(
 def test_new_workers_load_from_host_memory_what_the_former_ones_have_stored(start: Start) -> None:
     """Its ledger is the scheduler's, which outlives them."""
     options = '{"cpu_bytes_to_use": "64MiB"}'
-    server = start("--kv-connector", "offloading", "--kv-connector-config", options)
+    flags = ["--no-kv-adoption"]  # else they have it already
+    server = start("--kv-connector", "offloading", "--kv-connector-config", options, *flags)
     answer, _ = ask(server, LONG)
     num_full = len(LONG) // BLOCK_SIZE
     stored = 'kv_tier_blocks{engine="0",medium="CPU"}'

@@ -10,6 +10,7 @@ from longshore.protocol.kv_cache_spec import HeadShare
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
+    Alive,
     Failed,
     Progress,
     Ready,
@@ -45,7 +46,7 @@ def ready_client(engine: EngineProcess) -> Client:
 
 def reason_of_failure(engine: EngineProcess) -> str:
     while not isinstance(report := engine.next_report(), Failed):
-        assert isinstance(report, Progress | Ready)
+        assert isinstance(report, Progress | Ready | Alive)
     assert engine.wait() == 1
     return report.reason
 

@@ -134,7 +134,7 @@ def test_a_connector_outside_the_package_is_tested_with_pytest_alone(tmp_path: P
         timeout=280,
     )
     assert run.returncode == 0, run.stdout
-    assert "3 passed" in run.stdout
+    assert "4 passed" in run.stdout
 
 
 def test_without_pytest_the_error_names_the_command_that_installs_it() -> None:

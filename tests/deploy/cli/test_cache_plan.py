@@ -85,7 +85,7 @@ def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
     with Worker(WorkerConfig(**settings, num_blocks=needed)) as worker:
         worker.start()
     with pytest.raises(KVCacheTooSmall, match=f"needs {needed},.*max_num_batched_tokens"):
-        Worker(WorkerConfig(**settings, num_blocks=needed - 1))
+        assert Worker(WorkerConfig(**settings, num_blocks=needed - 1)).kv_cache
 
 
 def test_the_log_says_once_how_each_kind_of_layer_is_computed(

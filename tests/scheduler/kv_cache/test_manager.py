@@ -806,6 +806,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.held: list[tuple[HeldBlocks, Request]] = []
         self.names: dict[int, tuple[int, bytes]] = {}  # block -> group, tokens of its prefix
         self.fence: dict[int, int] = {}
+        self.computed_in: dict[int, int] = {}  # cached block -> step
         self.step = 1
 
     def refs(self) -> Counter[int]:
@@ -909,7 +910,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def name(self, block_id: int, group: int, request: Request, index: int) -> None:
         if block_id not in self.names:
             self.names[block_id] = group, request.token_ids[: 4 * (index + 1)].tobytes()
-            self.fence[block_id] = self.step
+            self.computed_in[block_id] = self.step
 
     @rule(data=st.data())
     def cache_rows(self, data: st.DataObject) -> None:
@@ -1042,13 +1043,13 @@ class ManagerMachine(RuleBasedStateMachine):
         answered_step = None if answered is None else self.step - answered
         self.manager.begin_epoch(np.array(rows, np.int64), answered_step)
         late = -1 if answered_step is None else answered_step
-        self.names = {b: name for b, name in self.names.items() if self.fence[b] <= late}
+        self.names = {b: name for b, name in self.names.items() if self.computed_in[b] <= late}
         released = [b for row in reversed(rows) for ids in self.rows[row] for b in reversed(ids)]
         when = {b: index for index, b in enumerate([*self.free, *released])}
         kept = sorted(self.names, key=lambda b: (when.get(b, -1), b))  # the last place counts
         self.free = [b for b in range(1, 14) if b not in self.names] + kept
-        self.rows, self.requests, self.held = {}, {}, []
-        self.fence = dict.fromkeys(kept, 0)
+        self.rows, self.requests, self.held, self.fence = {}, {}, [], {}
+        self.computed_in = dict.fromkeys(kept, 0)
         self.step += 1
 
     @invariant()

@@ -214,10 +214,11 @@ def test_clearing_blocks_touches_no_other() -> None:
 def test_a_cache_that_cannot_hold_the_longest_request_is_rejected(
     checkpoint: tuple[Path, Any],
 ) -> None:
+    settings: dict[str, Any] = {"model": str(checkpoint[0]), "show_progress": False}
     with pytest.raises(KVCacheTooSmall, match="max_model_len=256"):
-        Worker(WorkerConfig(model=str(checkpoint[0]), num_blocks=16, show_progress=False))
+        assert Worker(WorkerConfig(**settings, num_blocks=16)).kv_cache
     with pytest.raises(KVCacheTooSmall, match="num_blocks=0 are too few"):
-        Worker(WorkerConfig(model=str(checkpoint[0]), kv_cache_bytes=1, show_progress=False))
+        assert Worker(WorkerConfig(**settings, kv_cache_bytes=1)).kv_cache
 
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype_bytes=2)

@@ -339,7 +339,9 @@ def test_a_worker_that_cannot_continue_exits_with_a_reason(
     assert isinstance(failed, WorkerFailed)
     assert "follows step 1" in failed.reason
     assert isinstance(worker.next_report(), Ready)
-    assert worker.next_report() == Failed(failed.reason)
+    while isinstance(report := worker.next_report(), Alive):
+        pass
+    assert report == Failed(failed.reason)
     assert worker.wait() == 1
 
 
