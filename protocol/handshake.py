@@ -38,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 16
+PROTOCOL_VERSION: Final = 17
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -84,13 +84,15 @@ def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -
 
 class Feature(enum.Enum):
     """Optional abilities of a worker. Requests that need an ability it lacks are rejected.
-    A POOLING_ONLY worker has no logits: requests for tokens are rejected."""
+    A POOLING_ONLY worker has no logits: requests for tokens are rejected. One with CLASSIFY has a
+    classification head."""
 
     PROMPT_EMBEDS = "prompt_embeds"
     LORA = "lora"
     MULTIMODAL = "multimodal"
     POOLING = "pooling"
     POOLING_ONLY = "pooling_only"
+    CLASSIFY = "classify"
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
     KV_CONNECTOR = "kv_connector"

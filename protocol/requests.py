@@ -19,7 +19,7 @@ MAX_WEIGHT: Final = 1000
 
 MAX_DIMENSIONS: Final = 2**31 - 1
 
-PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
+PoolingKind: TypeAlias = Literal["last", "mean", "cls", "classify"]
 
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,10 +71,11 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks for one vector instead of tokens, pooled from the hidden states after the final norm.
 
     kind:       the hidden state of the last token ("last") or first token ("cls"), or the mean of
-                all tokens ("mean").
+                all tokens ("mean"); "classify": what the classification head makes of the last one,
+                a score per label, before any activation.
     normalize:  scale the vector to length 1, after it is cut to `dimensions`.
     dimensions: number of leading elements to keep; all if None or larger than the vector.
-    Raises ValueError if dimensions is outside 1..MAX_DIMENSIONS.
+    Raises ValueError if dimensions is outside 1..MAX_DIMENSIONS, or scores would be changed.
     """
 
     kind: PoolingKind = "last"
@@ -84,11 +85,13 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"dimensions={self.dimensions} must lie within 1..{MAX_DIMENSIONS}")
+        if self.kind == "classify" and (self.normalize or self.dimensions is not None):
+            raise ValueError("scores of labels are not normalized or cut (kind is classify)")
 
     @property
     def needs_all_states(self) -> bool:
         """Cannot use a cached prefix, because only its KV is cached, not its hidden states."""
-        return self.kind != "last"
+        return self.kind in ("mean", "cls")
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

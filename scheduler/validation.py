@@ -60,6 +60,7 @@ class RequestValidator:
         self._config = config
         self._vocab_size = vocab_size
         self._is_pooling_only = Feature.POOLING_ONLY in features
+        self._classifies = Feature.CLASSIFY in features
         if not has_grammars:
             features -= {Feature.STRUCTURED_OUTPUT}
         self._unsupported_inputs = [one.value for one in _OPTIONAL_INPUTS if one not in features]
@@ -102,6 +103,9 @@ class RequestValidator:
         for name in self._unsupported_inputs:
             if getattr(message, name):
                 return f"{name} was requested, but this engine's model does not support it"
+        is_classified = message.pooling is not None and message.pooling.kind == "classify"
+        if is_classified and not self._classifies:
+            return "scores of labels were requested, but this model has no classification head"
         if message.lora is not None and self._config.max_loras == 0:
             return "an adapter was requested, but max_loras=0 allows none"
         if message.kv_transfer_params is not None and not self._has_connector:

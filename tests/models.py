@@ -22,17 +22,24 @@ SHAPE: Final[dict[str, Any]] = {
 
 
 def make_tiny_model(
-    family: str, path: Path, *, max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
+    family: str,
+    path: Path,
+    *,
+    head: str = "ForCausalLM",
+    max_shard_size: str = "1GB",
+    seed: int = 0,
+    **overrides: Any,
 ) -> Any:
     """A random model in float32: two layers, 4 query heads over 2 KV heads of 16, 128 tokens.
 
     family:         of transformers, as in `LlamaForCausalLM`.
+    head:           or `ForSequenceClassification`.
     overrides:      fields of its config.
     max_shard_size: smaller than the model for a sharded checkpoint.
     """
     import torch
 
-    model_class = getattr(importlib.import_module("transformers"), f"{family}ForCausalLM")
+    model_class = getattr(importlib.import_module("transformers"), f"{family}{head}")
     config = model_class.config_class(**(SHAPE | overrides))
     # Mixtures as plain products: the grouped product that transformers prefers has no float64.
     config._experts_implementation = "eager"

@@ -215,8 +215,12 @@ class Worker:
         """What this worker supports in addition to text generation."""
         if self.model_config.max_encoder_tokens:
             return (Feature.MULTIMODAL,)
-        has_head = self.model_config.has_head
-        return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
+        features = [Feature.POOLING]
+        if not self.model_config.has_head:
+            features.append(Feature.POOLING_ONLY)
+        if self.model_config.labels:
+            features.append(Feature.CLASSIFY)
+        return tuple(features)
 
     def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""

@@ -202,6 +202,7 @@ class _Deployment:
             chat_template=None if options.chat_template is None else str(options.chat_template),
             max_body_bytes=options.max_body_mib << 20,
             embedding=model.embedding,
+            classifier=model.classifier,
             audio=model.audio,
             max_audio_bytes=options.max_audio_mib << 20,
             max_audio_s=options.max_audio_s,

@@ -23,6 +23,7 @@ from longshore.deploy.gateway.engines.peers import READY, PeerGateways
 from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.chat import ChatEndpoint
+from longshore.deploy.gateway.openai.classification import ClassifyEndpoint
 from longshore.deploy.gateway.openai.completions import CompletionsEndpoint
 from longshore.deploy.gateway.openai.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.openai.endpoint import ApiEndpoint, Service
@@ -33,6 +34,7 @@ from longshore.deploy.gateway.openai.errors import (
 )
 from longshore.deploy.gateway.openai.openapi import document
 from longshore.deploy.gateway.openai.responses import Model, ModelList
+from longshore.deploy.gateway.openai.scoring import RerankEndpoint, ScoreEndpoint
 from longshore.deploy.gateway.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
@@ -83,6 +85,9 @@ class Gateway:
             CompletionsEndpoint(),
             ChatEndpoint(),
             EmbeddingsEndpoint(),
+            ScoreEndpoint(),
+            RerankEndpoint(),
+            ClassifyEndpoint(),
             TranscriptionsEndpoint(),
             TranslationsEndpoint(),
             TokenizeEndpoint(),
@@ -91,7 +96,11 @@ class Gateway:
         dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
             routes=[
-                *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
+                *(
+                    Route(path, each, methods=["POST"])
+                    for each in self._endpoints
+                    for path in (each.path, *each.other_paths)
+                ),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._get_model),
                 Route("/health", self._health),

@@ -3,6 +3,7 @@
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
 from longshore.protocol.transport.channel import Endpoint
@@ -22,7 +23,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen_fd:         inherited socket, already bound; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
     max_body_bytes:    limit of a request body without audio.
-    embedding:         how the model pools embeddings; None: it takes no text.
+    embedding:         how the model pools embeddings; None: it has none.
+    classifier:        labels of a model for sequence classification; None: it is another one.
     audio:             audio input of a speech model; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests; others get a 429.
@@ -52,6 +54,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
     embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0

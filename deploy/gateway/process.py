@@ -202,6 +202,8 @@ class GatewayProcess:
                 config.max_audio_bytes,
                 config.max_audio_s,
                 config.embedding,
+                config.classifier,
+                has_score_template=config.chat_template is not None,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.

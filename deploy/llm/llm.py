@@ -1,23 +1,26 @@
 """`LLM`: offline generation in Python, with the same engine that serves HTTP."""
 
 import contextlib
+import dataclasses
 import itertools
 import logging
+import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from longshore.deploy.cli.options import engine_options
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, request_output, run_answers
-from longshore.deploy.llm.beams import beam_output, run_searches
+from longshore.deploy.llm.beams import BeamSearchParams, beam_sequence, run_searches
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
 from longshore.deploy.llm.chats import Message
 from longshore.deploy.llm.embeddings import pooled_answer, pooled_output
@@ -25,39 +28,45 @@ from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import (
     BeamSearchOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
     TranscriptionOutput,
 )
+from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.prompts import Prompt, PromptInput
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.llm.request_reader import CheckedParams, RequestReader
 from longshore.deploy.llm.sampling_params import SamplingParams
+from longshore.deploy.llm.scores import compared, labelled, probabilities, text_pairs
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
     transcribe,
 )
+from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.audio import Audio
-from longshore.deploy.requests.beam_search import BeamSearch, BeamSearchParams
+from longshore.deploy.requests.beam_search import BeamSearch
+from longshore.deploy.requests.beam_search import BeamSearchParams as EngineBeamSearchParams
 from longshore.deploy.requests.live_requests import LiveRequests, seed_source
 from longshore.deploy.requests.speech import SpeechModel, Task
 from longshore.deploy.supervisor.engine_config import plan_engine
 from longshore.protocol.errors import EngineDead
-from longshore.protocol.requests import PoolingKind
+from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
 NOT_METHODS: Final = {
     "apply_model": "the model runs in worker processes, which take no functions",
-    "classify": "no classification heads are supported",
     "collective_rpc": "the model runs in worker processes, which take no functions",
     "init_weight_transfer_engine": "weights do not change while an engine runs",
     "llm_engine": "an LLM has no other engine object; see its own methods",
-    "reward": "no reward heads are supported",
+    "reward": "use classify with use_activation=False",
     "set_tokenizer": "the tokenizer is that of the model folder",
     "sleep": "an engine keeps its memory until it is closed; close the LLM and make another one",
     "start_profile": "serve the model and use `longshore admin profile`",
@@ -66,6 +75,8 @@ NOT_METHODS: Final = {
     "wake_up": "an engine does not sleep",
 }
 """Names of vLLM's `LLM` that do not exist here, and why."""
+
+Progress: TypeAlias = "bool | Callable[..., tqdm[Any]]"
 
 
 class LLM:
@@ -163,7 +174,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -172,7 +183,7 @@ class LLM:
         prompts:         texts, lists of token ids, `{"prompt": ...}` or
                          `{"prompt_token_ids": [...]}`, the latter two also with `cache_salt`.
         sampling_params: for all prompts, or one per prompt. None: the model's defaults.
-        use_tqdm:        show a progress bar.
+        use_tqdm:        show a progress bar, or how to make one: a class like `tqdm`.
         lora_request:    None: LoRA adapters are not supported.
         priority:        of each prompt, for the scheduling policy `priority`; lower is earlier.
         Raises ValueError for an invalid prompt, EngineDead if the engine dies or is closed. An
@@ -188,7 +199,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         lora_request: None = None,
         *,
         chat_template: str | None = None,
@@ -226,7 +237,7 @@ class LLM:
         inputs: Sequence[PromptInput],
         params: Sequence[CheckedParams],
         *,
-        use_tqdm: bool,
+        use_tqdm: Progress,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         priorities = [0] * len(inputs) if priority is None else priority
@@ -240,7 +251,7 @@ class LLM:
             )
         ]
         answers = [answer for group in by_prompt for answer in group]
-        with _progress_bar("generate", len(answers), is_shown=use_tqdm) as bar:
+        with _progress_bar("generate", len(answers), use_tqdm) as bar:
             self._answer_all(answers, bar)
         return [
             request_output(request_id, group)
@@ -255,7 +266,7 @@ class LLM:
         task: Task = "transcribe",
         prompt: str | None = None,
         sampling_params: SamplingParams | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
     ) -> list[TranscriptionOutput]:
         """Transcribe one or more audio inputs, with a speech model.
 
@@ -281,7 +292,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = SamplingParams(temperature=0, max_tokens=None)
         params = self._reader.check(sampling_params)
-        with _progress_bar("transcribe", 0, is_shown=use_tqdm) as bar:
+        with _progress_bar("transcribe", 0, use_tqdm) as bar:
             return transcribe(
                 self._speech,
                 as_list(audio),
@@ -296,56 +307,152 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        kind: PoolingKind | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of each prompt, pooled from the hidden states after the model's last norm.
-
-        kind:       `last`, `mean` or `cls`. None: the model folder's setting, else `last`.
-        normalize:  normalize to length 1. None: the model folder's setting, else True.
-        dimensions: number of leading elements to keep.
-        Other arguments and errors as in `generate`.
-        """
-        answers = self._pool(prompts, kind, normalize, dimensions, use_tqdm=use_tqdm)
+        Arguments and errors as in `generate`."""
+        self._check_takes(text=True, vectors=True)
+        _check_no_lora(lora_request)
+        answers = self._embedded(prompts, pooling_params or PoolingParams(), use_tqdm)
         return [
             pooled_output(answer, lambda pooled: EmbeddingOutput(pooled.tolist()))
             for answer in answers
         ]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The label of each prompt, with a model for sequence classification. Arguments and errors
+        as in `generate`."""
+        self._check_takes(text=True, vectors=True, labels=True)
+        _check_no_lora(lora_request)
+        params = pooling_params or PoolingParams()
+        classifier = self._classifier()
+        return [
+            pooled_output(
+                answer,
+                lambda pooled: labelled(
+                    classifier,
+                    probabilities(classifier, pooled, use_activation=params.use_activation),
+                ),
+            )
+            for answer in self._labelled(self._reader.read_all(prompts), params, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: one of `data_1` with each of `data_2`, or as many of each.
+
+        A model with a classification head of one label scores each pair in one prompt, other
+        models give the cosine of the two embeddings. Other arguments and errors as in `generate`.
+        """
+        self._check_takes(text=True, vectors=True, labels=True)
+        _check_no_lora(lora_request)
+        pairs = text_pairs(data_1, data_2)
+        params = pooling_params or PoolingParams()
+        classifier = self._model.classifier
+        if classifier is None:
+            if params.use_activation is not None:
+                raise ValueError("PoolingParams: use_activation needs a classification head")
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            normalized = dataclasses.replace(params, use_activation=True)
+            vectors = self.embed(texts, pooling_params=normalized, use_tqdm=use_tqdm)
+            ends = dict(zip(texts, vectors, strict=True))
+            return [compared(ends[one], ends[other]) for one, other in pairs]
+        if len(classifier.labels) > 1:
+            raise ValueError(
+                f"{self._model.name} has {len(classifier.labels)} labels, so no single score: use "
+                "LLM.classify"
+            )
+        return [
+            pooled_output(
+                answer,
+                lambda pooled: ScoringOutput(
+                    *probabilities(classifier, pooled, use_activation=params.use_activation)
+                    or [math.nan]
+                ),
+            )
+            for answer in self._labelled(self._reader.read_pairs(pairs), params, use_tqdm)
+        ]
+
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
         *,
-        pooling_task: Literal["embed"] = "embed",
-        use_tqdm: bool = True,
+        pooling_task: Literal["embed", "classify"] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The same as arrays in `outputs.data`, with the model folder's settings."""
-        if pooling_task != "embed":
-            raise ValueError(f"pooling_task={pooling_task!r} is not supported; use embed")
-        answers = self._pool(prompts, None, None, None, use_tqdm=use_tqdm)
-        return [pooled_output(answer, PoolingOutput) for answer in answers]
+        """What `embed` or `classify` return, as arrays in `outputs.data`. pooling_task: None: what
+        the model is made for."""
+        self._check_takes(text=True, vectors=True, labels=True)
+        _check_no_lora(lora_request)
+        if pooling_task not in (None, "embed", "classify"):
+            raise ValueError(f"pooling_task={pooling_task!r} is not supported; use embed, classify")
+        if pooling_task is None:
+            pooling_task = "embed" if self._model.classifier is None else "classify"
+        params = pooling_params or PoolingParams()
+        if pooling_task == "embed":
+            self._check_takes(text=True, vectors=True)
+            answers = self._embedded(prompts, params, use_tqdm)
+            return [pooled_output(answer, PoolingOutput) for answer in answers]
+        classifier = self._classifier()
+        return [
+            pooled_output(
+                answer,
+                lambda pooled: PoolingOutput(
+                    np.array(
+                        probabilities(classifier, pooled, use_activation=params.use_activation),
+                        np.float32,
+                    )
+                ),
+            )
+            for answer in self._labelled(self._reader.read_all(prompts), params, use_tqdm)
+        ]
+
+    def _classifier(self) -> ClassifierModel:
+        """Raises ValueError if the model is none."""
+        if self._model.classifier is None:
+            raise ValueError(f"{self._model.name} has no classification head")
+        return self._model.classifier
+
+    def _embedded(
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
+    ) -> list[Answer]:
+        assert self._model.embedding is not None
+        pooling = params.of_embedding(self._model.embedding)
+        return self._pool("embed", self._reader.read_all(prompts), pooling, use_tqdm)
+
+    def _labelled(
+        self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
+    ) -> list[Answer]:
+        return self._pool("classify", prompts, params.of_labels(), use_tqdm)
 
     def _pool(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        kind: PoolingKind | None,
-        normalize: bool | None,
-        dimensions: int | None,
-        *,
-        use_tqdm: bool,
+        what: str,
+        prompts: Sequence[PromptInput],
+        pooling: EnginePoolingParams,
+        use_tqdm: Progress,
     ) -> list[Answer]:
-        self._check_takes(text=True, vectors=True)
-        assert self._model.embedding is not None
-        pooling = self._model.embedding.pooling(
-            kind=kind, normalize=normalize, dimensions=dimensions
-        )
-        answers = [
-            pooled_answer(next(self._request_ids), prompt, pooling)
-            for prompt in self._reader.read_all(prompts)
-        ]
-        with _progress_bar("embed", len(answers), is_shown=use_tqdm) as bar:
+        answers = [pooled_answer(next(self._request_ids), prompt, pooling) for prompt in prompts]
+        with _progress_bar(what, len(answers), use_tqdm) as bar:
             self._answer_all(answers, bar)
         return answers
 
@@ -353,7 +460,7 @@ class LLM:
         if not self._finalizer.alive:
             raise EngineDead("this LLM has been closed")
 
-    def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
+    def _check_takes(self, *, text: bool, vectors: bool = False, labels: bool = False) -> None:
         """Raise EngineDead if this LLM is closed, ValueError if the model does not support the
         call."""
         self._check_open()
@@ -361,53 +468,43 @@ class LLM:
             raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
         if not text and self._speech is None:
             raise ValueError(f"{self._model.name} takes text, not audio: use LLM.generate")
+        if not labels and self._model.classifier is not None:
+            raise ValueError(f"{self._model.name} classifies text: use LLM.classify or LLM.score")
         embedding = self._model.embedding
         if not vectors and embedding is not None and embedding.is_only:
             raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        beam_width: int,
-        max_tokens: int,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        ignore_eos: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely answers to each prompt, found by a beam search equal to
-        transformers' `generate(num_beams=...)`; see `BeamSearchParams`.
-
-        max_tokens: limit of output tokens; the model's length limits them too.
-        Other arguments and errors as in `generate`.
-        """
+        """The most likely answers to each prompt, found by a beam search equal to transformers'
+        `generate(num_beams=...)`. Prompts and errors as in `generate`."""
         self._check_takes(text=True)
         searches = []
         for prompt in self._reader.read_all(prompts):
             ids = prompt.token_ids
-            params = BeamSearchParams(
-                beam_width,
-                min(max_tokens, self._max_model_len - len(ids)),
-                length_penalty,
-                early_stopping,
-                frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
+            search_params = EngineBeamSearchParams(
+                params.beam_width,
+                min(params.max_tokens, self._max_model_len - len(ids)),
+                params.length_penalty,
+                params.early_stopping,
+                frozenset() if params.ignore_eos else frozenset(self._model.eos_token_ids),
             )
             request_id = next(self._request_ids)
             searches.append(
-                BeamSearch(self._client, request_id, ids, params, on_change=lambda: None)
+                BeamSearch(self._client, request_id, ids, search_params, on_change=lambda: None)
             )
         with self._cleaned_up():
-            max_live = max(1, MAX_LIVE_REQUESTS // beam_width)
+            max_live = max(1, MAX_LIVE_REQUESTS // params.beam_width)
             errors = run_searches(searches, self._client, max_live=max_live)
         return [
-            BeamSearchOutput(list(search.prompt_token_ids), [], errors[search])
+            BeamSearchOutput([], errors[search])
             if search in errors
             else BeamSearchOutput(
-                list(search.prompt_token_ids),
                 [
-                    beam_output(self._reader.decoder, search, finished)
+                    beam_sequence(self._reader.decoder, search, finished)
                     for finished in search.finished
-                ],
+                ]
             )
             for search in searches
         ]
@@ -444,8 +541,9 @@ class LLM:
         self.close()
 
 
-def _progress_bar(what: str, num_requests: int, *, is_shown: bool) -> "tqdm[Any]":
-    return tqdm(total=num_requests, desc=what, unit="req", disable=not is_shown, file=sys.stderr)
+def _progress_bar(what: str, num_requests: int, use_tqdm: Progress) -> "tqdm[Any]":
+    kind: Callable[..., tqdm[Any]] = use_tqdm if callable(use_tqdm) else tqdm
+    return kind(total=num_requests, desc=what, unit="req", disable=not use_tqdm, file=sys.stderr)
 
 
 def _check_no_lora(lora_request: object) -> None:

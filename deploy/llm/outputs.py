@@ -93,7 +93,26 @@ class PoolingOutput:
     data: Float32Array
 
 
-PooledT = TypeVar("PooledT", EmbeddingOutput, PoolingOutput)
+@dataclass
+class ClassificationOutput:
+    """probs: of all labels; empty if the request failed. label: the most likely one."""
+
+    probs: list[float]
+    label: str
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """score: not a number if the request failed."""
+
+    score: float
+
+
+PooledT = TypeVar("PooledT", EmbeddingOutput, PoolingOutput, ClassificationOutput, ScoringOutput)
 
 
 @dataclass
@@ -115,6 +134,9 @@ class PoolingRequestOutput(Generic[PooledT]):
 
 
 EmbeddingRequestOutput: TypeAlias = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput: TypeAlias = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput: TypeAlias = PoolingRequestOutput[ScoringOutput]
+"""Of two texts. If their embeddings were compared, its tokens are those of both."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +155,18 @@ class TranscriptionOutput:
 
 
 @dataclass(frozen=True)
-class BeamOutput:
+class BeamSearchSequence:
     """One of the most likely answers to a prompt.
 
-    token_ids, text: the output; only `token_ids` includes an end token.
-    score:           log probability / length ** length_penalty.
-    finish_reason:   `stop` or `length`.
+    tokens, text:  the prompt and the answer; only `tokens` includes an end token.
+    cum_logprob:   sum of the log probabilities of the answer's tokens.
+    score:         cum_logprob / length ** length_penalty.
+    finish_reason: `stop` or `length`.
     """
 
-    token_ids: list[int]
+    tokens: list[int]
     text: str
+    cum_logprob: float
     score: float
     finish_reason: str
 
@@ -151,8 +175,7 @@ class BeamOutput:
 class BeamSearchOutput:
     """The answers to one prompt, best first; empty, with the reason in `error`, if it failed."""
 
-    prompt_token_ids: list[int]
-    beams: list[BeamOutput]
+    sequences: list[BeamSearchSequence]
     error: str | None = None
 
 

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -12,6 +12,22 @@ from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.requests.validation import prompt_problem
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+
+
+class TextPrompt(TypedDict):
+    """A text; see `Prompt`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids. prompt: their text, which outputs repeat."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
 
 FORMS: Final = 'a text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
 _KEYS: Final = frozenset({"prompt", "prompt_token_ids", "cache_salt"})

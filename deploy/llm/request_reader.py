@@ -90,6 +90,19 @@ class RequestReader:
             prompts.append(self.parser.parse_rendered(text, where))
         return prompts
 
+    def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PromptInput]:
+        """A prompt of each pair of texts, for models that classify pairs."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"a pair needs a tokenizer, but {self._model.path} has none")
+        return [
+            self.parser.checked(
+                PromptInput(tokenizer.join(tokenizer.part(one), tokenizer.part(other))),
+                f"pair {index}",
+            )
+            for index, (one, other) in enumerate(pairs)
+        ]
+
     def default_params(self) -> SamplingParams:
         """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
         defaults = self._model.sampling_defaults

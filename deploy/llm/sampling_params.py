@@ -5,15 +5,15 @@ The names are vLLM's, including that of the class. The engine gets the `Sampling
 """
 
 import copy
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.llm.refused_settings import Refused, refusing
 from longshore.deploy.requests.validation import plain_params
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
@@ -21,8 +21,7 @@ from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 MAX_ANSWERS: Final = 16_384
 """Limit of `n`."""
 
-# Setting: values that change nothing, beside None, and what to do instead of another value.
-UNSUPPORTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+UNSUPPORTED: Final[Refused] = {
     "allowed_token_ids": ((), "use logit_bias to prefer tokens"),
     "best_of": ((1,), "set n, and choose among the answers by cumulative_logprob"),
     "extra_args": (({},), "no sampler here reads it"),
@@ -30,18 +29,20 @@ UNSUPPORTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "guided_decoding": ((), "vLLM has replaced it with structured_outputs"),
     "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
     "logprob_token_ids": (([],), "logprobs returns the most likely tokens"),
+    "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
     "prompt_logprob_token_ids": (([],), "prompt_logprobs returns the most likely tokens"),
-    "repetition_detection": ((), "use repetition=RepetitionDetection(...), with the same fields"),
+    "routed_experts_prompt_start": ((0,), "outputs do not have the experts of tokens"),
+    "skip_clone": ((False, True), "settings are read when a request begins"),
     "skip_special_tokens": ((True,), "decode token_ids with get_tokenizer()"),
     "spaces_between_special_tokens": ((True,), "texts have no special tokens"),
     "stream_interval": ((1,), "each output of a stream has all tokens since the one before"),
     "structured_outputs": ((), "answers are not constrained by a grammar"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
+    "trace_decode_token_ids": ((), "sampled tokens cannot be prescribed"),
     "truncate_prompt_tokens": ((), "pass the token ids that the prompt should have"),
     "use_beam_search": ((False,), "call LLM.beam_search"),
 }
-
-ParamsT = TypeVar("ParamsT")
+"""Settings of vLLM's `SamplingParams`, of all versions, that are not supported."""
 
 
 class RequestOutputKind(Enum):
@@ -52,30 +53,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def _refusing(kind: type[ParamsT]) -> type[ParamsT]:
-    """Make the class reject settings of vLLM that are not supported, by name."""
-    init: Callable[..., None] = kind.__init__
-
-    @functools.wraps(init)
-    def __init__(self: ParamsT, **settings: Any) -> None:
-        init(self, **{name: settings[name] for name in settings if not _is_neutral(name, settings)})
-
-    kind.__init__ = __init__  # type: ignore[method-assign, assignment]
-    return kind
-
-
-def _is_neutral(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether it is a setting that is not supported, with a value that changes nothing. Raises
-    ValueError for another value."""
-    if name not in UNSUPPORTED:
-        return False
-    neutral, advice = UNSUPPORTED[name]
-    if settings[name] is not None and settings[name] not in neutral:
-        raise ValueError(f"SamplingParams: {name} is not supported; {advice}")
-    return True
-
-
-@_refusing
+@refusing(UNSUPPORTED)
 @dataclass(kw_only=True)
 class SamplingParams:
     """Settings of the answers to a prompt. Raises ValueError naming the setting that is invalid.
@@ -97,7 +75,7 @@ class SamplingParams:
     min_tokens:     end-of-sequence and stop ids cannot end an answer before this many tokens.
     repetition_penalty: 0.01 to 100; see docs/sampling.md, also for the two other penalties.
     logit_bias:     added to the logit of each token id, -100 to 100.
-    repetition:     when repeated output ends an answer; None: never.
+    repetition_detection: when repeated output ends an answer; None: never.
     logprobs:       return the log probability of each output token and of this many most likely
                     tokens, 0 to 20; None: return none.
     prompt_logprobs: the same for each prompt token except the first.
@@ -124,7 +102,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    repetition: RepetitionDetection | None = None
+    repetition_detection: RepetitionDetection | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     detokenize: bool = True
@@ -167,6 +145,7 @@ class SamplingParams:
         if not 1 <= self.n <= MAX_ANSWERS:
             raise ValueError(f"SamplingParams: n={self.n} must be between 1 and {MAX_ANSWERS}")
         values = {name: getattr(self, name) for name in _FOR_ENGINE}
+        values["repetition"] = self.repetition_detection
         values["top_k"] = 0 if self.top_k == -1 else self.top_k
         values["stop_token_ids"] = () if self.stop_token_ids is None else self.stop_token_ids
         values["bad_words_token_ids"] = [*self.bad_words_token_ids, *bad_words_token_ids]

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
+from longshore.deploy.model.classifier import ClassifierModel, read_classifier
 from longshore.deploy.model.embedding import EmbeddingModel, read_embedding_model
 from longshore.deploy.model.hub import model_name, resolve_model
 from longshore.deploy.model.json_file import read_json_object
@@ -52,7 +53,8 @@ class ModelFolder(msgspec.Struct, frozen=True):
     max_model_len: the model's limit of prompt and output tokens together.
     eos_token_ids: token ids that end an answer.
     checkpoint_dtype: dtype in config.json.
-    embedding:     how it pools embeddings; None: it takes no text.
+    embedding:     how it pools embeddings; None: it takes no text, or only classifies it.
+    classifier:    labels of a model for sequence classification; None: it is another one.
     audio:         audio input of a speech model; None: it takes text.
     """
 
@@ -64,6 +66,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     checkpoint_dtype: str
     sampling_defaults: SamplingDefaults
     embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
 
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
@@ -96,7 +99,9 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     if eos is None:
         eos = config.get("eos_token_id")
     audio = _audio_input(model)
-    embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
+    embedding = None
+    if audio is None and not model.labels:
+        embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),
@@ -105,7 +110,8 @@ def read_model_folder(name: str | Path) -> ModelFolder:
         eos_token_ids=_token_ids(eos, path),
         checkpoint_dtype=model.dtype,
         sampling_defaults=_sampling_defaults(generation, path),
-        embedding=None if audio else embedding,
+        embedding=embedding,
+        classifier=read_classifier(config, model.labels) if model.labels else None,
         audio=audio,
     )
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, processors
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, PoolingParams, SamplingParams
 from tests.deploy.tiny_tokenizer import BOS, BOS_ID, EOS, EOS_ID, VOCAB_SIZE, byte_level_tokenizer
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment
@@ -222,12 +222,12 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
                 output.outputs.embedding, vector_of(tiny_model[1], output.prompt_token_ids)
             )
         for kind, num_cached in (("last", 64), ("mean", 0), ("cls", 0)):
-            (again,) = llm.embed(prompts[1], kind=kind, dimensions=9, use_tqdm=False)
+            (again,) = llm.embed(prompts[1], pooling_params=PoolingParams(kind=kind, dimensions=9))
             assert again.num_cached_tokens == num_cached
             expected = vector_of(tiny_model[1], again.prompt_token_ids, kind)[:9]
             assert_close(again.outputs.embedding, expected / np.linalg.norm(expected))
         with pytest.raises(ValueError, match=r"dimensions=65 must be between 1 and 64"):
-            llm.embed(TEXTS, dimensions=65)
+            llm.embed(TEXTS, pooling_params=PoolingParams(dimensions=65))
         (answer,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(answer.outputs[0].token_ids) == 3
 
@@ -260,7 +260,7 @@ def test_several_ranks_give_the_vectors_of_one(layout: dict[str, Any], tmp_path:
         **layout,
     ) as llm:
         for kind in ("last", "mean"):
-            outputs = llm.embed(as_given, kind=kind, use_tqdm=False)
+            outputs = llm.embed(as_given, pooling_params=PoolingParams(kind=kind))
             for prompt, output in zip(prompts, outputs, strict=True):
                 assert_close(output.outputs.embedding, vector_of(reference, prompt, kind))
 

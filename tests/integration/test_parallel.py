@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, BeamSearchParams, SamplingParams
 from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.model.folder import read_model_folder
@@ -164,8 +164,8 @@ def test_chunks_and_preemptions_change_no_token_in_two_stages(
 
 def test_beams_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:4]]
-    found = [each.beam_search(inputs, beam_width=3, max_tokens=6) for each in (llm, one_rank)]
-    ours, alone = ([[beam.token_ids for beam in output.beams] for output in each] for each in found)
+    found = [each.beam_search(inputs, BeamSearchParams(beam_width=3, max_tokens=6)) for each in (llm, one_rank)]
+    ours, alone = ([[beam.tokens for beam in output.sequences] for output in each] for each in found)
     assert ours == alone
 
 

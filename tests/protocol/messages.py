@@ -142,6 +142,7 @@ poolings = st.none() | st.builds(
     st.booleans(),
     st.none() | st.integers(1, 2**31 - 1),
 )
+poolings |= st.just(PoolingParams("classify", normalize=False))
 starts = st.builds(
     RowStart,
     row=counts,

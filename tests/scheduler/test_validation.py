@@ -128,6 +128,16 @@ def test_a_model_without_a_head_accepts_pooling_requests_only() -> None:
     assert "no output head: it gives vectors" in answer[1]
 
 
+def test_only_a_model_with_a_classification_head_scores_labels() -> None:
+    scores = PoolingParams("classify", normalize=False)
+    answer = refused([1] * 8, by=intake(Feature.POOLING), pooling=scores)
+    assert answer is not None
+    assert answer[0] is FinishReason.ERROR
+    assert "no classification head" in answer[1]
+    by = intake(Feature.POOLING, Feature.POOLING_ONLY, Feature.CLASSIFY)
+    assert refused([1] * 8, by=by, pooling=scores) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -12,6 +12,8 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 HEAD: Final = "lm_head.weight"
 """The output head, which is outside the decoder."""
+CLASSIFIER: Final = "score.weight"
+"""The head of a model for sequence classification."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")

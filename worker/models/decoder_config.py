@@ -81,6 +81,9 @@ class DecoderConfig(ABC):
     score_softcap, logit_softcap: c, if scores or logits are replaced by c * tanh(value / c).
     logit_scale: factor on the logits.
     has_head:    whether there is an output head; a model without one can only pool vectors.
+    labels:      names of the labels of a classification head; empty: the model has none.
+    label_tokens: the token against the only label and the one for it, if the head is made from
+                 their rows of the output head; None: it is in the checkpoint.
     dtype:       the checkpoint's dtype, "float32" if config.json does not give it.
     """
 
@@ -111,6 +114,8 @@ class DecoderConfig(ABC):
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     has_head: bool = True
+    labels: tuple[str, ...] = ()
+    label_tokens: tuple[int, int] | None = None
 
     @classmethod
     @abstractmethod

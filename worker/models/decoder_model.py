@@ -16,13 +16,14 @@ from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
+from longshore.worker.layers.classification_head import ClassificationHead
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
-from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.tensor_names import HEAD
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.loading.tensor_names import CLASSIFIER, HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -92,13 +93,22 @@ class DecoderModel(ABC):
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
-        self.embedding = VocabParallelEmbedding(*size) if first or (last and is_tied) else None
+        has_table = first or (last and is_tied and config.has_head)
+        self.embedding = VocabParallelEmbedding(*size) if has_table else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
+        self.classifier: ClassificationHead | None = None
         if last:
             self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
             if config.has_head:
                 self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
+            if config.labels:
+                self.classifier = ClassificationHead(
+                    len(config.labels),
+                    config.hidden_size,
+                    self._placement,
+                    tokens=config.label_tokens,
+                )
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
@@ -183,9 +193,20 @@ class DecoderModel(ABC):
             tensors |= self.norm.checkpoint_tensors("model.norm")
         if self.head is not None and not self.head.is_tied:
             tensors[HEAD] = self.head.stored()
+        if self.classifier is not None:
+            self._add_classifier(tensors, self.classifier)
         for index, layer in zip(self._layer_indices, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
         return tensors
+
+    def _add_classifier(self, tensors: StoredTensors, head: ClassificationHead) -> None:
+        if head.tokens is None:
+            tensors[CLASSIFIER] = head.stored()
+            return
+        rows = head.in_output_head(self.config.vocab_size)
+        name = EMBEDDINGS if self.config.tie_word_embeddings else HEAD
+        others = tensors[name].parts if name in tensors else ()
+        tensors[name] = StoredTensor(rows.shape, (*others, *rows.parts))
 
     def loaded(self) -> None:
         """Called once every tensor is filled: pack the weights. They cannot be filled again."""
@@ -196,11 +217,12 @@ class DecoderModel(ABC):
         belongs to another stage, can be derived (rotary tables, a tied output head), or is a scale
         of the KV cache."""
         layer = _LAYER.match(name)
-        return (
+        return bool(
             self.copy_of(name) is not None
             or name.endswith("rotary_emb.inv_freq")
             or is_kv_scale(name)
             or (name in (EMBEDDINGS, NORM, HEAD) and self.parallel.num_stages > 1)
+            or (name == CLASSIFIER and self.config.labels and not self.parallel.is_last_stage)
             or (layer is not None and self._is_elsewhere(int(layer[1])))
         )
 

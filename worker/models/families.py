@@ -29,7 +29,7 @@ from longshore.worker.models.gemma2_config import Gemma2Config
 from longshore.worker.models.gemma3_config import Gemma3Config, Gemma3ImagesConfig
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
-from longshore.worker.models.json_fields import JsonFields, read_json_object
+from longshore.worker.models.json_fields import MAX_COUNT, JsonFields, read_json_object
 from longshore.worker.models.llama4_config import Llama4Config
 from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mamba2_config import Mamba2Config
@@ -64,6 +64,23 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "WhisperForConditionalGeneration": WhisperConfig,
 }
+CLASSIFIERS: Final[dict[str, type[DecoderConfig]]] = {
+    "DeepseekV2ForSequenceClassification": DeepseekV2Config,
+    "DeepseekV3ForSequenceClassification": DeepseekV3Config,
+    "Gemma2ForSequenceClassification": Gemma2Config,
+    "Gemma3TextForSequenceClassification": Gemma3Config,
+    "GptOssForSequenceClassification": GptOssConfig,
+    "LlamaForSequenceClassification": LlamaConfig,
+    "MistralForSequenceClassification": MistralConfig,
+    "MixtralForSequenceClassification": MixtralConfig,
+    "Olmo2ForSequenceClassification": Olmo2Config,
+    "Phi3ForSequenceClassification": Phi3Config,
+    "Qwen2ForSequenceClassification": Qwen2Config,
+    "Qwen3ForSequenceClassification": Qwen3Config,
+    "Qwen3MoeForSequenceClassification": Qwen3MoeConfig,
+}
+"""Decoders with a classification head instead of the output head."""
+DEFAULT_NUM_LABELS: Final = 2  # as in transformers
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
@@ -81,11 +98,57 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
             f"{fields.source} declares {config.num_layers:,} layers, but the checkpoint has "
             f"{num_stored:,}. The weights are incomplete, or config.json belongs to another model."
         )
+    if any(name in CLASSIFIERS for name in _architectures(fields)):
+        tokens = _label_tokens(fields, config.vocab_size)
+        labels = read_labels(fields) if tokens is None else ("LABEL_0",)
+        return replace(config, has_head=False, labels=labels, label_tokens=tokens)
     if not config.tie_word_embeddings and (
         _is_bare_architecture(fields) or is_bare_checkpoint(names)
     ):
         config = replace(config, has_head=False)
     return config
+
+
+def read_labels(fields: JsonFields) -> tuple[str, ...]:
+    """The names of a classification head's labels. Raises BrokenCheckpoint."""
+    names = fields.table("id2label")
+    if names is None:
+        num_labels = fields.count("num_labels", DEFAULT_NUM_LABELS)
+        return tuple(f"LABEL_{index}" for index in range(num_labels))
+    found = [names.values.get(str(index)) for index in range(min(len(names.values), MAX_COUNT))]
+    labels = tuple(name for name in found if isinstance(name, str))
+    if not labels or len(labels) != len(names.values):
+        raise fields.wrong(
+            "id2label", f"an object with the keys 0, 1, ... and up to {MAX_COUNT:,} names"
+        )
+    return labels
+
+
+def _label_tokens(fields: JsonFields, vocab_size: int) -> tuple[int, int] | None:
+    """The two tokens of `classifier_from_token`, with which vLLM makes a classifier of a language
+    model. Raises UnsupportedModel or BrokenCheckpoint."""
+    names = fields.values.get("classifier_from_token")
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != 2:
+        raise fields.wrong("classifier_from_token", "a list of two tokens: against, and for")
+    is_difference = fields.text("method", "") == "from_2_way_softmax"
+    if not (is_difference or fields.boolean("is_original_qwen3_reranker", False)):
+        raise UnsupportedModel(
+            f"{fields.source}: classifier_from_token is supported with method=from_2_way_softmax "
+            "or is_original_qwen3_reranker=true."
+        )
+    tokenizer = fields.sibling_file("tokenizer.json")
+    model = None if tokenizer is None else tokenizer.table("model")
+    vocab = None if model is None else model.table("vocab")
+    if vocab is None:
+        raise BrokenCheckpoint(
+            f"{fields.source}: classifier_from_token needs a tokenizer.json with a vocabulary."
+        )
+    against, of_label = (vocab.integer(str(name), minimum=0) for name in names)
+    if max(against, of_label) >= vocab_size:
+        raise fields.wrong("classifier_from_token", f"tokens below vocab_size={vocab_size}")
+    return against, of_label
 
 
 def _is_bare_architecture(fields: JsonFields) -> bool:
@@ -117,9 +180,10 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
         raise UnsupportedModel(
             f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
+    known = ARCHITECTURES | CLASSIFIERS
     for name in (*names, *map(_with_head, names)):
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if name in known:
+            return known[name]
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         if entry_point.name in names:
             return _checked_family(entry_point.name, entry_point.load())
@@ -140,4 +204,4 @@ def _checked_family(name: str, family: object) -> type[DecoderConfig]:
 
 def _supported() -> str:
     installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
-    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | installed))}."
+    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | CLASSIFIERS.keys() | installed))}."

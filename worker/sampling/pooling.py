@@ -1,11 +1,10 @@
-"""Vectors of pooling requests: the final-norm hidden state of the last or the first token, or the
-mean over all tokens.
+"""Vectors of pooling requests: the final-norm hidden state of the last or the first token, the mean
+over all tokens, or the classification head's scores of the last one.
 
 Each chunk adds its hidden states to the row's sum until the end of the prompt. Sums are float64, so
 that neither their order nor the way a prompt was cut into chunks changes the float32 result.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.protocol.arrays import Float32Array, Int32Array, int32_array
@@ -20,6 +20,7 @@ from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import RowStart
 from longshore.protocol.requests import PoolingParams
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.step.step_batch import Int64s, StepBatch
 from longshore.worker.step.upload import PackedUpload, Upload
 
@@ -55,9 +56,12 @@ class PoolingRows:
                 "the prefix cache"
             )
 
-    def take(self, batch: StepBatch, hidden_size: int, *, pin_memory: bool) -> "StepPooling | None":
+    def take(
+        self, batch: StepBatch, hidden_size: int, *, num_labels: int = 0, pin_memory: bool
+    ) -> "StepPooling | None":
         """What the step adds to the sums, and the vectors that it completes; None if it has no
-        pooling row. Raises PlanMismatch if a row is rewound to states that are already summed."""
+        pooling row. Raises PlanMismatch if a row is rewound to states that are already summed, or
+        is to be classified without labels."""
         chosen = np.flatnonzero(self.is_pooling[batch.rows])
         if not len(chosen):
             return None
@@ -75,12 +79,15 @@ class PoolingRows:
                     f"row {row} pools all its tokens ({pooling.kind}) and continues at {start}, "
                     f"but {self._num_summed[row]} of them are already summed"
                 )
+            if pooling.kind == "classify" and not num_labels:
+                raise PlanMismatch(f"row {row} is to be classified, but the model has no labels")
             self._num_summed[row] = end
             is_done = end >= self._num_prompt[row]
             tokens.append(_summed_tokens(pooling, start, end, is_done=is_done) - start + first)
             if is_done:
                 done.append(row)
-        return self._packed(rows, starts, tokens, done, hidden_size, pin_memory=pin_memory)
+        sizes = (hidden_size, num_labels)
+        return self._packed(rows, starts, tokens, done, sizes, pin_memory=pin_memory)
 
     def _packed(
         self,
@@ -88,12 +95,16 @@ class PoolingRows:
         starts: Int64s,
         tokens: list[Int64s],
         done: list[int],
-        hidden_size: int,
+        sizes: tuple[int, int],
         *,
         pin_memory: bool,
     ) -> "StepPooling":
+        """sizes: elements of a hidden state, and number of labels."""
+        hidden_size, num_labels = sizes
         params = [params for row in done if (params := self._params[row]) is not None]
+        is_classified = np.array([each.kind == "classify" for each in params], np.bool_)
         kept = np.array([each.dimensions or hidden_size for each in params], np.int64)
+        kept[is_classified] = num_labels
         num_summed = [
             self._num_prompt[row] if each.kind == "mean" else 1
             for row, each in zip(done, params, strict=True)
@@ -108,9 +119,10 @@ class PoolingRows:
             num_summed=upload.ints(np.array(num_summed, np.int64)),
             kept=upload.ints(kept),
             is_normalized=upload.ints(np.array([each.normalize for each in params], np.int64)),
+            classified=upload.ints(np.flatnonzero(is_classified)),
             rows=np.array(done, np.int64),
             num_kept=kept,
-            vectors=torch.empty((len(done), hidden_size), pin_memory=pin_memory),
+            vectors=torch.empty((len(done), max(sizes)), pin_memory=pin_memory),
             upload=upload.pack(pin_memory=pin_memory),
         )
 
@@ -126,7 +138,7 @@ def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: boo
             return np.arange(start, end)
         case "cls":
             return np.arange(start, min(end, 1))
-        case "last":
+        case "last" | "classify":
             return np.arange(end - 1, end) if is_done else np.empty(0, np.int64)
 
 
@@ -180,8 +192,10 @@ class StepPooling:
     done:   rows whose vector is complete.
     num_summed, kept, is_normalized: of each of these, the states in its sum, the elements of its
             vector, and whether it is normalised to length 1.
+    classified: indices of those that are classified.
     rows, num_kept: the same as `done` and `kept`, on the host.
-    vectors: (num_done, hidden_size) float32, on the host; zeros after the kept elements.
+    vectors: (num_done, elements of the longest possible vector) float32, on the host; zeros after
+            the kept elements.
     """
 
     begun: slice
@@ -191,12 +205,13 @@ class StepPooling:
     num_summed: slice
     kept: slice
     is_normalized: slice
+    classified: slice
     rows: Int64s
     num_kept: Int64s
     vectors: Tensor
     upload: PackedUpload
 
-    def run(self, hidden: Tensor, norm: Callable[[Tensor], Tensor], pooled: PooledSums) -> None:
+    def run(self, hidden: Tensor, model: DecoderModel, pooled: PooledSums) -> None:
         """Add the step's hidden states, (num_tokens, hidden_size) before the final norm, and
         compute completed vectors. On the compute queue."""
         ints, _ = self.upload.to_device(hidden.device)
@@ -206,17 +221,27 @@ class StepPooling:
         step = max(1, MAX_SUMMED_ELEMENTS // hidden.shape[1])
         for start in range(0, len(tokens), step):
             piece = slice(start, start + step)
-            states = norm(hidden.index_select(0, tokens[piece]))
+            states = model.last_norm(hidden.index_select(0, tokens[piece]))
             sums.index_add_(0, owners[piece], states.to(sums.dtype))
         if not len(self.rows):
             return
         vectors = sums.index_select(0, ints[self.done]) / ints[self.num_summed].unsqueeze(1)
+        vectors = self._with_scores(vectors, ints[self.classified], model)
         columns = torch.arange(vectors.shape[1], device=vectors.device)
         vectors.masked_fill_(columns >= ints[self.kept].unsqueeze(1), 0)
         lengths = vectors.norm(dim=1, keepdim=True).clamp_min_(_SMALLEST_LENGTH)
         is_normalized = ints[self.is_normalized].bool().unsqueeze(1)
         vectors.div_(lengths.where(is_normalized, torch.ones_like(lengths)))
         self.vectors.copy_(vectors.float(), non_blocking=True)
+
+    def _with_scores(self, states: Tensor, classified: Tensor, model: DecoderModel) -> Tensor:
+        """The states, with the scores of the labels in place of those that are classified."""
+        vectors = F.pad(states, (0, self.vectors.shape[1] - states.shape[1]))
+        if len(classified):
+            assert model.classifier is not None
+            scores = model.classifier(states.index_select(0, classified))
+            vectors[classified, : scores.shape[1]] = scores
+        return vectors
 
     def result(self) -> PooledResult:
         """The completed vectors; call it after the step is complete."""

@@ -183,7 +183,7 @@ class DeviceStep:
         if self.transfers is not None and state.parallel.samples:
             self.transfers.after_layers(hidden)
         if self.pooling is not None:
-            self.pooling.run(hidden, state.model.last_norm, state.pooled)
+            self.pooling.run(hidden, state.model, state.pooled)
         extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)
         if extras is not None:
             extras.score_prompt(hidden, state.model.logits, state.tokens)

@@ -153,8 +153,13 @@ class ModelRunner:
         """The step's pooling; None if no row pools or another rank samples."""
         if not (self._parallel.samples and self._rows.pooling.is_pooling.any()):
             return None
-        hidden_size = self._launcher.state.model.config.hidden_size
-        return self._rows.pooling.take(batch, hidden_size, pin_memory=self._launcher.pin_memory)
+        config = self._launcher.state.model.config
+        return self._rows.pooling.take(
+            batch,
+            config.hidden_size,
+            num_labels=len(config.labels),
+            pin_memory=self._launcher.pin_memory,
+        )
 
     def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> FedBackTokens | None:
         if self._parallel.num_stages == 1:

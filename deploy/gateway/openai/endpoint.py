@@ -36,6 +36,7 @@ from longshore.deploy.gateway.request_log import note_bug
 from longshore.deploy.gateway.request_turns import RequestTurns
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.requests.speech import SpeechModel
 
@@ -45,7 +46,9 @@ _encode = msgspec.json.Encoder().encode
 class Service(msgspec.Struct, frozen=True):
     """The objects and limits with which endpoints serve requests; created once the engine is ready.
 
-    embedding: how the model pools embeddings; None: it takes no text.
+    embedding: how the model pools embeddings; None: it has none.
+    classifier: labels of a model for sequence classification; None: it is another one.
+    has_score_template: the operator has given the chat template, so pairs are rendered with it.
     speech: a speech model's features and prompts; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests.
@@ -67,6 +70,8 @@ class Service(msgspec.Struct, frozen=True):
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
     embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
+    has_score_template: bool = False
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
     json: JsonThread = msgspec.field(default_factory=JsonThread)
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
@@ -93,9 +98,11 @@ class ResponseWriter(ABC):
 
 
 class ApiEndpoint(ABC):
-    """An ASGI application for one path. `service` is None until the engine is ready."""
+    """An ASGI application for one path, and other names of it. `service` is None until the engine
+    is ready."""
 
     path: str
+    other_paths: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.service: Service | None = None
@@ -143,6 +150,12 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             raise invalid(
                 f"{service.model_name} is a speech model: use /v1/audio/transcriptions or "
                 f"/v1/audio/translations; {self.path} is for models that take text",
+                param="model",
+            )
+        if service.classifier is not None:
+            raise invalid(
+                f"{service.model_name} classifies text: use /classify, /v1/score or /v1/rerank; "
+                f"{self.path} is for models that generate text",
                 param="model",
             )
         if service.embedding is not None and service.embedding.is_only:

@@ -8,6 +8,10 @@ import msgspec
 
 import longshore
 from longshore.deploy.gateway.dashboard.dashboard import DashboardState
+from longshore.deploy.gateway.openai.classification import (
+    ClassificationRequest,
+    ClassificationResponse,
+)
 from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
@@ -23,6 +27,12 @@ from longshore.deploy.gateway.openai.responses import (
     Model,
     ModelList,
     Transcript,
+)
+from longshore.deploy.gateway.openai.scoring import (
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
 )
 from longshore.deploy.gateway.openai.tokenization import (
     DetokenizeRequest,
@@ -88,6 +98,30 @@ _OPERATIONS: Final = (
         errors=_ASKING,
     ),
     *(
+        _Operation("post", path, summary, {JSON: answer}, body, errors=_ASKING)
+        for paths, summary, answer, body in (
+            (
+                ("/v1/score", "/score"),
+                "Score pairs of texts.",
+                ScoreResponse,
+                ScoreRequest,
+            ),
+            (
+                ("/v1/rerank", "/rerank", "/v2/rerank"),
+                "Order documents by their relevance to a query.",
+                RerankResponse,
+                RerankRequest,
+            ),
+            (
+                ("/classify", "/v1/classify"),
+                "The labels of texts or token ids.",
+                ClassificationResponse,
+                ClassificationRequest,
+            ),
+        )
+        for path in paths
+    ),
+    *(
         _Operation(
             "post",
             f"/v1/audio/{name}",
@@ -149,8 +183,8 @@ def document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
     for kind in (ChatRequest, CompletionRequest):
         components[kind.__name__]["properties"] |= _accepted_besides(kind)
-    embedding = components[EmbeddingRequest.__name__]
-    embedding["properties"] |= {name: {} for name in sorted(IGNORED)}
+    for pools in (EmbeddingRequest, ScoreRequest, RerankRequest, ClassificationRequest):
+        components[pools.__name__]["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
     del report["properties"]["type"]
     report["required"].remove("type")

@@ -27,7 +27,13 @@ MAX_ITEMS: Final = 2048
 MAX_OBJECTS: Final = 256 << 10
 """Limit of the messages of a chat and their parts, counted by the number of `{`."""
 
-_PROMPTS: Final = frozenset({"prompt", "input", "messages", "tokens"})
+MAX_DOCUMENT_TEXTS: Final = 32 << 10
+"""Limit of the texts in `documents` and their names, counted by the number of quotes."""
+
+_PROMPTS: Final = frozenset(
+    {"prompt", "input", "messages", "tokens"}
+    | {"documents", "queries", "query", "text_1", "text_2"}
+)
 MAX_NEUTRAL_BYTES: Final = 1024
 
 # Accepted, without effect on the answer: labels and cache hints.
@@ -153,6 +159,9 @@ def _check_bounds(name: str, value: bytes) -> None:
     elif name == "messages":
         if value.count(b"{") > MAX_OBJECTS:
             raise invalid(f"messages has more than {MAX_OBJECTS} objects or braces", param=name)
+    elif name == "documents":
+        if value.count(b'"') - value.count(b'\\"') > 2 * MAX_DOCUMENT_TEXTS:
+            raise invalid(f"documents has more than {MAX_DOCUMENT_TEXTS} texts", param=name)
     elif (first := _FIRST_ITEM.match(value)) is not None and first[1] != b"]":
         _check_items(name, first[1], value)
 

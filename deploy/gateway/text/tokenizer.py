@@ -73,14 +73,38 @@ class ModelTokenizer:
         """Encode and truncate to `max_tokens`, including special tokens, which are kept. The end
         of the text is removed, or its beginning if `keeps_end`. Only the part of a text that may be
         kept is encoded, because tokens need a hundred times the memory of their text."""
-        part = self._part_of(text, max_tokens)
-        encoding = self._encode(part, with_special=False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
-        side = "left" if self.keeps_end else "right"
-        encoding.truncate(max(0, max_tokens - num_special), direction=side)
+        encoding = self.part(text, max(0, max_tokens - num_special))
         return self._tokenizer.post_process(encoding, add_special_tokens=with_special).ids[
             :max_tokens
         ]
+
+    def part(self, text: str, max_tokens: int | None = None) -> Encoding:
+        """One text of a pair, without special tokens, truncated as by `encode_cut`."""
+        if max_tokens is None:
+            return self._encode(text, with_special=False)
+        encoding = self._encode(self._part_of(text, max_tokens), with_special=False)
+        encoding.truncate(max_tokens, direction="left" if self.keeps_end else "right")
+        return encoding
+
+    @property
+    def num_pair_tokens(self) -> int:
+        """Special tokens that `join` adds."""
+        return self._tokenizer.num_special_tokens_to_add(True)
+
+    def join(self, first: Encoding, second: Encoding) -> list[int]:
+        """Two texts as one prompt, with the special tokens that the model expects of a pair."""
+        return self._tokenizer.post_process(first, second, add_special_tokens=True).ids
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """The text of as many tokens, truncated as by `encode_cut`."""
+        part = self._part_of(text, max_tokens)
+        # The fast variant has no offsets.
+        (encoding,) = self._tokenizer.encode_batch([part], add_special_tokens=False)
+        if len(encoding) <= max_tokens and len(part) == len(text):
+            return text
+        encoding.truncate(max_tokens, direction="left" if self.keeps_end else "right")
+        return part[encoding.offsets[0][0] : encoding.offsets[-1][1]]
 
     def _part_of(self, text: str, num_tokens: int) -> str:
         """The slices of the text, from the end that is kept, that hold at least `num_tokens`."""

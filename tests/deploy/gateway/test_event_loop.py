@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from longshore.deploy.gateway.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
-from longshore.deploy.gateway.openai.embeddings import MAX_INPUTS, EmbeddingRequest
+from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest
 from longshore.deploy.gateway.openai.parameters import (
     MAX_OBJECTS,
     MAX_PARAMETER_BYTES,
     MAX_TOKEN_IDS,
 )
+from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS
 from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.scoring import RerankRequest, ScoreRequest
 from longshore.deploy.gateway.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput
@@ -48,6 +50,8 @@ PATHS: Final = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -55,9 +59,12 @@ PROMPTS: Final = {
     "/v1/completions": b'"prompt":"x"',
     "/v1/chat/completions": b'"messages":[{"role":"user","content":"x"}]',
     "/v1/embeddings": b'"input":"x"',
+    "/v1/score": b'"text_2":"x"',
+    "/v1/rerank": b'"documents":["x"]',
     "/tokenize": b'"prompt":"x"',
     "/detokenize": b'"tokens":[1]',
 }
+QUERIES: Final = {"/v1/score": b'"text_1":"x",', "/v1/rerank": b'"query":"x",'}
 UNSERVED: Final = frozenset({"tools", "metadata"})
 OTHERS: Final = (
     *("bad_words", "chat_template_kwargs", "logit_bias", "model", "stop", "stop_token_ids"),
@@ -160,7 +167,7 @@ def body_of(path: str, name: str, value: bytes) -> bytes:
     """name: the parameter under test; the prompt is small if it is another."""
     small = b"" if PROMPTS[path].startswith(b'"%b"' % name.encode()) else PROMPTS[path] + b","
     deadline = b'"deadline_s":0.1,' if "/v1/" in path else b""
-    return b'{%b%b"%b":%b}' % (deadline, small, name.encode(), value)
+    return b'{%b%b%b"%b":%b}' % (deadline, QUERIES.get(path, b""), small, name.encode(), value)
 
 
 def bodies(path: str) -> Iterator[tuple[str, bytes]]:
@@ -189,6 +196,14 @@ def bodies(path: str) -> Iterator[tuple[str, bytes]]:
             lists(16_384, b'{"role":"user","content":"a word, a word, a word"}'),
         ):
             yield f"messages {messages[:50]!r}", body_of(path, prompt, messages)
+    if prompt == "documents":
+        document = b'{"text":%b}' % text_of("a word, ", 4000)
+        for documents in (
+            lists(MAX_INPUTS, document),
+            b'[{"text":"x","y":%b}]' % filled(b"[]", BODY_BYTES - 100),
+        ):
+            yield f"documents {documents[:50]!r}", body_of(path, prompt, documents)
+        yield "a query", b'{"documents":["x"],"query":%b}' % text_of("a word, ", BODY_BYTES - 100)
     yield "an unknown name", b'{"%b":1}' % (b"n" * BODY_BYTES)
     yield "many names", b"{%b}" % b",".join(b'"%d":1' % i for i in range(10**6))
 
@@ -308,6 +323,10 @@ LARGE_ANSWERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
     "many vectors": ("/v1/embeddings", {"input": ["a word"] * 400}),
+    "many cosines and texts": (
+        "/v1/rerank",
+        {"query": "x", "documents": [index * " " + "\n" * 800 for index in range(9)] * 227},
+    ),
     "many vectors in base64": (
         "/v1/embeddings",
         {"input": ["a word"] * MAX_INPUTS, "encoding_format": "base64"},

@@ -1,0 +1,317 @@
+"""POST /v1/score and /v1/rerank: how well documents fit queries.
+
+A model with a classification head of one label scores a query and a document in one prompt (a
+cross-encoder). An embedding model gives the cosine similarity of the two embeddings; each text is
+computed once.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from longshore.deploy.gateway.openai.embeddings import embedding_model, embedding_pooling
+from longshore.deploy.gateway.openai.endpoint import Service
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.pair_prompts import PairPrompts, Text
+from longshore.deploy.gateway.openai.pooled_inputs import (
+    MAX_INPUTS,
+    empty,
+    max_tokens_of,
+    token_ids_of,
+)
+from longshore.deploy.gateway.openai.pooling_endpoint import (
+    PoolingCall,
+    PoolingEndpoint,
+    PoolingRequest,
+    PoolingUsage,
+    usage_of,
+)
+from longshore.deploy.gateway.openai.prompts import no_tokenizer
+from longshore.deploy.gateway.openai.requests import Int32, TokenIds
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
+from longshore.protocol.outputs import FinishedRequest
+
+Pairs: TypeAlias = Sequence[tuple[Text, Text]]
+
+
+class ScoringRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    """use_activation: as in vLLM; False returns scores before the head's activation.
+    max_tokens_per_doc: truncate documents to this many tokens.
+    """
+
+    use_activation: bool | None = None
+    max_tokens_per_doc: Int32 | None = None
+
+
+class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
+    """Either `text_1` and `text_2` or `queries` and `documents`, as in vLLM: one text with each of
+    the others, or as many of each."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+
+    def pairs(self) -> Pairs:
+        """Raises ApiError."""
+        given = {name: getattr(self, name) for name in ("text_1", "text_2", "queries", "documents")}
+        names = [name for name, value in given.items() if value is not None]
+        if names not in (["text_1", "text_2"], ["queries", "documents"]):
+            missing = {"text_1": "text_2", "queries": "documents", "documents": "queries"}
+            raise invalid(
+                "text_1 and text_2 are required, or queries and documents instead of them",
+                param=missing.get(names[0], "text_1") if len(names) == 1 else "text_1",
+            )
+        first, second = names
+        ones, others = _texts(given[first], first), _texts(given[second], second)
+        if len(ones) == 1:
+            return [(ones[0], other) for other in others]
+        if len(ones) != len(others):
+            raise invalid(
+                f"{first} has {len(ones)} texts and {second} has {len(others)}; send one text as "
+                f"{first}, or as many as {second}",
+                param=second,
+            )
+        return list(zip(ones, others, strict=True))
+
+
+class RerankDocument(msgspec.Struct, frozen=True):
+    """Other fields are ignored."""
+
+    text: str
+
+
+class RerankRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
+    """As in Cohere's, Jina's and vLLM's API.
+
+    top_n: number of results; None or 0: all.
+    return_documents: whether results have the document's text.
+    rank_fields, max_chunks_per_doc: of Cohere's older API. Documents have one field, and are not
+           divided into chunks.
+    """
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: Int32 | None = None
+    return_documents: bool | None = None
+    rank_fields: list[str] | None = None
+    max_chunks_per_doc: Int32 | None = None
+
+    def pairs(self) -> Pairs:
+        """Raises ApiError."""
+        if self.top_n is not None and self.top_n < 0:
+            raise invalid(f"top_n={self.top_n} must be at least 0", param="top_n")
+        if self.rank_fields not in (None, ["text"]):
+            raise invalid('rank_fields is not supported; send ["text"]', param="rank_fields")
+        if self.max_chunks_per_doc not in (None, 1):
+            raise invalid(
+                "max_chunks_per_doc is not supported; use max_tokens_per_doc",
+                param="max_chunks_per_doc",
+            )
+        texts = [each if isinstance(each, str) else each.text for each in self.documents]
+        (query,) = _texts(self.query, "query")
+        return [(query, document) for document in _texts(texts, "documents")]
+
+
+class Score(msgspec.Struct, frozen=True):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+    object: str = "list"
+
+
+class RerankResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """index: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | None = None
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """results: best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PoolingUsage
+
+
+ScoringRequestT = TypeVar("ScoringRequestT", bound=ScoringRequest)
+
+
+class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
+    """Available for models with a classification head of one label, and for embedding models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pair_prompts = PairPrompts()
+
+    def check_service(self, service: Service) -> None:
+        classifier = service.classifier
+        if classifier is None:
+            embedding_model(service, self.path)
+        elif len(classifier.labels) > 1:
+            raise invalid(
+                f"{service.model_name} has {len(classifier.labels)} labels, so no single score; "
+                f"use /classify; {self.path} is for models with one label and embedding models",
+                param="model",
+            )
+
+    async def scored(
+        self, call: PoolingCall[ScoringRequestT], pairs: Pairs
+    ) -> tuple[list[float], PoolingUsage]:
+        """The score of each pair. Raises ApiError."""
+        service, request = call.service, call.request
+        tokenizer = service.tokenizer
+        if tokenizer is None:
+            raise no_tokenizer(self.param)
+        max_tokens = max_tokens_of(request.truncate_prompt_tokens, service)
+        if request.max_tokens_per_doc:
+            pairs = await asyncio.to_thread(_cut, pairs, tokenizer, request.max_tokens_per_doc)
+        if service.classifier is None:
+            return await self._compared(call, pairs, max_tokens)
+        prompts = await self._pair_prompts.token_ids(
+            pairs, service, tokenizer, max_tokens=max_tokens
+        )
+        ends = await self.pooled(call, prompts, CLASSIFIED)
+        scores = label_scores(ends, service.classifier, use_activation=request.use_activation)
+        return [score for (score,) in scores], usage_of(prompts, ends)
+
+    async def _compared(
+        self, call: PoolingCall[ScoringRequestT], pairs: Pairs, max_tokens: int | None
+    ) -> tuple[list[float], PoolingUsage]:
+        service = call.service
+        if call.request.use_activation is not None:
+            raise invalid(
+                "use_activation is for models with a classification head; remove it",
+                param="use_activation",
+            )
+        pooling = embedding_pooling(embedding_model(service, self.path), normalize=True)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+        def encode() -> list[TokenIds]:
+            return token_ids_of(
+                [each.text for each in texts],
+                service,
+                max_tokens=max_tokens,
+                with_special=True,
+                name_of=lambda index: texts[index].name,
+            )
+
+        is_long = sum(len(each.text) for each in texts) > MAX_INLINE_CHARACTERS
+        prompts = await asyncio.to_thread(encode) if is_long else encode()
+        ends = await self.pooled(call, prompts, pooling)
+        num_bytes = sum(end.pooled.nbytes for end in ends)
+        scores = await service.json.run(num_bytes, _cosines, pairs, texts, ends)
+        return scores, usage_of(prompts, ends)
+
+
+class ScoreEndpoint(ScoringEndpoint[ScoreRequest]):
+    path = "/v1/score"
+    other_paths = ("/score",)
+    id_prefix = "score"
+    param = "text_2"
+    request_type = ScoreRequest
+
+    async def answer(self, call: PoolingCall[ScoreRequest]) -> bytes:
+        scores, usage = await self.scored(call, call.request.pairs())
+        return msgspec.json.encode(
+            ScoreResponse(
+                id=call.request_id,
+                created=int(time.time()),
+                model=call.service.model_name,
+                data=[Score(index, score) for index, score in enumerate(scores)],
+                usage=usage,
+            )
+        )
+
+
+class RerankEndpoint(ScoringEndpoint[RerankRequest]):
+    path = "/v1/rerank"
+    other_paths = ("/rerank", "/v2/rerank")
+    id_prefix = "rerank"
+    param = "documents"
+    request_type = RerankRequest
+
+    async def answer(self, call: PoolingCall[RerankRequest]) -> bytes:
+        request = call.request
+        pairs = request.pairs()
+        scores, usage = await self.scored(call, pairs)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        has_text = request.return_documents is not False
+        results = [
+            RerankResult(
+                index, scores[index], RerankDocument(pairs[index][1].text) if has_text else None
+            )
+            for index in order[: request.top_n or None]
+        ]
+        response = RerankResponse(
+            id=call.request_id, model=call.service.model_name, results=results, usage=usage
+        )
+        size = sum(len(document.text) for _, document in pairs) if has_text else 0
+        return await call.service.json.run(size, msgspec.json.encode, response)
+
+
+def label_scores(
+    ends: Sequence[FinishedRequest], classifier: ClassifierModel, *, use_activation: bool | None
+) -> list[list[float]]:
+    """The scores of all labels, per request."""
+    scores = np.stack([end.pooled for end in ends])
+    is_activated = use_activation is not False
+    rows: list[list[float]] = (classifier.activated(scores) if is_activated else scores).tolist()
+    return rows
+
+
+def _texts(given: str | list[str], name: str) -> list[Text]:
+    """Raises ApiError for none, too many and empty ones."""
+    texts = (
+        [Text(given, name)]
+        if isinstance(given, str)
+        else [Text(text, f"{name}[{index}]") for index, text in enumerate(given)]
+    )
+    if not texts:
+        raise invalid(f"{name} is an empty list; it needs at least one item", param=name)
+    if len(texts) > MAX_INPUTS:
+        raise invalid(
+            f"{name} has {len(texts)} items; at most {MAX_INPUTS} are allowed", param=name
+        )
+    for text in texts:
+        if not text.text:
+            raise empty(text.name)
+    return texts
+
+
+def _cut(pairs: Pairs, tokenizer: ModelTokenizer, max_tokens: int) -> Pairs:
+    """Truncate the documents. Raises ApiError."""
+    if max_tokens < 0:
+        raise invalid(
+            f"max_tokens_per_doc={max_tokens} must be at least 1", param="max_tokens_per_doc"
+        )
+    return [
+        (query, replace(document, text=tokenizer.cut(document.text, max_tokens)))
+        for query, document in pairs
+    ]
+
+
+def _cosines(pairs: Pairs, texts: Sequence[Text], ends: Sequence[FinishedRequest]) -> list[float]:
+    """The cosine of the two vectors of each pair; they have length 1."""
+    vectors = {text: end.pooled for text, end in zip(texts, ends, strict=True)}
+    return [
+        float(vectors[one].astype(np.float64) @ vectors[other].astype(np.float64))
+        for one, other in pairs
+    ]

@@ -1,0 +1,57 @@
+"""The head of a model for sequence classification: one score per label.
+
+A language model can be one, too: its score is by how much the logit of one token exceeds that of
+another (Qwen3-Reranker: "yes" and "no"), so the head is the difference of two rows of the output
+head.
+"""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensor, whole
+
+
+class ClassificationHead:
+    """Computes scores before any activation. A rank has the whole weight, because it is small.
+
+    tokens: the token against a label and the one for it, if there is one label made from them.
+    weight: (num_labels, hidden_size), float64, so that the batch does not change a float32 result.
+    """
+
+    def __init__(
+        self,
+        num_labels: int,
+        hidden_size: int,
+        placement: Placement,
+        *,
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
+        shape = (num_labels if tokens is None else 2, hidden_size)
+        self.weight = torch.empty(shape, dtype=torch.float64, device=placement.device)
+        self.tokens = tokens
+        if tokens is not None:
+            placement.when_loaded(self._subtract)
+
+    def _subtract(self) -> None:
+        against, of_label = self.weight
+        self.weight = (of_label - against).unsqueeze(0)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """states: (n, hidden_size) float64, after the final norm -> (n, num_labels) float64."""
+        return states @ self.weight.T
+
+    def stored(self) -> StoredTensor:
+        """Without tokens: the checkpoint's own head."""
+        return whole(self.weight)
+
+    def in_output_head(self, vocab_size: int) -> StoredTensor:
+        """With tokens: the checkpoint's output head, whose rows of the tokens this rank needs."""
+        assert self.tokens is not None
+        return StoredTensor(
+            (vocab_size, self.weight.shape[1]),
+            tuple(
+                (self.weight[row : row + 1], (slice(token, token + 1),))
+                for row, token in enumerate(self.tokens)
+            ),
+        )
