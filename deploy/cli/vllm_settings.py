@@ -21,6 +21,14 @@ RENAMED: Final = {
 }
 """vLLM's name: ours."""
 
+SHORT_FLAGS: Final = {
+    "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+}
+"""vLLM's short flags that are not ours, beside what they stand for."""
+
 RENAMED_VALUES: Final = {
     ("dtype", "float"): "float32",
     ("dtype", "half"): "float16",
@@ -34,6 +42,7 @@ _ALWAYS_SHOWN: Final = "statistics are always collected"
 WITHOUT_EFFECT: Final = {
     "compilation_config": _GRAPHS,
     "cuda_graph_sizes": _GRAPHS,
+    "disable_custom_all_reduce": "there is no other all-reduce than that of NCCL or Gloo",
     "disable_log_requests": "requests are logged at level debug only",
     "disable_log_stats": _ALWAYS_SHOWN,
     "enable_prompt_tokens_details": "usage always has the cached tokens",
@@ -46,6 +55,7 @@ WITHOUT_EFFECT: Final = {
 
 FLAGS_WITHOUT_VALUE: Final = frozenset(
     {
+        "disable_custom_all_reduce",
         "disable_log_requests",
         "disable_log_stats",
         "enable_prompt_tokens_details",
@@ -56,6 +66,8 @@ FLAGS_WITHOUT_VALUE: Final = frozenset(
 """Those of WITHOUT_EFFECT that are switches on the command line."""
 
 _FOLDER: Final = "it is that of the model folder"
+_ROLE: Final = "the model folder says what the model computes"
+_ONE_MACHINE: Final = "a server runs on one machine"
 _PROXY: Final = "use a reverse proxy in front of the server (docs/security.md)"
 _LORA: Final = "LoRA adapters are not supported; merge them into the weights"
 _ORIGINS: Final = "use cors_allow_origins=ORIGIN, several times for several origins"
@@ -64,18 +76,32 @@ _REVISION: Final = "use the model OWNER/NAME@REVISION"
 REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "additional_config": (({},), "there are no other settings"),
     "allowed_headers": ((), _ORIGINS),
+    "allowed_local_media_path": (("",), "audio is sent in the request"),
     "allowed_methods": ((), _ORIGINS),
     "allowed_origins": ((), _ORIGINS),
+    "attention_backend": ((), "the kernels are chosen for the device"),
+    "calculate_kv_scales": (
+        (False,),
+        "scales of keys and values are those of the checkpoint, or 1",
+    ),
+    "code_revision": ((), "code from model folders is never run"),
     "config_format": (("auto", "hf"), _FOLDER),
-    "convert": (("auto", "none"), "the model folder says what the model computes"),
+    "convert": (("auto", "none", "embed"), _ROLE),
     "cpu_offload_gb": ((0,), "weights stay on the device; tensor_parallel_size splits them"),
-    "data_parallel_backend": (("mp",), "replicas of a server run on one machine"),
+    "data_parallel_address": ((), _ONE_MACHINE),
+    "data_parallel_backend": (("mp",), _ONE_MACHINE),
+    "data_parallel_rank": ((), _ONE_MACHINE),
+    "data_parallel_size_local": ((), _ONE_MACHINE),
     "disable_hybrid_kv_cache_manager": ((False,), "all KV cache groups share one pool"),
-    "distributed_executor_backend": (("mp",), "workers are processes of one machine"),
+    "disable_sliding_window": ((False,), "the model's windows are used"),
+    "distributed_executor_backend": (("mp", "uni"), "workers are processes of one machine"),
     "download_dir": ((), "set HF_HOME"),
+    "enable_eplb": ((False,), "experts stay on their workers"),
     "enable_expert_parallel": ((False,), "tensor_parallel_size splits experts"),
+    "enable_force_include_usage": ((False,), "use stream_options in requests"),
     "enable_log_requests": ((False,), "use log_level=debug"),
     "enable_lora": ((False,), _LORA),
+    "enable_prompt_embeds": ((False,), "pass the text or the token ids"),
     "enable_sleep_mode": ((False,), "an engine keeps its memory until it ends"),
     "generation_config": (("auto",), _FOLDER),
     "gpu_memory_utilization": (
@@ -83,42 +109,67 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         "use kv_memory_fraction, the fraction of the memory left after loading that is used for "
         "the KV cache, or num_blocks",
     ),
+    "guided_decoding_backend": (("auto",), "the backend is chosen for each constraint"),
+    "headless": ((False,), _ONE_MACHINE),
     "hf_config_path": ((), _FOLDER),
     "hf_overrides": (({},), "change config.json of the model folder"),
     "hf_token": ((), "set HF_TOKEN"),
+    "ignore_patterns": ((), "only the files that are needed are downloaded"),
     "kv_cache_memory_bytes": ((), "use num_blocks; `longshore doctor --plan MODEL` converts"),
     "kv_events_config": ((), "use enable_kv_cache_events and the settings kv_events_*"),
+    "kv_offloading_backend": ((), "use kv_connector=offloading and kv_connector_config"),
     "kv_offloading_size": ((), "use kv_connector=offloading and kv_connector_config"),
     "kv_transfer_config": ((), "use kv_connector, kv_role and kv_connector_config"),
     "limit_mm_per_prompt": (({},), "models with images are not supported"),
     "load_format": (("auto", "safetensors"), "weights must be safetensors files"),
+    "log_config_file": ((), "use log_level and log_format"),
     "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
     "lora_modules": ((), _LORA),
     "max_logprobs": ((20,), "the limit is 20"),
+    "max_long_partial_prefills": ((1,), "long_prefill_token_threshold lets prompts run together"),
     "max_lora_rank": ((16,), _LORA),
     "max_loras": ((1,), _LORA),
     "max_num_partial_prefills": ((1,), "long_prefill_token_threshold lets prompts run together"),
     "middleware": (([],), _PROXY),
+    "mm_processor_kwargs": (({},), "models with images are not supported"),
     "model_impl": (("auto", "vllm"), "models run with the kernels here"),
+    "model_loader_extra_config": (({},), "weights are read from safetensors files"),
+    "nnodes": ((1,), _ONE_MACHINE),
     "num_scheduler_steps": ((1,), "async_scheduling keeps the device busy between steps"),
     "otlp_traces_endpoint": ((), "only the trace ids of requests are logged"),
     "override_generation_config": (({},), "change generation_config.json of the model folder"),
+    "override_pooler_config": (
+        (),
+        "pooling settings are those of the model folder; requests can change them",
+    ),
+    "pooler_config": (
+        (),
+        "pooling settings are those of the model folder; requests can change them",
+    ),
     "prefix_caching_hash_algo": (("sha256",), "block hashes are seeded sha256"),
     "quantization": ((), "the format is that of the checkpoint"),
+    "response_role": (("assistant",), "answers have the role assistant"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids in requests"),
     "revision": ((), _REVISION),
     "root_path": (("",), _PROXY),
-    "runner": (("auto", "generate"), "the model folder says what the model computes"),
+    "rope_scaling": ((), "change config.json of the model folder"),
+    "rope_theta": ((), "change config.json of the model folder"),
+    "runner": (("auto", "generate", "pooling"), _ROLE),
     "scheduler_cls": ((), "use scheduling_policy=package.module:Class"),
     "skip_tokenizer_init": ((False,), "pass prompts as token ids, and detokenize=False"),
     "speculative_config": ((), "speculative decoding is not supported"),
+    "ssl_ca_certs": ((), _PROXY),
     "ssl_certfile": ((), _PROXY),
     "ssl_keyfile": ((), _PROXY),
     "stream_interval": ((1,), "tokens are sent as they are computed"),
-    "task": (("auto", "generate"), "the model folder says what the model computes"),
+    "structured_outputs_config": (({},), "the backend is chosen for each constraint"),
+    "task": (("auto", "generate", "embed", "embedding", "score", "classify"), _ROLE),
     "tokenizer": ((), _FOLDER),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json of the model folder is used"),
     "tokenizer_revision": ((), _REVISION),
     "uvicorn_log_level": ((), "use log_level"),
+    "worker_cls": (("auto",), "workers are processes of Longshore"),
+    "worker_extension_cls": (("",), "workers are processes of Longshore"),
 }
 """Name: values that are the case anyway, beside None, and what to do instead of others."""
 
@@ -144,7 +195,8 @@ def translate_flags(tokens: Sequence[str]) -> list[str]:
     translated: list[str] = []
     rest = list(tokens)
     while rest:
-        flag, equals, value = (token := rest.pop(0)).partition("=")
+        token = rest.pop(0)
+        flag, equals, value = SHORT_FLAGS.get(token, token).partition("=")
         if not flag.startswith("--") or flag == "--":
             translated.append(token)
             continue

@@ -6,11 +6,15 @@ from dataclasses import fields
 
 import pytest
 
+import longshore
 from longshore import AsyncEngineArgs, AsyncLLM
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.vllm_settings import REJECTED, RENAMED, RENAMED_VALUES, WITHOUT_EFFECT
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.llm import async_llm
+from longshore.deploy.llm.beams import UNSUPPORTED_IN_BEAM_SEARCH
 from longshore.deploy.llm.llm import LLM, NOT_METHODS
+from longshore.deploy.llm.pooling_params import UNSUPPORTED_POOLING
 from longshore.deploy.llm.sampling_params import UNSUPPORTED
 from tests.conftest import ROOT
 
@@ -43,9 +47,18 @@ def names_after(text: str) -> list[str]:
             "These settings of `SamplingParams` are rejected",
             {name: advice for name, (_, advice) in UNSUPPORTED.items()},
         ),
+        (
+            "These settings of `PoolingParams` are rejected",
+            {name: advice for name, (_, advice) in UNSUPPORTED_POOLING.items()},
+        ),
+        (
+            "These settings of `BeamSearchParams` are rejected",
+            {name: advice for name, (_, advice) in UNSUPPORTED_IN_BEAM_SEARCH.items()},
+        ),
         ("These attributes of `LLM`", NOT_METHODS),
+        ("These attributes of `AsyncLLM`", async_llm.NOT_METHODS),
     ],
-    ids=["renamed", "values", "without effect", "rejected", "sampling", "methods"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_each_table_has_the_names_and_answers_of_the_code(
     heading: str, rows: Mapping[str, str]
@@ -70,6 +83,11 @@ def test_metrics_exist() -> None:
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     for name in rows_after("## Metrics").values():
         assert f"| {name}<br>" in metrics
+
+
+def test_names_to_import_exist() -> None:
+    for names in re.findall(r"`from longshore import ([\w, ]+)`", PAGE):
+        assert all(hasattr(longshore, name) for name in names.split(", "))
 
 
 def test_methods_on_the_page_exist() -> None:

@@ -13,6 +13,7 @@ from longshore.deploy.cli.vllm_settings import (
     REJECTED,
     RENAMED,
     RENAMED_VALUES,
+    SHORT_FLAGS,
     WITHOUT_EFFECT,
     translate_flags,
     translate_settings,
@@ -35,6 +36,8 @@ def test_every_name_is_ours_or_of_vllm_alone() -> None:
     assert not (set(RENAMED) | set(WITHOUT_EFFECT) | set(REJECTED)) & set(OURS)
     assert not set(RENAMED) & (set(WITHOUT_EFFECT) | set(REJECTED))
     assert set(WITHOUT_EFFECT) >= FLAGS_WITHOUT_VALUE
+    for flag in SHORT_FLAGS.values():
+        assert flag[2:].replace("-", "_") in {**RENAMED, **REJECTED}
 
 
 def test_settings_of_a_vllm_script_are_taken() -> None:
@@ -95,14 +98,15 @@ def test_a_script_is_told_what_to_change(settings: dict[str, Any], message: str)
 def test_flags_of_vllm_serve_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     options = options_of(
         *("-tp", "2", "-pp", "3", "--max-model-len", "32k", "--max_num_seqs=16"),
-        *("--max-num-batched-tokens", "8K", "--data-parallel-size", "2", "--dtype", "half"),
+        *("--max-num-batched-tokens", "8K", "-dp", "2", "--dtype", "half"),
         *("--kv-cache-dtype=fp8", "--enforce-eager", "--swap-space", "4", "--trust-remote-code"),
         *("--load-format", "auto", "--no-enable-prefix-caching", "--no-enable-lora"),
-        *("--num-gpu-blocks-override=900", "--port", "0"),
+        *("--num-gpu-blocks-override=900", "--port", "0", "-asc", "3", "--runner", "pooling"),
     )
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (2, 3)
     assert (options.max_model_len, options.max_num_batched_tokens) == (32_000, 8192)
     assert (options.max_num_seqs, options.replicas, options.num_blocks) == (16, 2, 900)
+    assert options.gateways == 3
     assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
     assert (options.enable_prefix_caching, options.port) == (False, 0)
     assert "--enforce-eager has no effect" in caplog.text
@@ -115,6 +119,8 @@ def test_flags_of_vllm_serve_are_taken(caplog: pytest.LogCaptureFixture) -> None
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--quantization=awq"], "the format is that of the checkpoint"),
         (["--revision"], "OWNER/NAME@REVISION"),
+        (["-q", "awq"], "the format is that of the checkpoint"),
+        (["-ep"], "tensor_parallel_size splits experts"),
     ],
     ids=str,
 )
