@@ -157,9 +157,12 @@ class SchedulerOutput(
 
 class SampleMask(msgspec.Struct, tag="mask", frozen=True, forbid_unknown_fields=True):
     """Tokens that rows may sample in step `step`. Separate from the plan, because a grammar needs
-    the preceding token first. Reserved: workers reject it until they support structured output.
+    the preceding token first. Every rank gets it, and the sampling rank waits for it.
 
-    bits: per row of `rows`, in order, the vocabulary as packed bits.
+    rows: the step's sampling rows that have structured output, ascending; a row with drafts is
+          listed once more per draft.
+    bits: per row of `rows`, in order, the vocabulary as packed bits, the lowest id in the lowest
+          bit of the first byte. A row without any bit fails its request.
     """
 
     epoch: int

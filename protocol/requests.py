@@ -94,8 +94,16 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.kind in ("mean", "cls")
 
 
+MAX_CONSTRAINT_BYTES: Final = 128 << 10
+"""Limit of the text of a `StructuredOutput`."""
+
+
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Constraint on the output. It is compiled to a grammar before the request can run."""
+    """Constraint on the output. It is compiled to a grammar before the request can run.
+
+    text: of a JSON schema; of a regular expression, which the whole output matches; of a JSON array
+          of strings, one of which is the output; or of a grammar in EBNF, or else for Lark.
+    """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str

@@ -13,6 +13,7 @@ from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, MambaSpec
 from longshore.protocol.transport.channel import Endpoint
 
+StructuredOutputBackend: TypeAlias = Literal["auto", "xgrammar", "llguidance"]
 KVRole: TypeAlias = Literal["kv_both", "kv_producer", "kv_consumer"]
 PreemptionMode: TypeAlias = Literal["recompute", "swap", "auto"]
 
@@ -250,6 +251,25 @@ def check_preemption_mode(config: SchedulerConfig, cache: CacheConfig) -> None:
         )
 
 
+class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Grammars, which a process of their own compiles.
+
+    backend:          which libraries may be used.
+    tokenizer_file:   tokenizer.json of the model.
+    endpoint:         where the processes connect; the scheduler binds it, with the number of the
+                      process appended.
+    compile_timeout_s: limit for one grammar, from the moment that its process gets it.
+    max_cached_grammars, max_cached_bytes: compiled grammars that are kept for further requests.
+    """
+
+    backend: StructuredOutputBackend
+    tokenizer_file: str
+    endpoint: Endpoint
+    compile_timeout_s: float = 10.0
+    max_cached_grammars: int = 256
+    max_cached_bytes: int = 256 << 20
+
+
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `python -m longshore.scheduler CONFIG.json` needs.
 
@@ -264,6 +284,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON with options that the connector defines.
     kv_events:   publish the events of the cache; None: do not.
+    structured_output: how to compile grammars; None: such requests are rejected.
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
                  scheduler waits for that and begins a new epoch. Otherwise it ends with them.
     adopts_kv:   the memory of the workers' KV outlives them.
@@ -287,6 +308,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
     kv_events: KVEventsConfig | None = None
+    structured_output: StructuredOutputConfig | None = None
     outlives_workers: bool = False
     adopts_kv: bool = False
     paused: PauseMode | None = None
@@ -316,6 +338,22 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             bytes.fromhex(self.hash_seed)
         except ValueError:
             raise ConfigError("hash_seed is not hexadecimal; use 32 random bytes as hex") from None
+
+
+class GrammarProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the grammar process reads from its standard input.
+
+    engine:      of its log records.
+    lifeline_fd: inherited socket to the scheduler.
+    """
+
+    structured_output: StructuredOutputConfig
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    engine: str
+    lifeline_fd: int
+    is_relayed: bool
+    log_level: str
 
 
 def load_config(path: Path) -> SchedulerProcessConfig:

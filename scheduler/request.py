@@ -268,6 +268,8 @@ class Request:
         self.stop_ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
             self.stop_ids += eos_token_ids
+        # A grammar allows the end only where its output is complete.
+        self.final_ids = () if self.structured_output is None else eos_token_ids
         scores_prompt = sampling.prompt_logprobs is not None and not is_pooling
         self.is_scored = scores_prompt or (sampling.logprobs is not None and not is_pooling)
         self.must_compute_prompt = scores_prompt and num_prompt > 1
@@ -339,7 +341,7 @@ class Request:
     def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
         """Whether `token_id`, as the last of `num_tokens` tokens, is a stop id that ends it."""
         enough = num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens
-        return enough and token_id in self.stop_ids
+        return (enough and token_id in self.stop_ids) or token_id in self.final_ids
 
     def append_token(self, token_id: int) -> None:
         """Append a verified token to a waiting request, sampled before its preemption."""

@@ -266,6 +266,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
+        self._end_failed(now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
         if self._transfers is not None and self._transfers.loads:
@@ -284,6 +285,12 @@ class Scheduler:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
+    def _end_failed(self, now: float) -> None:
+        """End running requests whose grammar has failed; their latest mask allows every token."""
+        while self._grammars is not None and self._grammars.failed:
+            request, text = next(iter(self._grammars.failed.items()))
+            self._lifecycle.end(request, Outcome(FinishReason.ERROR, text), now)
+
     # An output
 
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
@@ -293,6 +300,7 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
+        self._end_failed(now)
         transfers = self._transfers
         if transfers is not None and transfers.step_loads and output.epoch == self._plan.epoch:
             transfers.step_loads.hold(output)

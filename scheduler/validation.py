@@ -9,6 +9,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
+    MAX_CONSTRAINT_BYTES,
     MAX_NAME_CHARACTERS,
     AddRequest,
     ContinueSession,
@@ -102,7 +103,7 @@ class RequestValidator:
             )
         for name in self._unsupported_inputs:
             if getattr(message, name):
-                return f"{name} was requested, but this engine's model does not support it"
+                return f"{name} was requested, but this engine does not support it"
         is_classified = message.pooling is not None and message.pooling.kind == "classify"
         if is_classified and not self._classifies:
             return "scores of labels were requested, but this model has no classification head"
@@ -133,6 +134,9 @@ class RequestValidator:
             return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
+        spec = message.structured_output
+        if spec is not None and len(spec.text.encode()) > MAX_CONSTRAINT_BYTES:
+            return f"the {spec.kind} is too large; at most {MAX_CONSTRAINT_BYTES} bytes are allowed"
         num_bytes = 4 * num_tokens
         if message.multimodal:
             num_bytes += sum(len(item.data) for item in message.multimodal)
@@ -140,6 +144,8 @@ class RequestValidator:
             num_bytes += len(message.prompt_embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
             return f"its inputs have {num_bytes} bytes; the limit is {MAX_ADDED_BYTES}"
+        if message.pooling is not None and message.structured_output is not None:
+            return "structured_output cannot be combined with pooling, which has no tokens"
         if message.pooling is not None and len(message.output_token_ids):
             return "a pooling request cannot have output tokens"
         if message.prompt_embeds is not None:

@@ -2,7 +2,8 @@
 #
 # The programs are system packages, so the installation needs root. litellm pins an older version of
 # openai than Longshore's tests need, so it has its own environment. LMCache and NIXL are installed into
-# .venv without their dependencies: LMCache's are mostly for its server, NIXL's are two CUDA builds.
+# .venv without their dependencies: LMCache's are mostly for its server, NIXL's are two CUDA builds. Those
+# of xgrammar are torch, which is there, and triton, which is for GPUs.
 
 ensure_services() {
   local package program missing=()
@@ -21,6 +22,10 @@ ensure_services() {
   if ! .venv/bin/python -c 'import nixl._api' 2>/dev/null; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
       'nixl>=1.5' 'nixl-cu13>=1.5' || return
+  fi
+  if ! .venv/bin/python -c 'import xgrammar' 2>/dev/null; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+      'xgrammar>=0.2.8,<0.3' 'apache-tvm-ffi>=0.1.11' || return
   fi
   if [[ ! -x .venv-litellm/bin/litellm ]]; then
     .venv/bin/python -m venv .venv-litellm || return

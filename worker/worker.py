@@ -216,7 +216,9 @@ class Worker:
         if self.model_config.max_encoder_tokens:
             return (Feature.MULTIMODAL,)
         features = [Feature.POOLING]
-        if not self.model_config.has_head:
+        if self.model_config.has_head:
+            features.append(Feature.STRUCTURED_OUTPUT)
+        else:
             features.append(Feature.POOLING_ONLY)
         if self.model_config.labels:
             features.append(Feature.CLASSIFY)

@@ -22,7 +22,7 @@ from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
-from longshore.scheduler.config import KVRole, PreemptionMode
+from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputBackend
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
@@ -166,6 +166,8 @@ class EngineOptions:
         state_dir: Directory of what must survive a restart: the seed of block hashes. It is created
             with mode 0700 if it is missing. Deployments that share stored KV need the same one.
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
+        structured_output_backend: Library that compiles the grammars of structured output. auto
+            uses llguidance for what it supports, and xgrammar for the rest, if they are installed.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
             full block changes while a request holds it (slow; for debugging).
@@ -222,6 +224,7 @@ class EngineOptions:
     threads: Annotated[int | None, _MODEL] = None
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
+    structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
     verify_plan: Annotated[bool, _OPERATION] = False
     poison_kv: Annotated[bool, _OPERATION] = False
     kv_adoption: Annotated[bool, _OPERATION] = True

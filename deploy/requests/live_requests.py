@@ -23,6 +23,7 @@ from longshore.protocol.requests import (
     MultimodalFeature,
     PoolingParams,
     StopFound,
+    StructuredOutput,
     Tenant,
 )
 from longshore.protocol.sampling import SamplingParams
@@ -123,6 +124,7 @@ class RequestFields(TypedDict, total=False):
     trace_headers: Mapping[str, str] | None
     skips_reading: bool
     pooling: PoolingParams | None
+    structured_output: StructuredOutput | None
 
 
 class LiveRequests:
@@ -160,12 +162,14 @@ class LiveRequests:
         trace_headers: Mapping[str, str] | None = None,
         skips_reading: bool = False,
         pooling: PoolingParams | None = None,
+        structured_output: StructuredOutput | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
         fork_of:      request whose KV it starts with.
         keeps_blocks: when finished, it keeps its blocks for forks until it is aborted.
         pooling:      it returns an embedding and no tokens.
+        structured_output: constrains its output.
         skips_reading: it does not look up the prefix cache.
         num_primed:   number of tokens at the prompt's end that are sent as previous output. They
                       count for limits and bad words of `sampling`, but not for the answer.
@@ -190,6 +194,7 @@ class LiveRequests:
             trace_headers=dict(trace_headers) if trace_headers else None,
             skip_reading_prefix_cache=skips_reading,
             pooling=pooling,
+            structured_output=structured_output,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         live = LiveRequest(

@@ -32,15 +32,19 @@ from longshore.protocol.kv_cache_spec import (
     check_holds_one_request,
     num_blocks_needed,
 )
+from longshore.protocol.model_files import exists
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import (
     CacheConfig,
     SchedulerConfig,
     SchedulerProcessConfig,
+    StructuredOutputBackend,
+    StructuredOutputConfig,
     check_preemption_mode,
     check_states,
 )
 from longshore.scheduler.queue.outside_policies import load_policy
+from longshore.scheduler.structured_output.schema_support import installed_backends
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -87,6 +91,7 @@ class EnginePlan:
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that do not fit."""
     _check_policy(options.scheduling_policy or _DEFAULT_POLICY)
+    _check_backend(options.structured_output_backend)
     config = read_model_config(model.path)
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
@@ -197,6 +202,30 @@ def _check_policy(name: str) -> None:
         raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
 
 
+def _check_backend(name: StructuredOutputBackend) -> None:
+    """Raise ConfigError for a backend that is not installed."""
+    if name != "auto" and not installed_backends(name):
+        package = "'longshore[xgrammar]'" if name == "xgrammar" else name
+        raise ConfigError(
+            f"structured_output_backend={name!r}: the package is not installed; run "
+            f"pip install {package}"
+        )
+
+
+def _structured_output(
+    plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica
+) -> StructuredOutputConfig | None:
+    """None if the model's tokens have no text that a grammar could describe."""
+    tokenizer_file = plan.model.path / "tokenizer.json"
+    if plan.model.audio is not None or not exists(tokenizer_file):
+        return None
+    return StructuredOutputConfig(
+        backend=plan.options.structured_output_backend,
+        tokenizer_file=str(tokenizer_file),
+        endpoint=runtime_dir.endpoint(replica.file_name("grammars")),
+    )
+
+
 def worker_config(plan: EnginePlan) -> WorkerConfig:
     """Configuration of a worker in this process. Raises ConfigError for several workers."""
     if plan.options.num_ranks > 1:
@@ -249,6 +278,7 @@ def engine_processes(
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
+        structured_output=_structured_output(plan, runtime_dir, replica),
         engine_id=replica.engine_id,
         outlives_workers=is_restarted,
         adopts_kv=adopts_kv,

@@ -121,7 +121,7 @@ class Recovery:
             request.num_nans_in_logits = num_nans
             text = (
                 "the model produced logits that are not finite numbers for this request, or its "
-                "settings forbid every token"
+                "settings, or its grammar, forbid every token"
             )
             self.lifecycle.end(request, Outcome(FinishReason.ERROR, text, step=step), now)
         self._invalidate({generation: num_hit_tokens}, step, now)

@@ -65,6 +65,7 @@ from longshore.scheduler.process.worker_handshake import (
     WorkerHandshake,
 )
 from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.structured_output.client import GrammarProcess
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Engine:
 
     accepted: what the workers have agreed on.
     events:   None: KV events are not published.
+    grammars: what the scheduler compiles grammars with.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class Engine:
         lifeline: Lifeline,
         accepted: AcceptedWorkers,
         events: EventPublisher | None = None,
+        grammars: GrammarProcess | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._workers = workers
         self._clients = Clients(clients, model_fingerprint=config.identity.model_fingerprint)
         self._events = events
+        self._grammars = grammars
         self._lifeline = lifeline
         self._accepted = accepted
         self._epoch = config.epoch
@@ -147,6 +151,8 @@ class Engine:
         ]
         loop.add_reader(self._lifeline.fileno(), self._guarded(self._on_lifeline))
         tasks = [asyncio.create_task(self._run_task(self._report_regularly()))]
+        if self._grammars is not None:
+            self._grammars.attach(self._guarded(self._advance))
         if self._events is not None:
             watcher = SocketWatcher(self._events.requests, self._events.on_readable)
             self._watchers.append(watcher)
@@ -417,12 +423,16 @@ class Engine:
     def _send_plans(self) -> None:
         if not self._scheduler.num_steps_in_flight:
             self._unanswered_since_s = time.monotonic()
+        self._send_masks()  # first: the device waits for them
         while (
             self._failing is None
             and self._handshake is None
             and (plan := self._scheduler.schedule(time.monotonic())) is not None
         ):
             self._send_to_workers(plan)
+        self._send_masks()
+
+    def _send_masks(self) -> None:
         for mask in self._scheduler.take_masks():
             self._send_to_workers(mask)
 
@@ -495,6 +505,8 @@ class Engine:
             await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
             self._warn_of_stall()
+            if self._grammars is not None:
+                self._grammars.check(time.monotonic())
             workers = self._statistics.latest()
             num_worker_steps = sum(stats.num_steps for stats in workers)
             counts = self._scheduler.get_request_counts()

@@ -21,6 +21,7 @@ from longshore.scheduler.process.worker_handshake import (
     accept_workers,
 )
 from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.structured_output.client import GrammarProcess
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     workers: list[WorkerChannel] = []
     clients: ServerChannel[ToClient, ToEngine] | None = None
     event_sockets: EventSockets | None = None
+    grammars: GrammarProcess | None = None
     try:
         if config.kv_events is not None:
             event_sockets = EventSockets.open(context, config.kv_events)
@@ -51,6 +53,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
                 f"num_speculative_tokens={config.scheduler.num_speculative_tokens}, but the "
                 "workers do not support drafts. Set it to 0."
             )
+        if config.structured_output is not None:
+            grammars = GrammarProcess(config, context)
         scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -62,6 +66,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             verify_plan=config.verify_plan,
             features=features,
             connector=_load_connector(config, accepted),
+            grammars=grammars,
             num_ranks=len(workers),
         )
         num_sharing = config.cache.context_parallel_size
@@ -83,11 +88,13 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             )
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
-        engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events)
+        engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events, grammars)
         lifeline.handle_commands(engine.command)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(engine.run())
     finally:
+        if grammars is not None:
+            grammars.close()
         if clients is not None:
             clients.close()
         if event_sockets is not None:

@@ -13,7 +13,7 @@ from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
 from longshore.scheduler.lifecycle import Lifecycle
@@ -164,7 +164,9 @@ class Admission(SchedulerPart):
                 if not self.grammars.try_promote(request):
                     return Attempt.SET_ASIDE
             except GrammarError as error:
-                self.lifecycle.end(request, Outcome(FinishReason.ERROR, str(error)), self._now)
+                is_invalid = isinstance(error, InvalidGrammar)
+                reason = FinishReason.IGNORED if is_invalid else FinishReason.ERROR
+                self.lifecycle.end(request, Outcome(reason, str(error)), self._now)
                 return Attempt.ENDED
         if self.loras is not None and not self.loras.has_slot(request.lora_name):
             return Attempt.SET_ASIDE

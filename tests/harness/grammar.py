@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from longshore.protocol.arrays import UInt8Array
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar, TokenMasks
 from tests.harness.tokens import VOCAB_SIZE, Sample, steady_token
 
 
@@ -22,7 +21,8 @@ class FakeCompiler:
     a schema and a choice allow every token.
 
     ready:    texts whose grammar is compiled; with "all", every one is.
-    broken:   texts that are no grammar.
+    broken:   texts that are no grammar, or have none any more.
+    unmasked: texts whose masks are still being computed.
     turn:     of a driver that counts them, see `grammar_for`.
     polled:   texts in the order in which they were asked for.
     grammars: the latest one of each text.
@@ -37,6 +37,8 @@ class FakeCompiler:
     ) -> None:
         self.ready = set(ready)
         self.broken: set[str] = set()
+        self.unmasked: set[str] = set()
+        self.num_flushes = 0
         self.turn = 0
         self.polled: list[str] = []
         self.grammars: dict[str, FakeGrammar] = {}
@@ -65,14 +67,11 @@ class FakeCompiler:
                 return index
         return len(tokens)
 
-    def poll(self, spec: StructuredOutput) -> "FakeGrammar | None":
-        self.polled.append(spec.text)
-        if spec.text in self.broken:
-            raise GrammarError(f"no grammar: {spec.text}")
-        if not self.is_ready(spec):
-            return None
-        grammar = self.grammars[spec.text] = FakeGrammar(self, spec)
-        return grammar
+    def compile(self, spec: StructuredOutput) -> "FakeGrammar":
+        return FakeGrammar(self, spec)
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
 
 class FakeGrammar:
@@ -80,8 +79,19 @@ class FakeGrammar:
 
     def __init__(self, compiler: FakeCompiler, spec: StructuredOutput) -> None:
         self.tokens: list[int] = []
+        self.is_released = False
         self._compiler = compiler
         self._spec = spec
+
+    def is_compiled(self) -> bool:
+        compiler, text = self._compiler, self._spec.text
+        compiler.polled.append(text)
+        if text in compiler.broken:
+            raise InvalidGrammar(f"no grammar: {text}")
+        if compiler.is_ready(self._spec):
+            compiler.grammars[text] = self
+            return True
+        return False
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         if self.num_valid(token_ids) < len(token_ids):
@@ -92,15 +102,24 @@ class FakeGrammar:
     def num_valid(self, token_ids: Sequence[int]) -> int:
         return self._compiler.num_valid(self._spec, len(self.tokens), token_ids)
 
-    def fill_masks(self, draft_token_ids: Sequence[int], masks: UInt8Array) -> None:
+    def release(self) -> None:
+        assert not self.is_released
+        self.is_released = True
+
+    def fill_masks(self, draft_token_ids: Sequence[int], masks: TokenMasks) -> bool:
         assert not masks.any()
+        if self._spec.text in self._compiler.broken:
+            raise GrammarError(f"no mask: {self._spec.text}")
+        if self._spec.text in self._compiler.unmasked:
+            return False
         vocab_size = self._compiler.vocab_size
         assert masks.shape == (1 + len(draft_token_ids), -(-vocab_size // 8))
         if self._spec.kind != "grammar":
             masks[:] = 0xFF
-            return
+            return True
         odd = np.arange(vocab_size) % 2 == 1
         for index in range(len(masks)):
             allowed = odd.copy()
             allowed[self._compiler.own_token(self._spec, len(self.tokens) + index)] = True
             masks[index] = np.packbits(allowed, bitorder="little")
+        return True

@@ -202,7 +202,7 @@ def test_labels_and_hints_that_newer_clients_send_are_taken(
         ("store", True),
         ("service_tier", "flex"),
         ("reasoning_effort", "high"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "yaml"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("modalities", ["text", "audio"]),
         ("temperature", -1.0),

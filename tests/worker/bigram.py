@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
+from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.step.model_runner import ModelRunner
 from tests.worker.caches import attention_cache
 
@@ -77,7 +78,11 @@ def as_numpy(table: Tensor) -> npt.NDArray[np.float32]:
 
 
 def bigram_runner(
-    table: Tensor, *, queue: ComputeQueue | None = None, eos_token_ids: tuple[int, ...] = ()
+    table: Tensor,
+    *,
+    queue: ComputeQueue | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    parallel: Parallel = ALONE,
 ) -> ModelRunner:
     cache = attention_cache(
         NUM_BLOCKS,
@@ -96,4 +101,5 @@ def bigram_runner(
         max_num_batched_tokens=512,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=eos_token_ids,
+        parallel=parallel,
     )

@@ -34,6 +34,7 @@ class Entry:
     num_computed_tokens: int = 0
     request_id: str = "request"
     pooling: PoolingParams | None = None
+    has_structured_output: bool = False
 
 
 class Planner:
@@ -60,6 +61,7 @@ class Planner:
         random.Random(seed).shuffle(self.free)
         self.generation = 0
         self.sampled_rows: dict[int, Int64Array] = {}
+        self.masked_rows: set[int] = set()
 
     def plan(
         self,
@@ -78,6 +80,7 @@ class Planner:
         rows = self.rows
         for row in (*finished, *preempted):
             rows.drop(row)
+            self.masked_rows.discard(row)
             self.free += self.blocks.pop(row)
         for rewind in rewound:
             rows.rewind(rewind)
@@ -86,6 +89,7 @@ class Planner:
             self.free += held[keep:]
             del held[keep:]
         starts = [self._start(entry) for entry in added]
+        self.masked_rows |= {entry.row for entry in added if entry.has_structured_output}
         num_scheduled = rows.expected()
         for row, count in (scheduled or {}).items():
             num_scheduled[row] = count
@@ -115,8 +119,13 @@ class Planner:
             digest=self.digest,
             connector_metadata=connector_metadata,
             has_loads=has_loads,
+            has_structured_output=bool(self.rows_to_mask()),
             **changes,
         )
+
+    def rows_to_mask(self) -> list[int]:
+        """Rows that sample with structured output in the last plan."""
+        return sorted(self.masked_rows & set(self.sampled_rows[self.step].tolist()))
 
     def tokens_of(self, output: ModelRunnerOutput) -> dict[int, int]:
         """Row to sampled id."""
@@ -137,6 +146,7 @@ class Planner:
             block_ids=(),
             sampling=entry.sampling,
             pooling=entry.pooling,
+            has_structured_output=entry.has_structured_output,
         )
         self.rows.start(start)
         return start
@@ -165,4 +175,5 @@ class Planner:
             block_ids=block_ids,
             sampling=start.sampling,
             pooling=start.pooling,
+            has_structured_output=start.has_structured_output,
         )

@@ -176,9 +176,12 @@ class WorkerEngine:
         limit_s = self._step_timeout_s * (1 + plan.num_scheduled_tokens / TOKENS_PER_TIMEOUT)
         if taken_s <= limit_s:
             return None
+        cause = ""
+        if self._runner.step_without_mask == plan.step:
+            cause = "; it waits for its token mask (structured output) from the scheduler"
         return (
             f"step {plan.step} with {plan.num_scheduled_tokens} tokens has taken {taken_s:.0f} s, "
-            f"more than {limit_s:.0f} s (--step-timeout-s={self._step_timeout_s:g})"
+            f"more than {limit_s:.0f} s (--step-timeout-s={self._step_timeout_s:g}){cause}"
         )
 
     def _take_messages(self) -> None:
@@ -189,12 +192,10 @@ class WorkerEngine:
                 case Shutdown(reason=reason):
                     logger.info("shutdown requested by the scheduler: %s", reason)
                     self._is_stopping = True
+                    self._runner.stop_masking()  # no message of this scheduler is read any more
                     return
-                case SampleMask(step=step):
-                    raise PlanMismatch(
-                        f"received a token mask for step {step}, but this worker does not support "
-                        "structured output; switch it off in the scheduler"
-                    )
+                case SampleMask():
+                    self._runner.add_mask(message)
                 case WorkerAccepted() | Rejected():
                     raise PlanMismatch(
                         f"received a second {type(message).__name__} instead of a plan"
@@ -217,6 +218,7 @@ class WorkerEngine:
         """The scheduler has died: compute what any rank has received, and send nothing, because it
         would reach the next scheduler."""
         self._link.disconnect()
+        self._runner.stop_masking()
         if self._last_plans is not None:
             self._last_plans.publish()
         missed: list[SchedulerOutput] | None = None if self._last_plans is not None else []

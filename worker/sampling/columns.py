@@ -16,6 +16,7 @@ ASKS_EDITS: Final = 1
 ASKS_PENALTIES: Final = 2
 ASKS_LOGPROBS: Final = 4
 ASKS_PROMPT_LOGPROBS: Final = 8
+ASKS_MASK: Final = 16
 
 
 _OF_POOLING: Final = SamplingParams(temperature=0.0)
@@ -71,6 +72,8 @@ class SamplingColumns:
         )
         self.edits[row] = edits
         self.asks[row] = _asked_for(sampling) | (0 if edits is None else ASKS_EDITS)
+        if start.has_structured_output:
+            self.asks[row] |= ASKS_MASK
 
 
 def _asked_for(sampling: SamplingParams) -> int:

@@ -1,11 +1,14 @@
 """The device's part of one step: from packed inputs to sampled tokens.
 
 Runs on the compute queue, in order with the operations of earlier and later steps. Nothing here
-waits for the device.
+waits for the device. It is one operation, or two if the sampling needs a token mask, which arrives
+later.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -27,6 +30,7 @@ from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.sampler import sample
+from longshore.worker.sampling.token_masks import TokenMask
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
@@ -60,8 +64,22 @@ class DeviceState:
 
 
 @dataclass(frozen=True)
+class Unsampled:
+    """What the sampling of a step needs, on the device.
+
+    logits: (num_sampled, vocab_size) float32; on ranks that do not sample, their shard's.
+    ints, reals: see `StepInputs.to_device`.
+    """
+
+    logits: Tensor
+    extras: DeviceExtras | None
+    ints: Tensor
+    reals: Tensor
+
+
+@dataclass
 class DeviceStep:
-    """One step, ready to run.
+    """One step, ready to run: `compute`, then `finish`.
 
     segments: segments of the decodes, per group.
     copied_of_group: number of block copies of each group.
@@ -73,6 +91,7 @@ class DeviceStep:
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     guard:    verifies full blocks, with `--poison-kv`.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
+    unsampled: set by `compute` if rows of this rank's stage sample.
     """
 
     state: DeviceState
@@ -88,20 +107,32 @@ class DeviceStep:
     transfers: StepTransfers | None = None
     guard: GuardedStep | None = None
     prepare: Preparation | None = None
+    unsampled: Unsampled | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Compute, sample, and start copying the results into the step's staging set. Raises
-        OutOfMemory for a step that cannot be computed again."""
+        """The whole step as one operation."""
+        self.compute()
+        self.finish()
+
+    def compute(self) -> None:
+        """Compute the logits. Raises OutOfMemory for a step that cannot be computed again."""
         if self.guard is not None:
             self.guard.begin()
         if self.transfers is not None:
             self.transfers.before_step()
-        try:
+        with _lack_of_memory_named():
             self._run()
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise OutOfMemory(f"no memory: {error}") from error
-            raise
+
+    def finish(self, mask: TokenMask | None = None) -> None:
+        """Sample, and start copying the results into the step's staging set. Raises OutOfMemory as
+        `compute` does.
+
+        mask: of the rows with structured output, on the rank that samples.
+        """
+        unsampled, self.unsampled = self.unsampled, None  # free the logits with this operation
+        if unsampled is not None:
+            with _lack_of_memory_named():
+                self._if_it_fits(partial(self._sample_and_share, unsampled, mask))
         if self.transfers is not None:
             self.transfers.after_step()
         if self.guard is not None:
@@ -124,15 +155,15 @@ class DeviceStep:
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
         if len(ints[inputs.token_index]):
-            self._compute_if_it_fits(ints, reals)
+            self._if_it_fits(partial(self._compute, ints, reals))
 
-    def _compute_if_it_fits(self, ints: Tensor, reals: Tensor) -> None:
+    def _if_it_fits(self, part: Callable[[], None]) -> None:
         """Without memory for its intermediate tensors, a step can be computed later, in parts. But
         if other ranks compute it too, they wait for this one; a connector may have stored what the
         step has not computed; and encoder inputs are given only once. Then the step fails, and new
         workers get smaller ones."""
         try:
-            self._compute(ints, reals)
+            part()
         except (RuntimeError, MemoryError) as error:
             if not self.state.may_repeat_steps or self.encoded or not is_out_of_memory(error):
                 raise
@@ -178,7 +209,7 @@ class DeviceStep:
         return metadata
 
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
-        """Compute logits on all shards, sample on the sampling rank, and broadcast the tokens."""
+        """Pool, score the prompt, and compute the logits of sampling rows on all shards."""
         state, inputs = self.state, self.inputs
         if self.transfers is not None and state.parallel.samples:
             self.transfers.after_layers(hidden)
@@ -190,36 +221,59 @@ class DeviceStep:
         if not len(inputs.sampled_rows):
             return
         last = hidden.index_select(0, ints[inputs.last_tokens])
-        logits = state.model.logits(last)
-        if state.parallel.samples:
-            sampled = self._sample(logits, extras, ints, reals)
-        else:
-            sampled = ints.new_empty(len(logits), dtype=torch.int32)
-        state.tokens.scatter(ints[inputs.destinations], state.parallel.broadcast(sampled))
+        self.unsampled = Unsampled(state.model.logits(last), extras, ints, reals)
 
-    def _sample(
-        self, logits: Tensor, extras: DeviceExtras | None, ints: Tensor, reals: Tensor
-    ) -> Tensor:
+    def _sample_and_share(self, unsampled: Unsampled, mask: TokenMask | None) -> None:
+        """Sample on the sampling rank, and broadcast the tokens to all shards."""
+        state, ints = self.state, unsampled.ints
+        if state.parallel.samples:
+            sampled = self._sample(unsampled, mask)
+        else:
+            sampled = ints.new_empty(len(unsampled.logits), dtype=torch.int32)
+        state.tokens.scatter(ints[self.inputs.destinations], state.parallel.broadcast(sampled))
+
+    def _sample(self, unsampled: Unsampled, token_mask: TokenMask | None) -> Tensor:
         """Sample, and start copying the ids to the host. Returns (num_sampled,) int32 on the
         device."""
         state, inputs = self.state, self.inputs
+        logits, extras, ints = unsampled.logits, unsampled.extras, unsampled.ints
         best: Tensor | None
         best, non_finite = argmax(logits)  # before edits set forbidden tokens to -inf
-        raw = None
+        mask = raw = unedited = None
+        if token_mask is not None:
+            mask = token_mask.on_device(logits.device, logits.shape[1])
         if extras is not None:
             logits = logits.contiguous()  # a sharded head may pad the vocabulary with columns
+            if mask is not None and extras.edits is not None:
+                unedited = mask.unedited(logits)
             raw = extras.edit(logits, state.tokens)
             best = None
-            if extras.edits is not None:  # a row with every token forbidden counts as non-finite
-                non_finite += logits.amax(dim=-1).isneginf()
+        if mask is not None:
+            masked = mask.apply(logits, unedited)
+            if best is not None:
+                best.index_copy_(0, mask.samples, argmax(masked)[0])
+        if token_mask is not None or (extras is not None and extras.edits is not None):
+            # A row with every token forbidden counts as non-finite.
+            non_finite += logits.amax(dim=-1).isneginf()
         whole, cut = inputs.whole_draws, inputs.cut_draws
         sampled = sample(
             logits,
-            None if whole is None else whole.on_device(ints, reals),
-            None if cut is None else cut.on_device(ints, reals),
+            None if whole is None else whole.on_device(ints, unsampled.reals),
+            None if cut is None else cut.on_device(ints, unsampled.reals),
             best=best,
         )
         inputs.receive(sampled, non_finite)
         if extras is not None:
             extras.score_sampled(raw, sampled)
         return sampled
+
+
+@contextmanager
+def _lack_of_memory_named() -> Iterator[None]:
+    """Raise OutOfMemory if the block has no memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(f"no memory: {error}") from error
+        raise

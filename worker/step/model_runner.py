@@ -4,10 +4,15 @@
 part of a step (rows, slots, random numbers); the rest is one operation on the compute queue, and
 outputs come from the queue's thread, in order. So two steps overlap: while one computes, the next
 is prepared, and its input tokens are read on the device without a round trip to the host.
+
+A step with structured output computes its logits at once and samples when its token mask arrives.
+Plans after it are held until then, since their tokens depend on it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +22,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
-from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
@@ -25,17 +30,34 @@ from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
+from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.step_launcher import StepLauncher
 from longshore.worker.step.token_table import known_token_ids
+from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.warm_up import WarmUp
 from longshore.worker.step.worker_rows import WorkerRows
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed, StepTransfers
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A plan that is to be executed, and how it is answered."""
+
+    plan: SchedulerOutput
+    on_report: Callable[[WorkerReport], None]
+    completion: Completion
+
+    def answer(self, report: WorkerReport) -> None:
+        try:
+            self.on_report(report)
+        finally:
+            self.completion.finish()
 
 
 class ModelRunner:
@@ -85,6 +107,8 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
         )
         self._guards_blocks = guards_blocks
+        self._unsampled: UnsampledStep | None
+        self._held: deque[_Held] = deque()
         self.begin_epoch(epoch, connector)
 
     def begin_epoch(self, epoch: int, connector: ConnectorRunner | None) -> None:
@@ -92,6 +116,9 @@ class ModelRunner:
         first one."""
         self._epoch = epoch
         self._connector = connector
+        self._masks_follow = True
+        self._unsampled = None
+        self._held.clear()
         self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
         self._guard = None
         if self._guards_blocks:
@@ -107,10 +134,58 @@ class ModelRunner:
         Raises PlanMismatch if the plan does not match this worker's state, or HookFailed. No
         further plan can be executed then.
         """
-        if self._rows.is_repeat(plan):
+        if self._is_repeat(plan):
             about = fields(step_id=plan.step, epoch=plan.epoch)
             logger.info("ignored a repeated plan", extra=about)
             return None
+        held = _Held(plan, on_report, Completion(plan.step))
+        if self._unsampled is None:
+            self._start(held)
+        else:
+            self._held.append(held)
+        return held.completion
+
+    def _is_repeat(self, plan: SchedulerOutput) -> bool:
+        if not self._held:
+            return self._rows.is_repeat(plan)
+        last = self._held[-1].plan
+        return (plan.epoch, plan.step, plan.digest) == (last.epoch, last.step, last.digest)
+
+    @property
+    def step_without_mask(self) -> int | None:
+        """The step that waits for its token mask, if one does."""
+        return None if self._unsampled is None else self._unsampled.step
+
+    def add_mask(self, mask: SampleMask) -> None:
+        """Sample the step that waits for `mask`, and start the plans after it. Only the sampling
+        rank needs masks; others ignore them. Raises PlanMismatch, also for those plans."""
+        if not self._parallel.samples:
+            return
+        unsampled = self._unsampled
+        if unsampled is None or (mask.epoch, mask.step) != (self._epoch, unsampled.step):
+            waiting = "no step waits" if unsampled is None else f"step {unsampled.step} waits"
+            raise PlanMismatch(
+                f"received a token mask for step {mask.step} of epoch {mask.epoch}, but {waiting} "
+                f"for one in epoch {self._epoch}"
+            )
+        unsampled.sample(mask)
+        self._start_held()
+
+    def stop_masking(self) -> None:
+        """No further mask arrives, because the scheduler has ended, and no token reaches a client:
+        from now on steps do not wait for masks."""
+        self._masks_follow = False
+        if self._unsampled is not None:
+            self._unsampled.sample_unmasked()
+            self._start_held()
+
+    def _start_held(self) -> None:
+        self._unsampled = None
+        while self._held and self._unsampled is None:
+            self._start(self._held.popleft())
+
+    def _start(self, held: "_Held") -> None:
+        plan = held.plan
         num_scheduled = self._rows.apply(plan)
         launcher, table = self._launcher, self._rows.rows
         batch = make_batch(num_scheduled, table.num_computed, min(launcher.tables.block_sizes))
@@ -124,7 +199,8 @@ class ModelRunner:
             (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
             for start in plan.added
         ]
-        return launcher.launch(
+        self._unsampled = self._waiting_for_mask(plan, sampled_rows)
+        launcher.launch(
             batch,
             self._rows.sampling,
             sampled_rows=sampled_rows,
@@ -138,9 +214,32 @@ class ModelRunner:
             transfers=transfers,
             guard=self._guarded(plan, num_scheduled),
             step_id=plan.step,
-            on_answer=lambda inputs, completion: on_report(
+            unsampled=self._unsampled,
+            on_answer=lambda inputs, completion: held.answer(
                 self._report(plan.step, inputs, generates, pooling, transfers, completion)
             ),
+        )
+
+    def _waiting_for_mask(
+        self, plan: SchedulerOutput, sampled_rows: Int64s
+    ) -> UnsampledStep | None:
+        """None if the step samples at once."""
+        if not self._parallel.samples:
+            return None
+        is_masked = (self._rows.sampling.asks[sampled_rows] & ASKS_MASK) != 0
+        if bool(is_masked.any()) != plan.has_structured_output:
+            raise PlanMismatch(
+                f"step {plan.step} has has_structured_output={plan.has_structured_output}, but "
+                f"{np.count_nonzero(is_masked)} of its rows sample with structured output"
+            )
+        if not plan.has_structured_output or not self._masks_follow:
+            return None
+        return UnsampledStep(
+            plan.step,
+            sampled_rows=sampled_rows,
+            is_masked=is_masked,
+            vocab_size=self._launcher.state.model.config.vocab_size,
+            pin_memory=self._launcher.pin_memory,
         )
 
     def _guarded(self, plan: SchedulerOutput, num_scheduled: Int64s) -> GuardedStep | None:
@@ -178,13 +277,15 @@ class ModelRunner:
             pin_memory=self._launcher.pin_memory,
         )
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, plan: SchedulerOutput, mask: SampleMask | None = None) -> ModelRunnerOutput:
         """Execute `plan` and wait for its output. Raises PlanMismatch, also for a repeated plan, or
-        EngineDead if the step failed."""
+        EngineDead if the step failed. mask: of a plan with structured output."""
         reports: list[WorkerReport] = []
         completion = self.submit(plan, reports.append)
         if completion is None:
             raise PlanMismatch(f"step {plan.step} has already been executed")
+        if mask is not None:
+            self.add_mask(mask)
         completion.wait()
         (report,) = reports
         if isinstance(report, WorkerFailed):
@@ -202,6 +303,7 @@ class ModelRunner:
 
     def finish(self) -> None:
         """See StepLauncher.finish. Plans may follow after `begin_epoch`."""
+        self.stop_masking()
         self._launcher.finish()
 
     def _report(

@@ -25,6 +25,7 @@ from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.sampling.token_masks import TokenMask
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.step.fed_back_tokens import FedBackTokens
@@ -32,6 +33,7 @@ from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.step.token_table import TokenTable
+from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.worker_rows import NO_COPIES, BlockCopies
 from longshore.worker.transfer.connector import StepTransfers
 
@@ -127,12 +129,17 @@ class StepLauncher:
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
+        unsampled: UnsampledStep | None = None,
     ) -> Completion:
-        """Start one step; does not wait for the device.
+        """Start one step; does not wait for the device. Returns the completion of what could be
+        submitted.
 
         sampling:  settings of all rows.
         prepare:   see DeviceStep.
-        on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first.
+        on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first. The
+                   time of a step in two operations is the sum of both.
+        unsampled: the step waits for its token mask before it samples; no other step may be
+                   launched until then.
         The other arguments: see StepInputsBuilder.build and DeviceStep.
         """
         tables = self.tables
@@ -167,11 +174,33 @@ class StepLauncher:
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
-        completion = self._queue.submit(step.run, on_done, step_id=step_id)
-        inputs.staging.guard(completion)
+        if unsampled is None:
+            completion = self._queue.submit(step.run, on_done, step_id=step_id)
+            inputs.staging.guard(completion)
+        else:
+            completion = self._queue.submit(step.compute, step_id=step_id)
+            unsampled.launched(partial(self._finish, step, completion, on_done))
         for upload in uploads:
             upload.guard(completion)
         return completion
+
+    def _finish(
+        self,
+        step: DeviceStep,
+        computed: Completion,
+        on_done: Callable[[Completion], None] | None,
+        mask: TokenMask | None,
+    ) -> None:
+        """Submit the second operation of a step. computed: the first."""
+
+        def ended(completion: Completion) -> None:
+            completion.elapsed_s += computed.elapsed_s
+            if on_done is not None:
+                on_done(completion)
+
+        finish = partial(step.finish, mask)
+        completion = self._queue.submit(finish, ended, step_id=computed.step_id)
+        step.inputs.staging.guard(completion)
 
     def _segments(self, batch: StepBatch, cross_lens: Int64s) -> list[Sequence[DecodeSegment]]:
         """The segments of the decodes, per group.

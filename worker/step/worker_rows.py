@@ -21,10 +21,7 @@ from longshore.worker.kv_cache.block_table import MultiGroupBlockTable
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PoolingRows
 
-_UNSUPPORTED: Final = {
-    "draft_rows": "speculative decoding",
-    "has_structured_output": "structured output",
-}
+_UNSUPPORTED: Final = {"draft_rows": "speculative decoding"}
 
 
 @dataclass(frozen=True)

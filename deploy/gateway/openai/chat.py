@@ -23,6 +23,7 @@ from longshore.deploy.gateway.openai.responses import (
     ChatResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 
 
@@ -50,6 +51,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             arrived_s=arrived_s,
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
+            structured_output=await read_constraint(
+                request, service.json, ignores_end=request.ignore_eos
+            ),
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":

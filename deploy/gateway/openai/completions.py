@@ -20,6 +20,7 @@ from longshore.deploy.gateway.openai.responses import (
     CompletionResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
@@ -64,6 +65,9 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             num_samples=num_samples,
             scores_only=request.scores_only,
             stops=service.prompts.stops(request),
+            structured_output=await read_constraint(
+                request, service.json, ignores_end=request.ignore_eos
+            ),
             beams=self._beams(service, request, max(map(len, prompts))),
             num_echoed_characters=sum(map(len, texts)) if request.echo else 0,
         )

@@ -90,6 +90,7 @@ class GeneratedAnswer:
             tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
+            structured_output=spec.structured_output,
         )
 
     def _on_change(self) -> None:

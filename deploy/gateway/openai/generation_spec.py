@@ -8,7 +8,7 @@ import msgspec
 from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
-from longshore.protocol.requests import NO_TENANT, MultimodalFeature, Tenant
+from longshore.protocol.requests import NO_TENANT, MultimodalFeature, StructuredOutput, Tenant
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -18,6 +18,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: number of answers per prompt; the answers to one prompt are consecutive.
     scores_only: answers have no tokens; the engine computes one, which is dropped.
     stops:     strings that end an answer.
+    structured_output: constrains each answer.
     beams:     settings of a beam search; see `BeamGeneration`.
     multimodal: a feature per prompt; empty: no prompt has one.
     num_primed: tokens at each prompt's end that are sent as output; see `LiveRequests.open`.
@@ -43,6 +44,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS
+    structured_output: StructuredOutput | None = None
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0

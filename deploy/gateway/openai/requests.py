@@ -8,6 +8,7 @@ from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
+from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
@@ -30,8 +31,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of both endpoints. None: the model's default. SamplingParams checks the ranges.
+class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of both endpoints, beside those that constrain the answer. None: the model's
+    default. SamplingParams checks the ranges.
 
     logit_bias: by token id, a string in JSON.
     stop:       strings that end the answer, after at least `min_tokens` tokens. The answer excludes
@@ -171,6 +173,10 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
                         code="unsupported_parameter",
                     )
             return
+        constraint = self.constraint()
+        if constraint is not None:
+            name, _ = constraint
+            raise invalid(f"{name} is not supported with use_beam_search; remove it", param=name)
         for name, accepted in _NOT_OF_BEAMS.items():
             if getattr(self, name) not in (None, *accepted):
                 raise invalid(

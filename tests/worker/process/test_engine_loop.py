@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -40,6 +41,7 @@ from tests.worker.recording_connector import RecordingConnector
 TIMEOUT_S = 60.0
 EPOCH = 3
 DEVICE_BYTES = 4096
+VOCAB_SIZE = 128
 
 
 class EngineThread:
@@ -233,7 +235,7 @@ BITS: UInt8Array = int32_array([0]).view("uint8")  # type: ignore[assignment]
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (SampleMask(EPOCH, 1, int32_array([0]), BITS), "structured output"),
+        (SampleMask(EPOCH, 1, int32_array([0]), BITS), "a token mask for step 1 of epoch 3"),
         (WorkerAccepted(EPOCH, 40), "a second WorkerAccepted"),
     ],
     ids=["mask", "accepted"],
@@ -246,6 +248,62 @@ def test_a_message_that_is_not_due_ends_the_worker_with_a_reason(
     assert isinstance(failed, WorkerFailed)
     assert reason in failed.reason
     engine.join()
+
+
+def masked_plan(engine: EngineThread) -> Any:
+    entry = Entry(0, range(3, 23), has_structured_output=True)
+    return engine.plans.plan({0: 20}, added=[entry])
+
+
+def mask_of(engine: EngineThread, step: int, token_id: int) -> SampleMask:
+    """Of row 0, which may only sample this token."""
+    bits = np.packbits(np.arange(VOCAB_SIZE) == token_id, bitorder="little")
+    return SampleMask(EPOCH, step, int32_array([0]), bits)
+
+
+def test_a_step_with_structured_output_waits_for_its_mask_and_later_plans_for_the_step(
+    engine: EngineThread,
+) -> None:
+    engine.scheduler.send(masked_plan(engine))
+    engine.scheduler.send(engine.plans.plan())
+    assert engine.scheduler.receive(0.2) is None
+    for step, token_id in ((1, 77), (2, 31)):
+        engine.scheduler.send(mask_of(engine, step, token_id))
+        output = engine.receive()
+        assert isinstance(output, ModelRunnerOutput)
+        assert (output.step, output.sampled_tokens.tolist()) == (step, [token_id])
+
+
+def test_a_mask_that_never_arrives_makes_its_step_late(start: "StartEngine") -> None:
+    engine = start(None, step_timeout_s=0.1)
+    engine.scheduler.send(masked_plan(engine))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not engine.late or engine.late[-1] is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    late = engine.late[-1]
+    assert late is not None
+    assert late.startswith("step 1 with 20 tokens has taken ")
+    assert late.endswith("; it waits for its token mask (structured output) from the scheduler")
+    engine.scheduler.send(mask_of(engine, 1, 5))
+    assert isinstance(engine.receive(), ModelRunnerOutput)
+
+
+def test_a_worker_that_waits_for_a_mask_shuts_down(engine: EngineThread) -> None:
+    engine.scheduler.send(masked_plan(engine))
+    engine.scheduler.send(engine.plans.plan())
+    engine.scheduler.send(Shutdown("enough"))
+    engine.join()
+    assert engine.error is None
+
+
+def test_a_worker_that_waits_for_a_mask_outlives_its_scheduler(engine: EngineThread) -> None:
+    engine.scheduler.send(masked_plan(engine))
+    engine.scheduler.send(engine.plans.plan())
+    assert engine.scheduler.receive(0.2) is None
+    engine.scheduler.close()
+    engine.join()
+    assert isinstance(engine.error, SchedulerLost)
 
 
 def test_a_scheduler_that_dies_without_a_shutdown_is_noticed(engine: EngineThread) -> None:

@@ -174,7 +174,7 @@ def test_a_process_whose_model_has_an_encoder_offers_multimodal_input(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
     make_tiny_whisper(tmp_path, max_target_positions=256)
-    of_text = (Feature.POOLING,)
+    of_text = (Feature.POOLING, Feature.STRUCTURED_OUTPUT)
     for path, features in ((tmp_path, (Feature.MULTIMODAL,)), (checkpoint[0], of_text)):
         hello = start(path).receive()
         assert isinstance(hello, WorkerHello)

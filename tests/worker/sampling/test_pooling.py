@@ -162,5 +162,5 @@ def test_a_vector_that_is_not_finite_is_reported_with_how_much_of_it(tmp_path: P
     assert len(output.pooled[0]) == 2
 
 
-def test_a_worker_offers_vectors(worker: Worker) -> None:
-    assert worker.features == (Feature.POOLING,)
+def test_a_worker_offers_vectors_and_structured_output(worker: Worker) -> None:
+    assert worker.features == (Feature.POOLING, Feature.STRUCTURED_OUTPUT)

@@ -516,7 +516,10 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
         edited(connector_metadata=b"x"),
         "metadata for a KV connector, but this worker has none",
     ),
-    "structured output": (edited(has_structured_output=True), "structured output"),
+    "structured output of no row": (
+        edited(has_structured_output=True),
+        "0 of its rows sample with structured output",
+    ),
 }
 
 

@@ -73,7 +73,7 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("best_of", 3),
         ("suffix", "end"),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "yaml"}),
         ("presence_penalty", "much"),
         ("logit_bias", {"5": "more"}),
         ("logit_bias", [5]),

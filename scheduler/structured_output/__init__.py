@@ -1,0 +1,1 @@
+"""Structured output: the grammar process, and the scheduler's end of it."""
