@@ -16,7 +16,7 @@ from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
 from longshore.deploy.requests.token_scores import Logprob
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import MultimodalFeature, PoolingParams
+from longshore.protocol.requests import MultimodalFeature, PoolingParams, StructuredOutput
 from longshore.protocol.sampling import SamplingParams
 
 # Far more than run at a time; other requests wait here and not in the engine's queue.
@@ -48,6 +48,7 @@ class Answer:
     multimodal: tuple[MultimodalFeature, ...] = ()
     num_primed: int = 0
     pooling: PoolingParams | None = None
+    structured_output: StructuredOutput | None = None
     skips_reading: bool = False
     priority: int = 0
     live: LiveRequest | None = None
@@ -71,6 +72,7 @@ class Answer:
             multimodal=self.multimodal,
             num_primed=self.num_primed,
             pooling=self.pooling,
+            structured_output=self.structured_output,
             skips_reading=self.skips_reading,
             priority=self.priority,
             cache_salt=self.prompt.cache_salt,

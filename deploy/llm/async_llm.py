@@ -17,7 +17,7 @@ from longshore.deploy.llm.engine_processes import EngineProcesses
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
 from longshore.deploy.llm.prompts import Prompt, PromptInput
-from longshore.deploy.llm.request_reader import RequestReader
+from longshore.deploy.llm.request_reader import CheckedParams, RequestReader
 from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.model.folder import read_model_folder
@@ -118,7 +118,7 @@ class AsyncLLM:
         client = await self._connect()
         if request_id in self._streams:
             raise ValueError(f"request_id={request_id!r} is that of a live request")
-        params = self._reader.check(sampling_params)
+        params = await self._check(sampling_params)
         stream = self._streams[request_id] = _Stream(request_id, sampling_params.output_kind)
         try:
             read = await self._read(prompt)
@@ -129,6 +129,12 @@ class AsyncLLM:
         finally:
             stream.abort()
             del self._streams[request_id]
+
+    async def _check(self, params: SamplingParams) -> CheckedParams:
+        if params.structured_outputs is None:
+            return self._reader.check(params)
+        # Checking a schema takes some time, the first one most: it imports a library.
+        return await asyncio.to_thread(self._reader.check, params)
 
     async def _read(self, prompt: Prompt) -> PromptInput:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt

@@ -113,7 +113,11 @@ class LLM:
             )
             decoder = self._speech.tokenizer
         self._reader = RequestReader(
-            self._model, tokenizer, decoder, max_model_len=self._max_model_len
+            self._model,
+            tokenizer,
+            decoder,
+            max_model_len=self._max_model_len,
+            compiles_grammars=not in_process,
         )
         self._requests = LiveRequests(seed_source(options.seed))
         # No generator: an interrupt inside one would end it.
@@ -203,6 +207,7 @@ class LLM:
         lora_request: None = None,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: Literal["auto"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -212,6 +217,7 @@ class LLM:
 
         messages:      a chat or a list of chats, each a list of messages in OpenAI's format.
         chat_template: Jinja source of a template to use instead of the model's.
+        chat_template_content_format: templates get the content of a message as text.
         add_generation_prompt: the prompt ends where the assistant's answer begins.
         continue_final_message: the prompt ends with the last message, to be continued.
         tools:         descriptions of tools, in OpenAI's format, for the template. The answer is
@@ -221,6 +227,11 @@ class LLM:
         """
         self._check_takes(text=True)
         _check_no_lora(lora_request)
+        if chat_template_content_format != "auto":
+            raise ValueError(
+                f"chat_template_content_format={chat_template_content_format!r} is not supported; "
+                "templates get the content of a message as text"
+            )
         inputs = self._reader.read_chats(
             messages,
             chat_template=chat_template,

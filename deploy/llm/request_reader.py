@@ -21,6 +21,7 @@ from longshore.deploy.llm.transcriber import SpeechRequest
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.validation import sampling_problem
+from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -28,10 +29,11 @@ DEFAULT_MAX_TOKENS: Final = 16
 
 @dataclass(frozen=True)
 class CheckedParams:
-    """Settings of a prompt, and those of one answer to it, for the engine."""
+    """Settings of a prompt, and for the engine those of one answer to it and its constraint."""
 
     settings: SamplingParams
     engine_params: EngineSamplingParams
+    constraint: StructuredOutput | None
 
 
 class RequestReader:
@@ -39,6 +41,7 @@ class RequestReader:
 
     tokenizer: None: prompts must be token ids.
     decoder:   decodes answers; None: they have no text.
+    compiles_grammars: the engine does, so answers can be constrained.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class RequestReader:
         decoder: TokenDecoder | None,
         *,
         max_model_len: int,
+        compiles_grammars: bool = True,
     ) -> None:
         self._model = model
+        self._compiles_grammars = compiles_grammars
         self.tokenizer = tokenizer
         self.decoder = decoder
         self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
@@ -141,7 +146,16 @@ class RequestReader:
             raise ValueError(problem)
         if params.stops().texts and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
-        return CheckedParams(params, engine_params)
+        constraint = params.constraint()
+        if constraint is not None and self.tokenizer is None:
+            raise ValueError(
+                f"structured_outputs needs a tokenizer, but {self._model.path} has none"
+            )
+        if constraint is not None and not self._compiles_grammars:
+            raise ValueError(
+                "structured_outputs needs a process that compiles grammars; remove in_process"
+            )
+        return CheckedParams(params, engine_params, constraint)
 
     def answers(
         self, request_id: str, prompt: PromptInput, params: CheckedParams, *, priority: int = 0
@@ -161,6 +175,7 @@ class RequestReader:
                 decoder,
                 None if decoder is None else AnswerText(decoder, prompt.token_ids, stops),
                 has_stops=bool(stops.texts),
+                structured_output=params.constraint,
                 skips_reading=bool(settings.skip_reading_prefix_cache),
                 priority=priority,
             )

@@ -14,7 +14,12 @@ from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.refused_settings import Refused, refusing
+from longshore.deploy.requests.structured_outputs import (
+    StructuredOutputsParams,
+    structured_output,
+)
 from longshore.deploy.requests.validation import plain_params
+from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 
@@ -26,7 +31,7 @@ UNSUPPORTED: Final[Refused] = {
     "best_of": ((1,), "set n, and choose among the answers by cumulative_logprob"),
     "extra_args": (({},), "no sampler here reads it"),
     "flat_logprobs": ((False,), "logprobs is a list with a dict per token"),
-    "guided_decoding": ((), "vLLM has replaced it with structured_outputs"),
+    "guided_decoding": ((), "use structured_outputs=StructuredOutputsParams(...)"),
     "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
     "logprob_token_ids": (([],), "logprobs returns the most likely tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
@@ -34,9 +39,8 @@ UNSUPPORTED: Final[Refused] = {
     "routed_experts_prompt_start": ((0,), "outputs do not have the experts of tokens"),
     "skip_clone": ((False, True), "settings are read when a request begins"),
     "skip_special_tokens": ((True,), "decode token_ids with get_tokenizer()"),
-    "spaces_between_special_tokens": ((True,), "texts have no special tokens"),
+    "spaces_between_special_tokens": ((True, False), "texts have no special tokens"),
     "stream_interval": ((1,), "each output of a stream has all tokens since the one before"),
-    "structured_outputs": ((), "answers are not constrained by a grammar"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
     "trace_decode_token_ids": ((), "sampled tokens cannot be prescribed"),
     "truncate_prompt_tokens": ((), "pass the token ids that the prompt should have"),
@@ -79,6 +83,7 @@ class SamplingParams:
     logprobs:       return the log probability of each output token and of this many most likely
                     tokens, 0 to 20; None: return none.
     prompt_logprobs: the same for each prompt token except the first.
+    structured_outputs: constrains the answers.
     detokenize:     False: texts are empty.
     output_kind:    what the outputs of `AsyncLLM.generate` have.
     skip_reading_prefix_cache: compute the whole prompt.
@@ -105,12 +110,14 @@ class SamplingParams:
     repetition_detection: RepetitionDetection | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.stops()
+        self.constraint()
         self._plain(())
 
     @classmethod
@@ -130,6 +137,23 @@ class SamplingParams:
         if texts and not self.detokenize:
             raise ValueError("SamplingParams: stop needs detokenize=True, to find the strings")
         return StopStrings(texts, self.include_stop_str_in_output, self.min_tokens)
+
+    def constraint(self) -> StructuredOutput | None:
+        """What constrains the answers, for the engine. Raises ValueError."""
+        params = self.structured_outputs
+        if params is None:
+            return None
+        if not isinstance(params, StructuredOutputsParams):
+            raise ValueError(
+                "SamplingParams: structured_outputs must be longshore.StructuredOutputsParams, not "
+                f"a {type(params).__name__}"
+            )
+        if self.ignore_eos:
+            raise ValueError(
+                "SamplingParams: ignore_eos is not possible with structured_outputs: a complete "
+                "answer ends with the end-of-sequence token; remove one of them"
+            )
+        return structured_output(params)
 
     def engine_params(self, tokenizer: ModelTokenizer | None) -> EngineSamplingParams:
         """The settings of one answer, for the engine. Raises ValueError: a user can have changed a

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from longshore.deploy.llm.pooling_params import PoolingParams
     from longshore.deploy.llm.prompts import TextPrompt, TokensPrompt
     from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
+    from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
     from longshore.deploy.requests.token_scores import Logprob
     from longshore.protocol.sampling import RepetitionDetection
 
@@ -52,6 +53,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -77,6 +79,7 @@ _HOME_OF_NAME: Final = {
     "SamplingParams": "longshore.deploy.llm.sampling_params",
     "ScoringOutput": "longshore.deploy.llm.outputs",
     "ScoringRequestOutput": "longshore.deploy.llm.outputs",
+    "StructuredOutputsParams": "longshore.deploy.requests.structured_outputs",
     "TextPrompt": "longshore.deploy.llm.prompts",
     "TokensPrompt": "longshore.deploy.llm.prompts",
 }

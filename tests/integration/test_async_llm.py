@@ -7,7 +7,14 @@ from typing import Any
 import psutil
 import pytest
 
-from longshore import LLM, AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from longshore import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import EngineDead
@@ -122,6 +129,15 @@ async def test_a_stream_that_is_left_is_aborted(engine: AsyncLLM) -> None:
             await asyncio.sleep(0.05)
     (output,) = await collect(engine.generate(PROMPT, SamplingParams(max_tokens=1), "left"))
     assert output.finished
+
+
+async def test_a_stream_follows_its_constraint(engine: AsyncLLM) -> None:
+    params = SamplingParams(
+        max_tokens=40, structured_outputs=StructuredOutputsParams(json={"enum": ["free", "taken"]})
+    )
+    outputs = await collect(engine.generate(PROMPT, params, "constrained"))
+    assert outputs[-1].outputs[0].finish_reason == "stop"
+    assert outputs[-1].outputs[0].text in ('"free"', '"taken"')
 
 
 async def test_what_is_invalid_is_a_value_error(engine: AsyncLLM) -> None:

@@ -164,8 +164,13 @@ def test_chunks_and_preemptions_change_no_token_in_two_stages(
 
 def test_beams_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:4]]
-    found = [each.beam_search(inputs, BeamSearchParams(beam_width=3, max_tokens=6)) for each in (llm, one_rank)]
-    ours, alone = ([[beam.tokens for beam in output.sequences] for output in each] for each in found)
+    found = [
+        each.beam_search(inputs, BeamSearchParams(beam_width=3, max_tokens=6))
+        for each in (llm, one_rank)
+    ]
+    ours, alone = (
+        [[beam.tokens for beam in output.sequences] for output in each] for each in found
+    )
     assert ours == alone
 
 

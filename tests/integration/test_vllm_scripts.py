@@ -1,13 +1,24 @@
 """Scripts written for vLLM's `LLM` run as they are, on the demo model, in processes and in one."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
-from longshore import LLM, Logprob, SamplingParams
+from longshore import (
+    LLM,
+    BeamSearchParams,
+    Logprob,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from longshore.deploy.llm.metrics import Counter, Gauge, Histogram
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError, EngineDead
@@ -28,6 +39,7 @@ TOOLS = [
         },
     }
 ]
+CHOICE = StructuredOutputsParams(choice=["Positive", "Negative"])
 TOOL_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -42,6 +54,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         enforce_eager=True,
         swap_space=4,
         trust_remote_code=True,
+        runner="pooling",
         **SETTINGS,
     ) as llm:
         yield llm
@@ -75,12 +88,15 @@ def test_default_sampling_params_can_be_changed(llm: LLM) -> None:
 def test_prompts_in_every_form_give_the_same_answer(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(FACTS)
     greedy = SamplingParams(temperature=0, max_tokens=6)
-    prompts: list[Any] = [FACTS, {"prompt": FACTS}, {"prompt_token_ids": ids}, ids]
+    prompts: list[Any] = [
+        *(FACTS, TextPrompt(prompt=FACTS)),
+        *({"prompt_token_ids": ids}, TokensPrompt(prompt_token_ids=ids), ids),
+    ]
     outputs = llm.generate(prompts, greedy, use_tqdm=False)
     outputs += llm.generate([ids], [greedy], use_tqdm=False)
     outputs += llm.generate(ids, greedy, use_tqdm=False)
     assert len({output.outputs[0].text for output in outputs}) == 1
-    assert [output.prompt for output in outputs] == [FACTS, FACTS, None, None, None, None]
+    assert [output.prompt for output in outputs] == [FACTS, FACTS, *[None] * 5]
 
 
 def test_settings_per_prompt_stops_words_and_scores(llm: LLM) -> None:
@@ -139,19 +155,97 @@ def test_tools_and_another_template_make_the_prompt(llm: LLM) -> None:
     )
     assert output.prompt is not None
     assert output.prompt.endswith(f"find_berth\nYou are a helpful assistant.\n{FACTS}\n")
+    with pytest.raises(ValueError, match="chat_template_content_format='openai' is not supported"):
+        llm.chat(CHAT, chat_template_content_format="openai")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"messages\[1\]"):
         llm.chat([CHAT, [{"role": "nobody", "content": ""}]], use_tqdm=False)
 
 
+def test_a_progress_bar_can_be_of_another_class(llm: LLM) -> None:
+    class Bar(tqdm):  # type: ignore[type-arg]
+        pass
+
+    bars: list[Bar] = []
+
+    def make_bar(**settings: Any) -> Bar:
+        bars.append(Bar(**settings))
+        return bars[-1]
+
+    llm.generate(["x", "y"], SamplingParams(max_tokens=1), use_tqdm=make_bar)
+    assert [(bar.n, bar.total) for bar in bars] == [(2, 2)]
+
+
 def test_the_embedding_script(llm: LLM) -> None:
-    outputs = llm.embed(["the quay", "a crane"], use_tqdm=False)
-    for output, array in zip(outputs, llm.encode(["the quay", "a crane"]), strict=True):
+    texts = ["the quay", "a crane"]
+    outputs = llm.embed(texts, use_tqdm=False)
+    for output, array in zip(outputs, llm.encode(texts, pooling_task="embed"), strict=True):
         vector = output.outputs.embedding
         assert output.outputs.hidden_size == len(vector) == len(array.outputs.data)
         assert vector == pytest.approx(array.outputs.data.tolist(), abs=1e-5)
         assert sum(each * each for each in vector) == pytest.approx(1, abs=1e-3)
-    with pytest.raises(ValueError, match="pooling_task='classify' is not supported"):
-        llm.encode("x", pooling_task="classify")  # type: ignore[arg-type]
+    (short,) = llm.embed(texts[0], pooling_params=PoolingParams(dimensions=32))
+    assert len(short.outputs.embedding) == 32
+    (raw,) = llm.encode(texts[0], PoolingParams(use_activation=False))
+    assert float(raw.outputs.data @ raw.outputs.data) > 1.1
+    with pytest.raises(ValueError, match="pooling_task='token_embed' is not supported"):
+        llm.encode("x", pooling_task="token_embed")  # type: ignore[arg-type]
+
+
+def test_the_score_script(llm: LLM) -> None:
+    texts = ["the quay", "a crane"]
+    same, other = llm.score(texts[0], texts, use_tqdm=False)
+    assert same.outputs.score == pytest.approx(1, abs=1e-5)
+    assert other.outputs.score < same.outputs.score
+    with pytest.raises(ValueError, match="use_activation needs a classification head"):
+        llm.score("x", "y", pooling_params=PoolingParams(use_activation=False))
+    with pytest.raises(ValueError, match="demo_model has no classification head"):
+        llm.classify("x")
+
+
+def test_the_beam_search_script(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    first, second = llm.beam_search([{"prompt": FACTS}, {"prompt": "The quay"}], params)
+    num_tokens = len(llm.get_tokenizer().encode(FACTS))
+    for sequence in first.sequences:
+        assert sequence.text.strip().startswith(FACTS)
+        assert len(sequence.tokens) == num_tokens + 6
+        assert sequence.score == pytest.approx(sequence.cum_logprob / 6)
+    likely = [sequence.cum_logprob for sequence in second.sequences]
+    assert likely == sorted(likely, reverse=True)
+    (greedy,) = llm.generate(
+        FACTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    )
+    assert first.sequences[0].cum_logprob >= greedy.outputs[0].cumulative_logprob - 1e-3
+    with pytest.raises(ValueError, match="BeamSearchParams: temperature is not supported"):
+        BeamSearchParams(beam_width=3, max_tokens=6, temperature=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.req("FEA-01")
+def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["llm"]:
+        with pytest.raises(ValueError, match="remove in_process"):
+            llm.generate(FACTS, SamplingParams(structured_outputs=CHOICE), use_tqdm=False)
+        return
+    schema = {"enum": ["free", None, 3]}  # no whitespace, which the demo model likes
+    grammar = 'root ::= "SELECT " column\ncolumn ::= "a" | "b"'
+    constraints = [
+        CHOICE,
+        StructuredOutputsParams(regex=r"[a-z]{1,9}@quay\.org"),
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(grammar=grammar),
+    ]
+    outputs = llm.generate(
+        [FACTS] * 4,
+        [SamplingParams(n=2, seed=4, max_tokens=200, structured_outputs=c) for c in constraints],
+        use_tqdm=False,
+    )
+    answers = [answer for output in outputs for answer in output.outputs]
+    assert {answer.finish_reason for answer in answers} == {"stop"}
+    choice, regex, json_text, of_grammar = ([a.text for a in o.outputs] for o in outputs)
+    assert set(choice) <= {"Positive", "Negative"}
+    assert all(re.fullmatch(r"[a-z]{1,9}@quay\.org", text) for text in regex)
+    assert set(json_text) <= {'"free"', "null", "3"}
+    assert set(of_grammar) <= {"SELECT a", "SELECT b"}
 
 
 def test_a_reset_prefix_cache_is_empty(llm: LLM) -> None:
@@ -190,7 +284,7 @@ def test_the_metrics_script(llm: LLM) -> None:
             assert metric.buckets["+Inf"] == metric.count
 
 
-@pytest.mark.parametrize("name", ["sleep", "wake_up", "classify", "collective_rpc"])
+@pytest.mark.parametrize("name", ["sleep", "wake_up", "llm_engine", "collective_rpc"])
 def test_what_does_not_exist_is_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(AttributeError, match=rf"LLM\.{name} is not supported: \w"):
         getattr(llm, name)

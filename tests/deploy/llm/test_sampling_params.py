@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore import SamplingParams
+from longshore import RepetitionDetection, SamplingParams, StructuredOutputsParams
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.sampling_params import UNSUPPORTED
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 from tests.deploy.tiny_tokenizer import byte_level_tokenizer
+
+CHOICE = StructuredOutputsParams(choice=["yes", "no"])
 
 
 @pytest.fixture
@@ -54,6 +56,21 @@ def test_the_defaults_are_those_of_the_engine() -> None:
     assert SamplingParams().engine_params(None) == EngineSamplingParams()
 
 
+def test_repeated_output_is_detected_as_the_engine_does() -> None:
+    detection = RepetitionDetection(3)
+    params = SamplingParams(repetition_detection=detection)
+    assert params.engine_params(None).repetition == detection
+
+
+def test_a_constraint_is_checked_at_once_and_given_to_the_engine() -> None:
+    assert SamplingParams().constraint() is None
+    constraint = SamplingParams(structured_outputs=CHOICE).constraint()
+    assert constraint is not None
+    assert (constraint.kind, constraint.text) == ("choice", '["yes","no"]')
+    with pytest.raises(ValueError, match='invalid at "/type"'):
+        SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "text"}))
+
+
 def test_a_changed_setting_is_checked_when_it_is_used() -> None:
     params = SamplingParams()
     params.max_tokens = 32
@@ -72,6 +89,8 @@ def test_a_changed_setting_is_checked_when_it_is_used() -> None:
         ({"stop": ["a", ""]}, "stop has an empty string"),
         ({"stop": "a", "detokenize": False}, "stop needs detokenize=True"),
         ({"max_tokens": 2.5}, "max_tokens"),
+        ({"structured_outputs": {"regex": "a"}}, r"must be longshore\.StructuredOutputsParams"),
+        ({"structured_outputs": CHOICE, "ignore_eos": True}, "ignore_eos is not possible"),
     ],
 )
 def test_an_invalid_setting_is_named_at_once(settings: dict[str, Any], message: str) -> None:
