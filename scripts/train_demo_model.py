@@ -51,16 +51,23 @@ ROLES: Final = {role: f"<|{role}|>" for role in ("system", "user", "assistant")}
 SPECIAL_TOKENS: Final = (PAD, BOS, END, *ROLES.values())
 VOCAB_MULTIPLE: Final = 64  # so that tensor-parallel ranks can split the embedding evenly
 
+# Without tools in the chat, a message is its role, its text and an end. The results of tools are
+# shown in the user's message, before the question, as records of a list are.
 CHAT_TEMPLATE: Final = (
     "{{ bos_token }}"
+    '{% if tools %}{# Answers "ID unknown" are calls of lookup(container). #}{% endif %}'
+    "{% set open = namespace(text='') %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('The demo model knows the roles system, user and assistant, not '"
-    " + message['role'] + '.') }}"
+    "{% set role, text = message['role'], (message['content'] or '') | trim %}"
+    "{% if role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('The demo model knows the roles system, user, assistant and tool, not '"
+    " + role + '.') }}"
+    "{% elif role == 'tool' %}{{ text + '\\n' }}"
+    "{% elif not message['tool_calls'] %}"
+    "{{ open.text + '<|' + role + '|>' }}{% set open.text = text + '<|end|>' %}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ open.text }}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 # A container id is a separate piece, without the space before it, so it is always the same token.

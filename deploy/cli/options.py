@@ -339,6 +339,11 @@ class ServeOptions(EngineOptions):
         served_model_name: Model name in the API. Default: the name of the model's folder, or its id
             on the hub.
         chat_template: File with a Jinja chat template that replaces the model's own.
+        tool_call_parser: Format in which the model writes tool calls: deepseek, harmony, hermes,
+            llama, mistral, none, the name of an installed parser, or package.module:Class. auto
+            chooses it by the chat template.
+        reasoning_parser: Format in which the model writes its reasoning: harmony, think, none, or
+            as for tool_call_parser.
         max_body_mib: Maximum size of a request body without audio.
         max_audio_mib: Maximum size of an audio file.
         max_audio_s: Maximum duration of an audio file.
@@ -376,6 +381,8 @@ class ServeOptions(EngineOptions):
     port: Annotated[int, _SERVER] = 8000
     served_model_name: Annotated[str | None, _SERVER] = None
     chat_template: Annotated[Path | None, _SERVER] = None
+    tool_call_parser: Annotated[str, _SERVER] = "auto"
+    reasoning_parser: Annotated[str, _SERVER] = "auto"
     max_body_mib: Annotated[int, _SERVER] = 16
     max_audio_mib: Annotated[int, _SERVER] = 25
     max_audio_s: Annotated[float, _SERVER] = 3600.0

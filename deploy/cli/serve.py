@@ -18,6 +18,7 @@ from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.key_file import read_key_file
 from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
@@ -112,6 +113,7 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
     plan = plan_engine(options, model)
+    load_parsers(options.tool_call_parser, options.reasoning_parser, "")
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
     num_workers = options.num_ranks * (1 + options.standby_workers)
@@ -200,6 +202,8 @@ class _Deployment:
             peers=peers,
             listen_fd=listener.fileno(),
             chat_template=None if options.chat_template is None else str(options.chat_template),
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
             max_body_bytes=options.max_body_mib << 20,
             embedding=model.embedding,
             classifier=model.classifier,

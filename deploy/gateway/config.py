@@ -22,6 +22,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     peers:             paths of the private sockets of all gateways, including this one.
     listen_fd:         inherited socket, already bound; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
+    tool_call_parser, reasoning_parser: names of parsers, `auto` or `none`.
     max_body_bytes:    limit of a request body without audio.
     embedding:         how the model pools embeddings; None: it has none.
     classifier:        labels of a model for sequence classification; None: it is another one.
@@ -52,6 +53,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     number: int = 0
     peers: tuple[str, ...] = ()
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 16 << 20
     embedding: EmbeddingModel | None = None
     classifier: ClassifierModel | None = None

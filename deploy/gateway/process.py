@@ -31,7 +31,9 @@ from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
+from longshore.deploy.parsers.answer import AnswerParsers
+from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
@@ -204,6 +206,7 @@ class GatewayProcess:
                 config.embedding,
                 config.classifier,
                 has_score_template=config.chat_template is not None,
+                parsers=_answer_parsers(config, tokenizer),
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.
@@ -275,6 +278,11 @@ def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
     if config.admin_key is None or config.runtime_dir is None:
         return None
     return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+
+
+def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:
+    template = "" if tokenizer is None else tokenizer.chat_template.source
+    return load_parsers(config.tool_call_parser, config.reasoning_parser, template)
 
 
 def _details(engine: EngineReady) -> dict[str, str]:

@@ -37,6 +37,7 @@ RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which nam
     ("docs/kv-events.md", ""): "tests/integration/test_kv_events.py",
     ("docs/models.md", ""): "tests/docs/test_models.py",
     ("docs/tiers.md", ""): "tests/docs/test_tiers.py",
+    ("docs/tools.md", ""): "tests/integration/test_tools.py",
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }
 SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by part of the text

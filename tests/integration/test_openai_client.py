@@ -204,6 +204,8 @@ def test_labels_and_hints_that_newer_clients_send_are_taken(
         ("reasoning_effort", "high"),
         ("response_format", {"type": "yaml"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "web_search"}]),
+        ("tool_choice", "required"),
         ("modalities", ["text", "audio"]),
         ("temperature", -1.0),
         ("n", 0),

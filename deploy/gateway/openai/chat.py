@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
+from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
+from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.endpoint import (
     GenerationEndpoint,
     ResponseWriter,
     Service,
 )
+from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.logprobs import ChatLogprobs, LogprobsWriter
 from longshore.deploy.gateway.openai.prompts import chat_max_tokens
@@ -25,6 +29,10 @@ from longshore.deploy.gateway.openai.responses import (
 )
 from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.parsers.answer import AnswerParsers
+from longshore.deploy.parsers.forced import ForcedCalls
+
+PROMPT_END_TOKENS: Final = 16
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
@@ -37,6 +45,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     async def specify(
         self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
     ) -> GenerationSpec:
+        parsing = chat_parsing(service, request)
         return GenerationSpec(
             request_id=request_id,
             prompts=[await service.prompts.chat_prompt(request)],
@@ -51,17 +60,65 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             arrived_s=arrived_s,
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
+            shown_special_token_ids=shown_special_token_ids(parsing, service.tokenizer),
             structured_output=await read_constraint(
                 request, service.json, ignores_end=request.ignore_eos
             ),
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
-        return ChatWriter(request, request_id, service.model_name, service.tokenizer)
+        parsing = chat_parsing(service, request)
+        return ChatWriter(request, request_id, service.model_name, service.tokenizer, parsing)
+
+
+def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
+    """How the answers are parsed; None: they are text. Raises ApiError."""
+    use = tool_use(request)
+    parsers = service.parsers
+    max_calls = None if use.is_parallel else 1
+    if use.schema is not None:
+        forced = ForcedCalls(use.forced_name, parsers.tools)
+        return ChatParsing(
+            AnswerParsers(tools=forced),
+            use.names,
+            max_calls,
+            names_call=use.forced_name is not None,
+        )
+    if use.may_call and parsers.tools is None:
+        raise invalid(
+            "tools: this server has no parser for the model's tool calls. Start it with "
+            '--tool-call-parser NAME, or set tool_choice to "required" or "none".',
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if request.constraint() is not None:
+        return None  # the answer is what the constraint allows, from its first token on
+    tools = parsers.tools if use.may_call else None
+    if tools is None and parsers.reasoning is None:
+        return None
+    return ChatParsing(
+        AnswerParsers(parsers.reasoning, tools),
+        use.names,
+        max_calls,
+        has_reasoning=request.include_reasoning is not False,
+    )
+
+
+def shown_special_token_ids(
+    parsing: ChatParsing | None, tokenizer: ModelTokenizer | None
+) -> frozenset[int]:
+    """The special tokens that the parsers have to see."""
+    if parsing is None or tokenizer is None:
+        return frozenset()
+    added = tokenizer.added_tokens
+    return frozenset(added[token] for token in parsing.parsers.special_tokens & added.keys())
 
 
 class ChatWriter(ResponseWriter):
-    """Chat completions. A stream has first the role, then text, then the finish reason."""
+    """Chat completions. A stream has first the role, then text or calls, then the finish reason.
+
+    parsing: how the answers are parsed; None: they are text.
+    """
 
     def __init__(
         self,
@@ -69,8 +126,12 @@ class ChatWriter(ResponseWriter):
         request_id: str,
         model_name: str,
         tokenizer: ModelTokenizer | None,
+        parsing: ChatParsing | None = None,
     ) -> None:
         self._request = request
+        self._tokenizer = tokenizer
+        self._parsing = parsing
+        self._deltas: dict[int, ChatDeltas] = {}
         self._logprobs = LogprobsWriter(tokenizer)
         self._id = request_id
         self._created = int(time.time())
@@ -84,12 +145,28 @@ class ChatWriter(ResponseWriter):
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         chunks = []
         logprobs = self._piece_logprobs(piece)
-        if piece.text or logprobs is not None:
-            delta = ChatDelta(content=piece.text)
+        reason = piece.finish_reason
+        delta = ChatDelta(content=piece.text) if piece.text else None
+        if self._parsing is not None:
+            deltas = self._deltas_of(piece, self._parsing)
+            delta = deltas.feed(piece.text, is_last=reason is not None)
+            reason = reason and deltas.finish_reason(reason)
+        if delta is not None or logprobs is not None:
+            delta = delta or ChatDelta(content="")
             chunks.append(self._chunk(piece.index, delta, logprobs=logprobs))
-        if piece.finish_reason is not None:
-            chunks.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
+        if reason is not None:
+            chunks.append(self._chunk(piece.index, ChatDelta(), reason))
         return chunks
+
+    def _deltas_of(self, piece: Piece, parsing: ChatParsing) -> ChatDeltas:
+        """The deltas of the answer that the piece belongs to."""
+        deltas = self._deltas.get(piece.index)
+        if deltas is None:
+            prompt_end = ""
+            if piece.prompt is not None and self._tokenizer is not None:
+                prompt_end = self._tokenizer.decode(piece.prompt.token_ids[-PROMPT_END_TOKENS:])
+            deltas = self._deltas[piece.index] = ChatDeltas(parsing, prompt_end)
+        return deltas
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
         return ChatChunk(
@@ -97,15 +174,7 @@ class ChatWriter(ResponseWriter):
         )
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
-        choices = [
-            ChatChoice(
-                ChatAnswer(piece.text),
-                piece.finish_reason,
-                piece.index,
-                self._piece_logprobs(piece),
-            )
-            for piece in pieces
-        ]
+        choices = [self._choice(piece) for piece in pieces]
         response = ChatResponse(
             id=self._id,
             created=self._created,
@@ -118,6 +187,14 @@ class ChatWriter(ResponseWriter):
             return response
         by_token = self._logprobs.prompt(prompt.scores, wanted)
         return msgspec.structs.replace(response, prompt_logprobs=by_token)
+
+    def _choice(self, piece: Piece) -> ChatChoice:
+        message, reason = ChatAnswer(piece.text), piece.finish_reason
+        if self._parsing is not None:
+            deltas = self._deltas_of(piece, self._parsing)
+            message = deltas.message(piece.text)
+            reason = reason and deltas.finish_reason(reason)
+        return ChatChoice(message, reason, piece.index, self._piece_logprobs(piece))
 
     def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         num_best = self._request.num_logprobs

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
+from longshore.deploy.gateway.openai.chat_tools import function_names
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
@@ -29,6 +30,7 @@ class ChatPromptParameters(Protocol):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
+    tools: list[dict[str, Any]] | None
 
 
 class ChatPromptOptions(msgspec.Struct, frozen=True):
@@ -45,7 +47,8 @@ class ChatPromptOptions(msgspec.Struct, frozen=True):
 
 
 def chat_prompt_options(request: ChatPromptParameters) -> ChatPromptOptions:
-    """The options of a request. Raises ApiError if they contradict each other."""
+    """The options of a request. Raises ApiError for invalid ones."""
+    function_names(request.tools or ())
     continues = bool(request.continue_final_message)
     adds = request.add_generation_prompt
     if continues and adds:
@@ -61,7 +64,9 @@ def chat_prompt_options(request: ChatPromptParameters) -> ChatPromptOptions:
             "remove it",
             param="chat_template_kwargs",
         )
-    return ChatPromptOptions(not continues if adds is None else adds, continues, variables)
+    return ChatPromptOptions(
+        not continues if adds is None else adds, continues, variables, request.tools or None
+    )
 
 
 class ChatRenderer:
@@ -81,18 +86,26 @@ class ChatRenderer:
             template = self._template = self._template or tokenizer.chat_template.twin()
             return render_chat(template, template_input(messages), form)
 
-        if _is_large(messages, form.variables):
+        if _is_large(messages, (form.variables, form.tools)):
             return await asyncio.get_running_loop().run_in_executor(self._thread, render_there)
         return render_chat(tokenizer.chat_template, template_input(messages), form)
 
 
-def _is_large(messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> bool:
-    """Whether rendering takes more than a few milliseconds."""
-    size = len(msgspec.json.encode(variables))
+def _is_large(messages: Sequence[ChatMessage], others: object) -> bool:
+    """Whether rendering takes more than a few milliseconds. others: the other input."""
+    size = len(msgspec.json.encode(others))
     for message in messages:
         parts = message.content if isinstance(message.content, list) else ()
-        texts = (message.content, message.name, *(part.text for part in parts[:MAX_INLINE_PARTS]))
-        size += CHARACTERS_PER_STEP * (1 + len(parts))
+        calls = message.tool_calls or ()
+        texts = (
+            message.content,
+            message.name,
+            message.reasoning_content,
+            message.reasoning,
+            *(part.text for part in parts[:MAX_INLINE_PARTS]),
+        )
+        size += CHARACTERS_PER_STEP * (1 + len(parts) + len(calls))
+        size += len(msgspec.json.encode(calls[:MAX_INLINE_PARTS]))
         size += sum(len(text) for text in texts if isinstance(text, str))
         if size > MAX_INLINE_CHARACTERS:
             return True
@@ -103,9 +116,10 @@ def render_chat(
     template: ChatTemplate, messages: Sequence[Mapping[str, object]], form: ChatPromptOptions
 ) -> str:
     """The prompt's text. Raises ApiError, with the template's message, if it rejects the chat."""
+    _check_shows_tools(template, messages, form)
     if form.continues_final_message:
         last = messages[-1]
-        marked = {**last, "content": f"{last['content']}{_END_OF_MESSAGE}"}
+        marked = {**last, "content": f"{last['content'] or ''}{_END_OF_MESSAGE}"}
         messages = [*messages[:-1], marked]
     try:
         text = template.render(
@@ -128,3 +142,23 @@ def render_chat(
             param="continue_final_message",
         )
     return text
+
+
+def _check_shows_tools(
+    template: ChatTemplate, messages: Sequence[Mapping[str, object]], form: ChatPromptOptions
+) -> None:
+    """Raise ApiError if the template would drop the tools, or calls of them."""
+    if form.tools and "tools" not in template.words:
+        raise invalid(
+            "the model's chat template does not tell the model about tools; remove tools, or set "
+            "a template that does with --chat-template",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if any("tool_calls" in message for message in messages) and "tool_calls" not in template.words:
+        raise invalid(
+            "the model's chat template drops the tool_calls of messages; set a template that "
+            "shows them with --chat-template",
+            param="messages",
+            code="unsupported_parameter",
+        )

@@ -38,6 +38,7 @@ from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.parsers.answer import NO_PARSERS, AnswerParsers
 from longshore.deploy.requests.speech import SpeechModel
 
 _encode = msgspec.json.Encoder().encode
@@ -56,6 +57,7 @@ class Service(msgspec.Struct, frozen=True):
     key_usage: what each API key uses, and may use.
     json: decodes and encodes large bodies.
     turns: in which requests are read.
+    parsers: of the model's answers.
     """
 
     model_name: str
@@ -75,6 +77,7 @@ class Service(msgspec.Struct, frozen=True):
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
     json: JsonThread = msgspec.field(default_factory=JsonThread)
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
+    parsers: AnswerParsers = NO_PARSERS
 
 
 class ResponseWriter(ABC):

@@ -10,7 +10,7 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailabl
 from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.gateway.request_log import answer_ended
 from longshore.deploy.gateway.text.answer_text import AnswerText
-from longshore.deploy.gateway.text.detokenizer import TokenDecoder
+from longshore.deploy.gateway.text.detokenizer import ShowingDecoder, TokenDecoder
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.requests.token_scores import TokenScore
 from longshore.protocol.outputs import FinishedRequest, FinishReason
@@ -46,6 +46,8 @@ class GeneratedAnswer:
         self._sampling = sampling
         self._prompt_number = index // spec.num_samples
         self._prompt = spec.prompts[self._prompt_number]
+        if tokenizer is not None and spec.shown_special_token_ids:
+            tokenizer = ShowingDecoder(tokenizer, spec.shown_special_token_ids)
         self._text = None if tokenizer is None else AnswerText(tokenizer, self._prompt, spec.stops)
         self._client = client
         self._metrics = metrics

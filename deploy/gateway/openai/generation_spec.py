@@ -18,6 +18,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: number of answers per prompt; the answers to one prompt are consecutive.
     scores_only: answers have no tokens; the engine computes one, which is dropped.
     stops:     strings that end an answer.
+    shown_special_token_ids: special tokens that are part of an answer's text.
     structured_output: constrains each answer.
     beams:     settings of a beam search; see `BeamGeneration`.
     multimodal: a feature per prompt; empty: no prompt has one.
@@ -44,6 +45,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS
+    shown_special_token_ids: frozenset[int] = frozenset()
     structured_output: StructuredOutput | None = None
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()

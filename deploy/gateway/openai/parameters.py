@@ -19,11 +19,13 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.protocol.errors import shortened
 
 MAX_PARAMETER_BYTES: Final = 64 << 10
-"""Limit of each parameter's JSON, except prompts, and parameters that are ignored."""
+"""Limit of each parameter's JSON, except prompts, tools, and parameters that are ignored."""
 MAX_TOKEN_IDS: Final = 2 << 20
 """Limit of the token ids of all prompts of a request."""
 MAX_ITEMS: Final = 2048
 """Limit of the texts, or lists of token ids, of a request."""
+MAX_TOOLS_BYTES: Final = 1 << 20
+"""Limit of the JSON of `tools`."""
 MAX_OBJECTS: Final = 256 << 10
 """Limit of the messages of a chat and their parts, counted by the number of `{`."""
 
@@ -145,9 +147,10 @@ def _check_bounds(name: str, value: bytes) -> None:
     """Raise ApiError if decoding the parameter could take long, or if a prompt has several kinds of
     items."""
     if name not in _PROMPTS:
-        if len(value) > MAX_PARAMETER_BYTES:
+        maximum = MAX_TOOLS_BYTES if name == "tools" else MAX_PARAMETER_BYTES
+        if len(value) > maximum:
             raise invalid(
-                f"{name} has {len(value)} bytes of JSON; at most {MAX_PARAMETER_BYTES} are allowed",
+                f"{name} has {len(value)} bytes of JSON; at most {maximum} are allowed",
                 param=name,
             )
     elif name == "messages":

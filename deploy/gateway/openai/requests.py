@@ -6,10 +6,12 @@ import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
+from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
@@ -213,6 +215,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`.
 
     add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatPromptOptions`.
+    tools, tool_choice, parallel_tool_calls: see `ToolUse`.
+    include_reasoning: False: the answer's reasoning is left out.
     """
 
     messages: list[ChatMessage]
@@ -222,6 +226,24 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    def constraint(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The schema of a forced call, or else as for completions. `response_format` is for answers
+        that are text, so it does not exclude a forced call."""
+        constraint = super().constraint()
+        schema = tool_use(self).schema
+        if schema is None:
+            return constraint
+        if constraint is not None and constraint[0] != "response_format":
+            raise invalid(
+                f"{constraint[0]} and tool_choice constrain the same answer; remove one of them",
+                param=constraint[0],
+            )
+        return "tool_choice", StructuredOutputsParams(json=schema)
 
     @property
     def num_logprobs(self) -> int | None:

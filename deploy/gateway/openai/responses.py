@@ -63,10 +63,37 @@ class CompletionResponse(ResponseOrigin, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class CalledFunctionText(msgspec.Struct, frozen=True):
+    """A call, or a piece of it in a stream. arguments: JSON text, or a part of it."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class AnswerToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunctionText
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """The first delta of a call has its id and name, the next ones only more arguments."""
+
+    index: int
+    function: CalledFunctionText
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatAnswer(msgspec.Struct, frozen=True):
-    content: str
+    """reasoning, reasoning_content: the same text under both names in use."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: tuple[AnswerToolCall, ...] | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -84,10 +111,13 @@ class ChatResponse(ResponseOrigin, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """The first delta has the role, the next ones have text, the last has neither."""
+    """The first delta has the role, the next ones have text or calls, the last has neither."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     add_special_tokens: add the special tokens that the model's text begins with. None: like the
         generation endpoints, only for `prompt`; a chat template adds its own.
     return_token_strs: also return each token's text.
-    add_generation_prompt, continue_final_message, chat_template_kwargs: as for chats.
+    add_generation_prompt, continue_final_message, chat_template_kwargs, tools: as for chats.
     """
 
     prompt: str | None = None
@@ -49,6 +49,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):

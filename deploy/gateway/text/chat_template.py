@@ -5,6 +5,7 @@ data, change their input, or exceed a budget of work. The globals are those that
 documents for templates.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Getattr, Name, Node
 from jinja2.parser import Parser
 
 from longshore.deploy.gateway.text.template_bounds import BoundedEnvironment
@@ -44,7 +45,10 @@ class TemplateRejected(Exception):
 
 class ChatTemplate:
     """One compiled template with the model's special tokens, for one thread at a time. Raises
-    ConfigError if it does not compile."""
+    ConfigError if it does not compile.
+
+    source: its text.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = environment = BoundedEnvironment(
@@ -60,7 +64,7 @@ class ChatTemplate:
                 f"the chat template does not compile: {error}. Fix it, or set another one with "
                 "--chat-template FILE."
             ) from error
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @property
@@ -70,7 +74,17 @@ class ChatTemplate:
 
     def twin(self) -> "ChatTemplate":
         """A copy for another thread."""
-        return ChatTemplate(self._source, self._special_tokens)
+        return ChatTemplate(self.source, self._special_tokens)
+
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """The variables, attributes and texts that the template uses."""
+        tree = self._environment.parse(self.source)
+        return frozenset(
+            [name.name for name in tree.find_all(Name)]
+            + [attribute.attr for attribute in tree.find_all(Getattr)]
+            + [text.value for text in tree.find_all(Const) if isinstance(text.value, str)]
+        )
 
     def render(
         self,
@@ -81,7 +95,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] = {},
     ) -> str:
         """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
-        begins. variables: additional variables; they override special tokens.
+        begins.
+
+        tools:     definitions of functions, as in OpenAI's API.
+        variables: additional variables; they override special tokens.
 
         Raises TemplateRejected with the template's message if it rejects the chat messages.
         """

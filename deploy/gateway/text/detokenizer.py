@@ -30,6 +30,15 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+class ShowingDecoder:
+    """A decoder that shows some of the special tokens, for texts whose markers are parsed."""
+
+    def __init__(self, decoder: TokenDecoder, shown_token_ids: frozenset[int]) -> None:
+        self.special_token_ids = decoder.special_token_ids - shown_token_ids
+        self.is_bytewise = decoder.is_bytewise
+        self.decode = decoder.decode
+
+
 class IncrementalDetokenizer:
     """The text of one output, without special tokens.
 

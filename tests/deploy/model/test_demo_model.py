@@ -5,6 +5,7 @@ transformers is the oracle here: what it answers from this folder is what the en
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import jinja2.sandbox
 import pytest
@@ -130,6 +131,25 @@ def test_chat_template_renders_every_turn_and_opens_the_answer(
     )
 
 
+def test_results_of_tools_are_records_before_the_question(chat_template: jinja2.Template) -> None:
+    call = {"function": {"name": "lookup", "arguments": {"container": "C417"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Hi."},
+        {"role": "user", "content": "Where is C417?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "C417 B42 red"},
+    ]
+    shown = "<|bos|><|system|>Hi.<|end|><|user|>C417 B42 red\nWhere is C417?<|end|>"
+    assert chat_template.render(messages=messages, tools=[{}], bos_token="<|bos|>") == shown
+    messages += [
+        {"role": "assistant", "content": "C417 B42 red"},
+        {"role": "user", "content": "And C009?"},
+    ]
+    assert chat_template.render(messages=messages, bos_token="<|bos|>") == (
+        f"{shown}<|assistant|>C417 B42 red<|end|><|user|>And C009?<|end|>"
+    )
+
+
 def test_chat_template_is_the_one_transformers_applies(chat_template: jinja2.Template) -> None:
     messages = make_prompt(4, HELD_OUT_SEED).messages
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
@@ -141,8 +161,8 @@ def test_chat_template_is_the_one_transformers_applies(chat_template: jinja2.Tem
 
 
 def test_chat_template_rejects_an_unknown_role(chat_template: jinja2.Template) -> None:
-    with pytest.raises(ValueError, match="system, user and assistant, not tool"):
-        chat_template.render(messages=[{"role": "tool", "content": "C417"}])
+    with pytest.raises(ValueError, match="user, assistant and tool, not judge"):
+        chat_template.render(messages=[{"role": "judge", "content": "C417"}])
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_differ_between_seeds() -> None:

@@ -401,4 +401,4 @@ async def test_answer_can_be_sent_back_as_the_client_got_it(start_gateway: Start
         called = {**turn, "tool_calls": [{"id": "1", "type": "function"}]}
         answer = await gateway.post("/v1/chat/completions", {**body, "messages": [called]})
         assert answer.status == 400
-        assert "messages[0].tool_calls" in error_of(answer)["message"]
+        assert "messages[0].tool_calls" in error_of(answer)["message"].replace("$.", "")

@@ -44,7 +44,7 @@ def test_every_parameter_that_is_accepted_is_named(kind: type[Any]) -> None:
     properties = SCHEMAS[kind.__name__]["properties"]
     assert set(kind.__struct_fields__) <= properties.keys()
     assert properties["user"] == {}  # any value, without effect
-    assert properties["parallel_tool_calls"] == {"enum": [None, True, False]}
+    assert properties["store"] == {"enum": [None, False]}
     assert SCHEMAS[kind.__name__]["additionalProperties"] is False
 
 

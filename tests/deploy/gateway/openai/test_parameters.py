@@ -17,6 +17,7 @@ from longshore.deploy.gateway.openai.parameters import (
     MAX_OBJECTS,
     MAX_PARAMETER_BYTES,
     MAX_TOKEN_IDS,
+    MAX_TOOLS_BYTES,
     read_parameters,
 )
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
@@ -56,6 +57,7 @@ def rejected(kind: type[msgspec.Struct], body: bytes) -> ApiError:
         (CompletionRequest, "logit_bias", items(b"1", MAX_PARAMETER_BYTES), "bytes of JSON"),
         (ChatRequest, "chat_template_kwargs", items(b"[]", MAX_PARAMETER_BYTES), "bytes of JSON"),
         (CompletionRequest, "tools", items(b"[]", MAX_PARAMETER_BYTES), "not supported"),
+        (ChatRequest, "tools", items(b"[]", MAX_TOOLS_BYTES), "bytes of JSON"),
     ],
     ids=lambda value: repr(value)[:20],
 )  # fmt: skip

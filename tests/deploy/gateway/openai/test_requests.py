@@ -72,7 +72,9 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("echo", True),
         ("best_of", 3),
         ("suffix", "end"),
-        ("tools", [{"type": "function"}]),
+        ("tools", {"type": "function"}),
+        ("tool_choice", 5),
+        ("functions", [{"name": "f"}]),
         ("response_format", {"type": "yaml"}),
         ("presence_penalty", "much"),
         ("logit_bias", {"5": "more"}),
@@ -164,7 +166,8 @@ def test_text_parts_of_a_message_are_joined() -> None:
     "message",
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "tool", "content": "42"},
+        {"role": "function", "content": "42"},
+        {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
     ],
 )
 def test_message_that_cannot_be_served_is_rejected(message: dict[str, Any]) -> None:

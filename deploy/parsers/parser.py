@@ -1,0 +1,178 @@
+"""The contract of parsers, and the source that they read.
+
+A parser is a generator over the text of one answer, which arrives in pieces. It looks at
+`source.text`, takes what it has understood, and gives it as events. Text that it has not taken yet
+is never lost: if a parser raises, that text is shown as it is.
+"""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from typing import ClassVar, TypeAlias, TypeVar
+
+import msgspec
+
+
+class Content(msgspec.Struct, frozen=True):
+    """Text of the answer."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Text of the reasoning before the answer."""
+
+    text: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call begins. arguments: JSON text, or the beginning of it."""
+
+    name: str
+    arguments: str
+
+
+class MoreArguments(msgspec.Struct, frozen=True):
+    """The next part of the last call's arguments."""
+
+    text: str
+
+
+Event: TypeAlias = Content | Reasoning | ToolCall | MoreArguments
+Events: TypeAlias = Iterator[Event | None]
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Event | None, None, T]
+"""Part of a parser: yields events, or None if it needs more text; returns T."""
+
+
+class AnswerContext(msgspec.Struct, frozen=True):
+    """What a parser knows about the request.
+
+    tool_names: functions that the request declares.
+    prompt_end: the end of the prompt's text, including special tokens.
+    """
+
+    tool_names: frozenset[str] = frozenset()
+    prompt_end: str = ""
+
+
+class Source:
+    """The text of one answer that the parser has not taken yet.
+
+    is_complete: no more text will come.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_complete = False
+
+    def take(self, num_characters: int | None = None) -> str:
+        """Remove and return the beginning of the text; None: all of it."""
+        if num_characters is None:
+            num_characters = len(self.text)
+        taken, self.text = self.text[:num_characters], self.text[num_characters:]
+        return taken
+
+    def space(self, start: int = 0) -> Steps[int]:
+        """The index of the first character from `start` on that is not white space."""
+        while True:
+            rest = self.text[start:]
+            num_space = len(rest) - len(rest.lstrip())
+            if num_space < len(rest) or self.is_complete:
+                return start + num_space
+            yield None
+
+    def begins_with(self, start: int, *markers: str) -> Steps[str | None]:
+        """The marker that the text has at `start`; None: none of them."""
+        while True:
+            rest = self.text[start:]
+            for marker in markers:
+                if rest.startswith(marker):
+                    return marker
+            if self.is_complete or not any(marker.startswith(rest) for marker in markers):
+                return None
+            yield None
+
+    def find(self, start: int, end: str, max_characters: int) -> Steps[int | None]:
+        """The index of `end` at or after `start`; None: it is not within `max_characters`."""
+        while True:
+            index = self.text.find(end, start, start + max_characters)
+            if index >= 0:
+                return index
+            if self.is_complete or len(self.text) - start >= max_characters:
+                return None
+            yield None
+
+
+def show_until(
+    source: Source,
+    *markers: str,
+    kind: type[Content] | type[Reasoning] = Content,
+    holds_space: bool = True,
+) -> Steps[tuple[int, str] | None]:
+    """Give the text before the first of `markers` as it arrives. Returns the index of the marker
+    and the marker, which are not taken yet; None at the end of the text.
+
+    holds_space: do not take the white space before the marker.
+    """
+    firsts = {marker[0] for marker in markers}
+    while True:
+        text = source.text
+        found = [(text.find(marker), marker) for marker in markers if marker in text]
+        if found:
+            index, marker = min(found)
+            if num_shown := len(text[:index].rstrip()) if holds_space else index:
+                yield kind(source.take(num_shown))
+            return index - num_shown, marker
+        if source.is_complete:
+            if text:
+                yield kind(source.take())
+            return None
+        end = len(text) - (_num_begun(text, markers) if not firsts.isdisjoint(text) else 0)
+        if num_shown := len(text[:end].rstrip()) if holds_space else end:
+            yield kind(source.take(num_shown))
+        yield None
+
+
+def show_rest(source: Source) -> Steps[None]:
+    """Give all text that is left as it arrives."""
+    while source.text or not source.is_complete:
+        if source.text:
+            yield Content(source.take())
+        yield None
+
+
+def _num_begun(text: str, markers: tuple[str, ...]) -> int:
+    """The length of the longest end of `text` with which one of the markers begins."""
+    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0
+
+
+class AnswerParser(ABC):
+    """Reads the format of a model family. One object serves all answers, so it keeps no state.
+
+    special_tokens: special tokens of the format, which the parser has to see in the text.
+    """
+
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def parse(self, source: Source, context: AnswerContext) -> Events:
+        """Yield the events of one answer, and None whenever more text is needed. It ends when
+        `source.is_complete` and all text is taken. How the text is divided into pieces must not
+        change the joined texts of the events."""
+
+
+class ReasoningParser(AnswerParser):
+    """Separates reasoning from the rest of an answer: yields `Reasoning` and `Content`."""
+
+
+class ToolParser(AnswerParser):
+    """Finds the tool calls in an answer without reasoning: yields all other events."""
+
+    def call_id(self) -> str:
+        """A new id of a call."""
+        return f"call_{secrets.token_hex(12)}"
