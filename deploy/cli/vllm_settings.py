@@ -17,6 +17,7 @@ RENAMED: Final = {
     "api_server_count": "gateways",
     "data_parallel_size": "replicas",
     "dcp_kv_cache_interleave_size": "cp_kv_cache_interleave_size",
+    "guided_decoding_backend": "structured_output_backend",
     "num_gpu_blocks_override": "num_blocks",
 }
 """vLLM's name: ours."""
@@ -33,6 +34,7 @@ RENAMED_VALUES: Final = {
     ("dtype", "float"): "float32",
     ("dtype", "half"): "float16",
     ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("structured_output_backend", "guidance"): "llguidance",
 }
 """Name and vLLM's value: ours."""
 
@@ -45,6 +47,7 @@ WITHOUT_EFFECT: Final = {
     "disable_custom_all_reduce": "there is no other all-reduce than that of NCCL or Gloo",
     "disable_log_requests": "requests are logged at level debug only",
     "disable_log_stats": _ALWAYS_SHOWN,
+    "enable_auto_tool_choice": "calls are found in every chat with tools",
     "enable_prompt_tokens_details": "usage always has the cached tokens",
     "enforce_eager": _GRAPHS,
     "max_seq_len_to_capture": _GRAPHS,
@@ -58,6 +61,7 @@ FLAGS_WITHOUT_VALUE: Final = frozenset(
         "disable_custom_all_reduce",
         "disable_log_requests",
         "disable_log_stats",
+        "enable_auto_tool_choice",
         "enable_prompt_tokens_details",
         "enforce_eager",
         "trust_remote_code",
@@ -109,7 +113,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         "use kv_memory_fraction, the fraction of the memory left after loading that is used for "
         "the KV cache, or num_blocks",
     ),
-    "guided_decoding_backend": (("auto",), "the backend is chosen for each constraint"),
     "headless": ((False,), _ONE_MACHINE),
     "hf_config_path": ((), _FOLDER),
     "hf_overrides": (({},), "change config.json of the model folder"),
@@ -162,7 +165,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "ssl_certfile": ((), _PROXY),
     "ssl_keyfile": ((), _PROXY),
     "stream_interval": ((1,), "tokens are sent as they are computed"),
-    "structured_outputs_config": (({},), "the backend is chosen for each constraint"),
+    "structured_outputs_config": (({},), "use structured_output_backend"),
     "task": (("auto", "generate", "embed", "embedding", "score", "classify"), _ROLE),
     "tokenizer": ((), _FOLDER),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json of the model folder is used"),

@@ -17,7 +17,7 @@ from longshore.deploy.llm.engine_processes import EngineProcesses
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
 from longshore.deploy.llm.prompts import Prompt, PromptInput
-from longshore.deploy.llm.request_reader import CheckedParams, RequestReader
+from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.model.folder import read_model_folder
@@ -33,6 +33,7 @@ DEATH_CHECK_S: Final = 1.0
 COMMAND_POLL_S: Final = 0.01
 
 NOT_METHODS: Final = {
+    "add_lora": "LoRA adapters are not supported; merge them into the weights",
     "collective_rpc": "the model runs in worker processes, which take no functions",
     "encode": "use LLM.embed",
     "pause_generation": "abort the requests",
@@ -104,6 +105,7 @@ class AsyncLLM:
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """The answers to a prompt as they grow; see `SamplingParams.output_kind`. The last output
@@ -111,10 +113,12 @@ class AsyncLLM:
 
         prompt:     a text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`.
         request_id: no other live request may have it.
+        lora_request: None: LoRA adapters are not supported.
         priority:   for the scheduling policy `priority`; lower is earlier.
         Raises ValueError for an invalid prompt or setting, EngineDead if the engine dies or is shut
         down.
         """
+        check_no_lora(lora_request)
         client = await self._connect()
         if request_id in self._streams:
             raise ValueError(f"request_id={request_id!r} is that of a live request")

@@ -7,6 +7,7 @@ import msgspec
 
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.openai.chat_prompt import ChatPromptOptions, render_chat
+from longshore.deploy.gateway.openai.chat_tools import function_names
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.text.chat_template import ChatTemplate
 from longshore.protocol.errors import ConfigError
@@ -31,7 +32,8 @@ def chat_options(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
 ) -> ChatPromptOptions:
-    """Raises ValueError if the arguments contradict each other."""
+    """Raises ValueError for tools that are no functions, and for arguments that contradict each
+    other."""
     if add_generation_prompt and continue_final_message:
         raise ValueError(
             "continue_final_message continues the last message, but add_generation_prompt begins a "
@@ -40,6 +42,10 @@ def chat_options(
     for name in _NOT_VARIABLES:
         if name in (variables or {}):
             raise ValueError(f"chat_template_kwargs must not have {name}; pass it as an argument")
+    try:
+        function_names(tools or ())
+    except ApiError as error:
+        raise ValueError(str(error)) from error
     return ChatPromptOptions(
         add_generation_prompt, continue_final_message, variables or {}, list(tools or ()) or None
     )

@@ -41,7 +41,7 @@ from longshore.deploy.llm.outputs import (
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.prompts import Prompt, PromptInput
 from longshore.deploy.llm.remote_engine import RemoteEngine
-from longshore.deploy.llm.request_reader import CheckedParams, RequestReader
+from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.llm.scores import compared, labelled, probabilities, text_pairs
 from longshore.deploy.llm.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ class LLM:
         interrupt aborts running requests; the LLM stays usable.
         """
         self._check_takes(text=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         inputs = self._reader.read_all(prompts)
         params = self._reader.check_each(sampling_params, len(inputs))
         return self._generate(inputs, params, use_tqdm=use_tqdm, priority=priority)
@@ -226,7 +226,7 @@ class LLM:
         Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         if chat_template_content_format != "auto":
             raise ValueError(
                 f"chat_template_content_format={chat_template_content_format!r} is not supported; "
@@ -325,7 +325,7 @@ class LLM:
         """An embedding of each prompt, pooled from the hidden states after the model's last norm.
         Arguments and errors as in `generate`."""
         self._check_takes(text=True, vectors=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         answers = self._embedded(prompts, pooling_params or PoolingParams(), use_tqdm)
         return [
             pooled_output(answer, lambda pooled: EmbeddingOutput(pooled.tolist()))
@@ -343,7 +343,7 @@ class LLM:
         """The label of each prompt, with a model for sequence classification. Arguments and errors
         as in `generate`."""
         self._check_takes(text=True, vectors=True, labels=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         params = pooling_params or PoolingParams()
         classifier = self._classifier()
         return [
@@ -373,7 +373,7 @@ class LLM:
         models give the cosine of the two embeddings. Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True, vectors=True, labels=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         pairs = text_pairs(data_1, data_2)
         params = pooling_params or PoolingParams()
         classifier = self._model.classifier
@@ -413,7 +413,7 @@ class LLM:
         """What `embed` or `classify` return, as arrays in `outputs.data`. pooling_task: None: what
         the model is made for."""
         self._check_takes(text=True, vectors=True, labels=True)
-        _check_no_lora(lora_request)
+        check_no_lora(lora_request)
         if pooling_task not in (None, "embed", "classify"):
             raise ValueError(f"pooling_task={pooling_task!r} is not supported; use embed, classify")
         if pooling_task is None:
@@ -555,11 +555,6 @@ class LLM:
 def _progress_bar(what: str, num_requests: int, use_tqdm: Progress) -> "tqdm[Any]":
     kind: Callable[..., tqdm[Any]] = use_tqdm if callable(use_tqdm) else tqdm
     return kind(total=num_requests, desc=what, unit="req", disable=not use_tqdm, file=sys.stderr)
-
-
-def _check_no_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise ValueError("lora_request is not supported: merge the adapter into the weights")
 
 
 def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:

@@ -194,3 +194,9 @@ class RequestReader:
             multimodal=(request.feature,),
             num_primed=request.num_primed,
         )
+
+
+def check_no_lora(lora_request: object) -> None:
+    """Raise ValueError for an adapter."""
+    if lora_request is not None:
+        raise ValueError("lora_request is not supported: merge the adapter into the weights")

@@ -146,6 +146,8 @@ async def test_what_is_invalid_is_a_value_error(engine: AsyncLLM) -> None:
     params = SamplingParams(stop_token_ids=[1 << 20])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await collect(engine.generate("x", params, "outside"))
+    with pytest.raises(ValueError, match="lora_request is not supported"):
+        await collect(engine.generate("x", LONG, "lora", lora_request=object()))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=r"AsyncLLM\.sleep is not supported"):
         engine.sleep()
 

@@ -161,6 +161,25 @@ def test_tools_and_another_template_make_the_prompt(llm: LLM) -> None:
         llm.chat([CHAT, [{"role": "nobody", "content": ""}]], use_tqdm=False)
 
 
+def test_the_tool_script(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is C417?"}]
+    (call,) = llm.chat(messages, greedy, use_tqdm=False, tools=TOOLS)
+    assert call.outputs[0].text == "C417 unknown"  # how the demo model calls a function
+    function = {"name": "find_berth", "arguments": '{"ship": "C417"}'}
+    messages += [
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "id": "1", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "C417 B42 red"},
+    ]
+    (answer,) = llm.chat(messages, greedy, use_tqdm=False, tools=TOOLS)
+    assert answer.outputs[0].text == "C417 B42 red"
+    with pytest.raises(ValueError, match=r"tools\[0\]\.type is 'search'"):
+        llm.chat(messages, tools=[{"type": "search"}])
+
+
 def test_a_progress_bar_can_be_of_another_class(llm: LLM) -> None:
     class Bar(tqdm):  # type: ignore[type-arg]
         pass
