@@ -1,5 +1,6 @@
 """A real deployment, started from the command line as an operator would."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -74,7 +75,9 @@ class Deployment:
         """Look at the processes again, after one has been restarted."""
         self.members = {"supervisor": self.process}
         for child in self.process.children():
-            self.members[Path(child.cmdline()[-1]).stem] = child
+            # One that has just ended, or is about to run its program, has no command line.
+            with contextlib.suppress(psutil.Error, IndexError):
+                self.members[Path(child.cmdline()[-1]).stem] = child
 
     def _is_ready_or_ended(self) -> bool:
         return "ready at" in self.output or self.process.poll() is not None
