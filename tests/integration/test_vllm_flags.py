@@ -35,6 +35,6 @@ def test_a_flag_that_does_not_exist_ends_the_command_with_ours() -> None:
     ended = subprocess.run(
         [*command, "--gpu-memory-utilization", "0.9"], capture_output=True, text=True, timeout=120
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "--gpu-memory-utilization is not supported: use kv_memory_fraction" in ended.stderr
     assert "Traceback" not in ended.stderr
