@@ -1,19 +1,15 @@
 """`LLM`: offline generation in Python, with the same engine that serves HTTP."""
 
 import contextlib
-import dataclasses
 import itertools
 import logging
-import math
 import os
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NoReturn
 
 import msgspec
-import numpy as np
 from tqdm import tqdm
 
 from longshore.deploy.cli.options import engine_options
@@ -23,34 +19,33 @@ from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, request_outpu
 from longshore.deploy.llm.beams import BeamSearchParams, beam_sequence, run_searches
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
 from longshore.deploy.llm.chats import Message
-from longshore.deploy.llm.embeddings import pooled_answer, pooled_output
+from longshore.deploy.llm.embeddings import pooled_answer
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import (
     BeamSearchOutput,
     ClassificationRequestOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
     TranscriptionOutput,
 )
+from longshore.deploy.llm.pooler import Pooler
 from longshore.deploy.llm.pooling_params import PoolingParams
+from longshore.deploy.llm.progress import Progress, progress_bar
 from longshore.deploy.llm.prompts import Prompt, PromptInput
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import SamplingParams
-from longshore.deploy.llm.scores import compared, labelled, probabilities, text_pairs
+from longshore.deploy.llm.scores import text_pairs
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
     transcribe,
 )
-from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.audio import Audio
 from longshore.deploy.requests.beam_search import BeamSearch
@@ -75,8 +70,6 @@ NOT_METHODS: Final = {
     "wake_up": "an engine does not sleep",
 }
 """Names of vLLM's `LLM` that do not exist here, and why."""
-
-Progress: TypeAlias = "bool | Callable[..., tqdm[Any]]"
 
 
 class LLM:
@@ -262,7 +255,7 @@ class LLM:
             )
         ]
         answers = [answer for group in by_prompt for answer in group]
-        with _progress_bar("generate", len(answers), use_tqdm) as bar:
+        with progress_bar("generate", len(answers), use_tqdm) as bar:
             self._answer_all(answers, bar)
         return [
             request_output(request_id, group)
@@ -303,7 +296,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = SamplingParams(temperature=0, max_tokens=None)
         params = self._reader.check(sampling_params)
-        with _progress_bar("transcribe", 0, use_tqdm) as bar:
+        with progress_bar("transcribe", 0, use_tqdm) as bar:
             return transcribe(
                 self._speech,
                 as_list(audio),
@@ -326,11 +319,7 @@ class LLM:
         Arguments and errors as in `generate`."""
         self._check_takes(text=True, vectors=True)
         check_no_lora(lora_request)
-        answers = self._embedded(prompts, pooling_params or PoolingParams(), use_tqdm)
-        return [
-            pooled_output(answer, lambda pooled: EmbeddingOutput(pooled.tolist()))
-            for answer in answers
-        ]
+        return self._pooler.embed(prompts, pooling_params or PoolingParams(), use_tqdm)
 
     def classify(
         self,
@@ -344,18 +333,7 @@ class LLM:
         as in `generate`."""
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
-        params = pooling_params or PoolingParams()
-        classifier = self._classifier()
-        return [
-            pooled_output(
-                answer,
-                lambda pooled: labelled(
-                    classifier,
-                    probabilities(classifier, pooled, use_activation=params.use_activation),
-                ),
-            )
-            for answer in self._labelled(self._reader.read_all(prompts), params, use_tqdm)
-        ]
+        return self._pooler.classify(prompts, pooling_params or PoolingParams(), use_tqdm)
 
     def score(
         self,
@@ -375,31 +353,7 @@ class LLM:
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
         pairs = text_pairs(data_1, data_2)
-        params = pooling_params or PoolingParams()
-        classifier = self._model.classifier
-        if classifier is None:
-            if params.use_activation is not None:
-                raise ValueError("PoolingParams: use_activation needs a classification head")
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            normalized = dataclasses.replace(params, use_activation=True)
-            vectors = self.embed(texts, pooling_params=normalized, use_tqdm=use_tqdm)
-            ends = dict(zip(texts, vectors, strict=True))
-            return [compared(ends[one], ends[other]) for one, other in pairs]
-        if len(classifier.labels) > 1:
-            raise ValueError(
-                f"{self._model.name} has {len(classifier.labels)} labels, so no single score: use "
-                "LLM.classify"
-            )
-        return [
-            pooled_output(
-                answer,
-                lambda pooled: ScoringOutput(
-                    *probabilities(classifier, pooled, use_activation=params.use_activation)
-                    or [math.nan]
-                ),
-            )
-            for answer in self._labelled(self._reader.read_pairs(pairs), params, use_tqdm)
-        ]
+        return self._pooler.score(pairs, pooling_params or PoolingParams(), use_tqdm)
 
     def encode(
         self,
@@ -419,41 +373,15 @@ class LLM:
         if pooling_task is None:
             pooling_task = "embed" if self._model.classifier is None else "classify"
         params = pooling_params or PoolingParams()
-        if pooling_task == "embed":
-            self._check_takes(text=True, vectors=True)
-            answers = self._embedded(prompts, params, use_tqdm)
-            return [pooled_output(answer, PoolingOutput) for answer in answers]
-        classifier = self._classifier()
-        return [
-            pooled_output(
-                answer,
-                lambda pooled: PoolingOutput(
-                    np.array(
-                        probabilities(classifier, pooled, use_activation=params.use_activation),
-                        np.float32,
-                    )
-                ),
-            )
-            for answer in self._labelled(self._reader.read_all(prompts), params, use_tqdm)
-        ]
+        if pooling_task == "classify":
+            return self._pooler.encode_labels(prompts, params, use_tqdm)
+        self._check_takes(text=True, vectors=True)
+        return self._pooler.encode(prompts, params, use_tqdm)
 
-    def _classifier(self) -> ClassifierModel:
-        """Raises ValueError if the model is none."""
-        if self._model.classifier is None:
-            raise ValueError(f"{self._model.name} has no classification head")
-        return self._model.classifier
-
-    def _embedded(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
-    ) -> list[Answer]:
-        assert self._model.embedding is not None
-        pooling = params.of_embedding(self._model.embedding)
-        return self._pool("embed", self._reader.read_all(prompts), pooling, use_tqdm)
-
-    def _labelled(
-        self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
-    ) -> list[Answer]:
-        return self._pool("classify", prompts, params.of_labels(), use_tqdm)
+    @property
+    def _pooler(self) -> Pooler:
+        """A new one each time: kept here, it would keep this object alive after its last use."""
+        return Pooler(self._model, self._reader, self._pool)
 
     def _pool(
         self,
@@ -463,7 +391,7 @@ class LLM:
         use_tqdm: Progress,
     ) -> list[Answer]:
         answers = [pooled_answer(next(self._request_ids), prompt, pooling) for prompt in prompts]
-        with _progress_bar(what, len(answers), use_tqdm) as bar:
+        with progress_bar(what, len(answers), use_tqdm) as bar:
             self._answer_all(answers, bar)
         return answers
 
@@ -550,11 +478,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _progress_bar(what: str, num_requests: int, use_tqdm: Progress) -> "tqdm[Any]":
-    kind: Callable[..., tqdm[Any]] = use_tqdm if callable(use_tqdm) else tqdm
-    return kind(total=num_requests, desc=what, unit="req", disable=not use_tqdm, file=sys.stderr)
 
 
 def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:
