@@ -85,7 +85,8 @@ def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -
 class Feature(enum.Enum):
     """Optional abilities of a worker. Requests that need an ability it lacks are rejected.
     A POOLING_ONLY worker has no logits: requests for tokens are rejected. One with CLASSIFY has a
-    classification head."""
+    classification head. The tokens of a BIDIRECTIONAL one attend to later ones, so each prompt must
+    be computed in one step, without prefix hits."""
 
     PROMPT_EMBEDS = "prompt_embeds"
     LORA = "lora"
@@ -93,6 +94,7 @@ class Feature(enum.Enum):
     POOLING = "pooling"
     POOLING_ONLY = "pooling_only"
     CLASSIFY = "classify"
+    BIDIRECTIONAL = "bidirectional"
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
     KV_CONNECTOR = "kv_connector"

@@ -13,7 +13,8 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import DescribeEngine
 
 MAX_NAME_CHARACTERS: Final = 1024
-"""Limit for a request id, a job id, a tenant and a cache salt; longer ones are rejected."""
+"""Limit for a request id, a job id, a tenant, a session and a cache salt; longer ones are
+rejected."""
 
 MAX_WEIGHT: Final = 1000
 
@@ -109,6 +110,20 @@ class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+MAX_CACHE_TTL_S: Final = 86_400.0
+
+
+class CacheHint(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Asks to evict the KV of a request, once it has ended, after that of requests without a hint.
+
+    ttl_s:   seconds after the end of the request, above 0 and at most MAX_CACHE_TTL_S.
+    session: the next request of the tenant with this name replaces the hint by its own.
+    """
+
+    ttl_s: float
+    session: str | None = None
+
+
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Whose request it is, for policies that share the engine between tenants.
 
@@ -136,6 +151,7 @@ class AddRequest(
                        clocks of two hosts differ.
     tenant:            whose request it is; only the fair policy reads it.
     cache_salt:        only requests with the same salt share prefix blocks.
+    cache_hint:        how long its KV is worth keeping.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
                        `Request`, for tracing; nothing reads them yet.
@@ -164,6 +180,7 @@ class AddRequest(
     age_s: float = 0.0
     tenant: Tenant = NO_TENANT
     cache_salt: str | None = None
+    cache_hint: CacheHint | None = None
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None
     kv_transfer_params: dict[str, Any] | None = None

@@ -155,6 +155,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_in_flight: unanswered plans, averaged over the steps planned since the last report (each
                      counts itself): 2.0 in a steady asynchronous decode.
     kv_usage:        1 - free / usable blocks; cached blocks without a holder count as free.
+    num_prompt_tokens: of requests, counted together with their hits when they are admitted.
     num_stale_tokens: tokens sampled for an earlier occupant of a row, and dropped.
     num_external_*:  tokens looked up in the connector, and tokens it had.
     num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified, drafts
@@ -187,6 +188,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_preempted_hit_tokens: int
     num_stale_tokens: int
     num_bad_messages: int
+    num_prompt_tokens: int = 0
     num_external_queried_tokens: int = 0
     num_external_hit_tokens: int = 0
     num_draft_tokens: int = 0

@@ -223,18 +223,20 @@ class Lifecycle(SchedulerPart):
                     freed = []
                 is_computed = request in computed
                 self.sessions.pause(request, outcome.reason, blocks, now, is_computed=is_computed)
-            elif (kept := self._finish(request, outcome, blocks)) is not None:
+            elif (kept := self._finish(request, outcome, blocks, now)) is not None:
                 freed.append(kept)
         if freed:
             self.kv_cache.release(*freed)
 
     def _finish(
-        self, request: Request, outcome: Outcome, blocks: HeldBlocks | None
+        self, request: Request, outcome: Outcome, blocks: HeldBlocks | None, now: float
     ) -> HeldBlocks | None:
         """End a request that has neither a row nor a position in a queue. Returns its blocks,
         unless a send keeps them."""
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
+        if request.cache_hint is not None and blocks is not None:
+            self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant.name, now=now)
         kv_transfer_params = None
         if self.transfers is not None:
             action = self.transfers.finish(request, blocks)

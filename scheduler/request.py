@@ -211,6 +211,7 @@ class Request:
         self.priority = message.priority
         self.arrival_time = now - message.age_s
         self.tenant = message.tenant
+        self.cache_hint = message.cache_hint
         self.cache_salt = message.cache_salt
         self.wants_no_hits = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers

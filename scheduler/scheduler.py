@@ -11,6 +11,7 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
@@ -108,6 +109,14 @@ class Scheduler:
         _check_settings(config, cache, kv_cache, connector)
         if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
             cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+        if Feature.BIDIRECTIONAL in features:
+            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+            cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+            if connector is not None:
+                raise ConfigError(
+                    "the tokens of this model attend to later ones, so its KV cannot be reused. "
+                    "Remove kv_connector"
+                )
         self.config = config
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
@@ -272,6 +281,7 @@ class Scheduler:
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
+        self.kv_cache.pool.retained.expire(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:
@@ -546,6 +556,7 @@ class Scheduler:
             steps_in_flight=steps_in_flight,
             num_steps=self._plan.step,
             num_preemptions=self._lifecycle.num_preemptions,
+            num_prompt_tokens=prefixes.num_prompt_tokens,
             num_prefix_queried_tokens=prefixes.num_queried_tokens,
             num_prefix_hit_tokens=prefixes.num_hit_tokens,
             num_preempted_queried_tokens=prefixes.num_preempted_queried_tokens,

@@ -9,6 +9,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
+    MAX_CACHE_TTL_S,
     MAX_CONSTRAINT_BYTES,
     MAX_NAME_CHARACTERS,
     AddRequest,
@@ -77,7 +78,9 @@ class RequestValidator:
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._unsupported(message) or self._malformed(message, num_tokens)
-        return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
+        if text is not None:
+            return FinishReason.ERROR, text
+        return self._bad_length(num_tokens, gives_tokens=message.pooling is None)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
         """Why a session of `num_tokens` tokens cannot continue with this chunk; None if it can."""
@@ -86,10 +89,14 @@ class RequestValidator:
             return FinishReason.ERROR, text
         return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
 
-    def _bad_length(self, num_tokens: int) -> Rejection | None:
+    def _bad_length(self, num_tokens: int, *, gives_tokens: bool = True) -> Rejection | None:
         limit = self._config.max_model_len
-        if num_tokens < limit:
+        if num_tokens + gives_tokens <= limit:
             return None
+        if not gives_tokens:
+            return FinishReason.IGNORED, (
+                f"the prompt has {num_tokens} tokens, but the engine's limit is {limit}; shorten it"
+            )
         return FinishReason.IGNORED, (
             f"the prompt has {num_tokens} tokens, but the engine's limit for prompt and output is "
             f"{limit} and at least one token must remain for the output; shorten the prompt"
@@ -103,7 +110,7 @@ class RequestValidator:
             )
         for name in self._unsupported_inputs:
             if getattr(message, name):
-                return f"{name} was requested, but this engine does not support it"
+                return f"{name} was requested, but this engine's model does not support it"
         is_classified = message.pooling is not None and message.pooling.kind == "classify"
         if is_classified and not self._classifies:
             return "scores of labels were requested, but this model has no classification head"
@@ -132,6 +139,11 @@ class RequestValidator:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         if len(message.tenant.name) > MAX_NAME_CHARACTERS:
             return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
+        hint = message.cache_hint
+        if hint is not None and not 0 < hint.ttl_s <= MAX_CACHE_TTL_S:
+            return f"cache_hint.ttl_s={hint.ttl_s} is not in 0..{MAX_CACHE_TTL_S}"
+        if hint is not None and len(hint.session or "") > MAX_NAME_CHARACTERS:
+            return f"cache_hint.session is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         spec = message.structured_output

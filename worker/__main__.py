@@ -1,6 +1,7 @@
 """`python -m longshore.worker CONFIG.json`: the worker process of one rank."""
 
 import gc
+import logging
 import signal
 import sys
 from importlib import import_module
@@ -32,6 +33,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     send_records(config.log_level, is_relayed=config.lifeline_fd is not None, rank=config.rank)
+    if config.log_level == "info":
+        logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics at its exit
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     signals = stop_signals(config.lifeline_fd)
     for number in signals:

@@ -193,7 +193,7 @@ class Worker:
         if memory is not None and memory.adopted_block_ids is not None:
             logger.info("%d blocks are adopted", len(memory.adopted_block_ids))
             runner.verify_adopted(memory.adopted_block_ids)
-        logger.info(
+        logger.debug(
             "KV cache: %d blocks of %d bytes, %s of %s on %s",
             cache.num_blocks,
             cache.block_size_bytes,
@@ -216,12 +216,13 @@ class Worker:
         if self.model_config.max_encoder_tokens:
             return (Feature.MULTIMODAL,)
         features = [Feature.POOLING]
-        if self.model_config.has_head:
-            features.append(Feature.STRUCTURED_OUTPUT)
-        else:
-            features.append(Feature.POOLING_ONLY)
+        features.append(
+            Feature.STRUCTURED_OUTPUT if self.model_config.has_head else Feature.POOLING_ONLY
+        )
         if self.model_config.labels:
             features.append(Feature.CLASSIFY)
+        if self.model_config.is_bidirectional:
+            features.append(Feature.BIDIRECTIONAL)
         return tuple(features)
 
     def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
@@ -310,7 +311,7 @@ class Worker:
     def _log_plan(self, config: KVCacheConfig) -> None:
         report = report_on(config.groups, config.num_blocks, self._longest_request)
         for index, group in enumerate(report.groups):
-            logger.info(
+            logger.debug(
                 "group %d: %s, %d layers of %d bytes, %d tokens per block, %.1f %% padding",
                 index,
                 group.kind,
@@ -320,12 +321,12 @@ class Worker:
                 100 * group.padding_bytes / report.block_bytes,
             )
         if report.expanded_bytes:
-            logger.info(
+            logger.debug(
                 "%s more will be allocated when keys and values are first expanded from latents",
                 byte_size(report.expanded_bytes),
             )
         num_requests = f"{report.max_concurrency:,.2f}".removesuffix(".00")
-        logger.info("%s requests of %d tokens fit", num_requests, report.max_model_len)
+        logger.debug("%s requests of %d tokens fit", num_requests, report.max_model_len)
 
     def _warm_up(self, runner: ModelRunner) -> None:
         config = self._config

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from math import inf
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,7 @@ from rich.table import Table
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.chat_input import read_message, use_line_editing
 from longshore.deploy.cli.client_options import ChatOptions
-from longshore.deploy.cli.error_message import error_message
+from longshore.deploy.cli.error_message import error_code, error_message
 from longshore.protocol.errors import LongshoreError
 
 HELP: Final = (
@@ -27,10 +28,23 @@ HELP: Final = (
     "A line that ends in \\ continues on the next line."
 )
 QUIT: Final = ("/quit", "/exit")
+RESERVED_SHARE: Final = 4
+"""Without a limit of the answer's length, this part of the context is kept free for it."""
 
 
 class ChatFailed(LongshoreError):
     """The server could not be reached, or did not answer."""
+
+
+class ContextFull(ChatFailed):
+    """The conversation is longer than the model's context."""
+
+
+class ServedModel(NamedTuple):
+    """max_model_len: size of its context in tokens, if the server says so."""
+
+    name: str
+    max_model_len: int | None = None
 
 
 @dataclass
@@ -68,13 +82,21 @@ class Stats:
 
 @dataclass
 class Conversation:
-    """The messages of a conversation. on_text: called with each piece of an answer's text."""
+    """The messages of a conversation. If they do not fit the model's context, the oldest turns (a
+    question and its answer) are dropped.
+
+    on_text:   called with each piece of an answer's text.
+    on_notice: called with a sentence about the conversation.
+    """
 
     endpoint: HttpEndpoint
     options: ChatOptions
-    model: str
+    model: ServedModel
     on_text: Callable[[str], None]
+    on_notice: Callable[[str], None] = lambda text: None
     messages: list[dict[str, str]] = field(default_factory=list)
+    # Tokens of each turn as the server counted them, the first with the system message.
+    _turn_tokens: list[int] = field(default_factory=list)
     last: Stats = field(default_factory=Stats)
     total: Stats = field(default_factory=Stats)
 
@@ -86,12 +108,51 @@ class Conversation:
     def reset(self) -> None:
         """Remove all messages except the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
+        self._turn_tokens.clear()
 
     async def ask(self, text: str) -> None:
         """Send a message and record it with its answer, also with a partial one if cancelled.
-        Raises ChatFailed, and then records nothing."""
+        Raises ChatFailed, and then the conversation is as before."""
+        if self.options.single:
+            self.reset()
+        before = list(self.messages), list(self._turn_tokens)
+        num_dropped = 0
+        while self._is_nearly_full() and self._drop_oldest_turn():
+            num_dropped += 1
+        while True:
+            try:
+                return await self._ask(text, num_dropped)
+            except ChatFailed as error:
+                if not (isinstance(error, ContextFull) and self._drop_oldest_turn()):
+                    self.messages, self._turn_tokens = before
+                    raise
+                num_dropped += 1
+
+    def _is_nearly_full(self) -> bool:
+        """Whether the next answer might not fit."""
+        size = self.model.max_model_len
+        if size is None:
+            return False
+        reserved = min(self.options.max_tokens or size, size // RESERVED_SHARE)
+        return sum(self._turn_tokens) + reserved > size
+
+    def _drop_oldest_turn(self) -> bool:
+        """False if there is none."""
+        if not self._turn_tokens:
+            return False
+        del self._turn_tokens[0]
+        first = 1 if self.messages[0]["role"] == "system" else 0
+        del self.messages[first : first + 2]
+        return True
+
+    def _notice_dropped(self, number: int) -> None:
+        if number:
+            turns = "turn" if number == 1 else f"{number} turns"
+            self.on_notice(f"the context is full: dropped the oldest {turns}")
+
+    async def _ask(self, text: str, num_dropped: int) -> None:
         question = {"role": "user", "content": text}
-        answer = _StreamedAnswer(self.on_text)
+        answer = _StreamedAnswer(self.on_text, lambda: self._notice_dropped(num_dropped))
         body = self._body([*self.messages, question])
         try:
             response = await self.endpoint.request(
@@ -106,14 +167,20 @@ class Conversation:
         except asyncio.CancelledError:
             self._record(question, answer)
             raise
+        if error_code(response) == "context_length_exceeded":
+            raise ContextFull(_error_of(response))
         if response.status != 200 or answer.error is not None:
             raise ChatFailed(answer.error or _error_of(response))
         self._record(question, answer)
         self.last = answer.stats()
         self.total.add(self.last)
+        num_tokens = self.last.prompt_tokens + self.last.output_tokens
+        if answer.finish_reason == "length" and num_tokens >= (self.model.max_model_len or inf):
+            self.on_notice("the answer was cut: the context is full")
 
     def _record(self, question: dict[str, str], answer: "_StreamedAnswer") -> None:
         self.messages += [question, {"role": "assistant", "content": answer.text}]
+        self._turn_tokens.append(max(0, answer.num_tokens - sum(self._turn_tokens)))
 
     def _body(self, messages: list[dict[str, str]]) -> bytes:
         options = self.options
@@ -124,7 +191,7 @@ class Conversation:
             "max_completion_tokens": options.max_tokens,
         }
         request = {
-            "model": self.model,
+            "model": self.model.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -134,15 +201,17 @@ class Conversation:
 
 
 class _StreamedAnswer:
-    """One answer while it is streamed."""
+    """One answer while it is streamed. on_begin: called before the first piece of its text."""
 
-    def __init__(self, on_text: Callable[[str], None]) -> None:
+    def __init__(self, on_text: Callable[[str], None], on_begin: Callable[[], None]) -> None:
         self._on_text = on_text
+        self._on_begin = on_begin
         self._sent_s = time.perf_counter()
         self._first_s: float | None = None
         self._usage: dict[str, Any] = {}
         self.text = ""
         self.error: str | None = None
+        self.finish_reason: str | None = None
 
     def take(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -153,11 +222,19 @@ class _StreamedAnswer:
             return
         self._usage = event.get("usage") or self._usage
         for choice in event["choices"]:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
             piece = choice["delta"].get("content") or ""
             if piece:
+                if not self.text:
+                    self._on_begin()
                 self._first_s = self._first_s or time.perf_counter()
                 self.text += piece
                 self._on_text(piece)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and answer; 0 for an answer that was cut off."""
+        return int(self._usage.get("total_tokens", 0))
 
     def stats(self) -> Stats:
         end_s = time.perf_counter()
@@ -178,13 +255,20 @@ def chat(options: ChatOptions) -> bool:
     console = Console(highlight=False)
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     model = asyncio.run(_served_model(endpoint, options))
-    conversation = Conversation(endpoint, options, model, lambda piece: show(console, piece))
+    conversation = Conversation(
+        endpoint,
+        options,
+        model,
+        on_text=lambda piece: show(console, piece),
+        on_notice=lambda text: console.print(f" [dim]({text})[/dim]"),
+    )
     conversation.set_system(options.system)
     if not sys.stdin.isatty():
+        conversation.on_notice = lambda text: print(f"({text})", file=sys.stderr, flush=True)
         return _answer_all(console, conversation, sys.stdin)
     use_line_editing()
     prompt = _prompt(console)
-    console.print(f"{model} at {options.url}; /help lists the commands", markup=False)
+    console.print(f"{model.name} at {options.url}; /help lists the commands", markup=False)
     while True:
         try:
             line = read_message(prompt).strip()
@@ -274,7 +358,7 @@ def _stats_table(conversation: Conversation) -> Table:
     return table
 
 
-async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> str:
+async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> ServedModel:
     """The requested model, or the first one served. Raises ChatFailed if it is not served."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=options.timeout_s)
@@ -286,15 +370,19 @@ async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> str:
     if answer.status != 200:
         raise ChatFailed(_error_of(answer))
     try:
-        served = [str(model["id"]) for model in json.loads(answer.body)["data"]]
-        model = options.model or served[0]
-    except (ValueError, LookupError, TypeError) as error:
+        served = {
+            str(model["id"]): model.get("max_model_len")
+            for model in json.loads(answer.body)["data"]
+        }
+        model = options.model or next(iter(served))
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise ChatFailed(f"{options.url} is not an OpenAI-compatible server") from error
     if model not in served:
         raise ChatFailed(
             f"--model {model} is not served at {options.url}, which serves {', '.join(served)}"
         )
-    return model
+    size = served[model]
+    return ServedModel(model, size if isinstance(size, int) else None)
 
 
 def _error_of(answer: HttpAnswer) -> str:

@@ -71,6 +71,8 @@ class ChatOptions:
         top_p: Cumulative probability of the tokens to sample from.
         max_tokens: Maximum number of tokens of an answer.
         seed: Makes answers reproducible.
+        single: Answer every message by itself, without the ones before: one question per line of a
+            pipe.
         timeout_s: Seconds to wait for one answer.
     """
 
@@ -82,6 +84,7 @@ class ChatOptions:
     top_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    single: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:

@@ -1,9 +1,10 @@
 """Samples of `/metrics`, and rates, shares and quantiles between two of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels: TypeAlias = frozenset[tuple[str, str]]
@@ -85,8 +86,13 @@ class Window:
 
 def read_metrics(text: str, taken_s: float) -> Sample:
     """Parse Prometheus' text format. Raises ValueError for anything else."""
+    return sample_of(text_string_to_metric_families(text), taken_s)
+
+
+def sample_of(families: Iterable[Metric], taken_s: float) -> Sample:
+    """The sample of these metrics."""
     series: dict[str, dict[Labels, float]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             series.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return Sample(taken_s, series)

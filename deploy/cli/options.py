@@ -26,6 +26,7 @@ from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputB
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
+MetricsNames: TypeAlias = Literal["longshore", "vllm"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -362,7 +363,15 @@ class ServeOptions(EngineOptions):
             Without API keys, all requests share.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
+        stored_responses_mib: Maximum size of all stored responses of /v1/responses, in the
+            temporary directory; 0: none are stored. Beyond it, the oldest response of the API key
+            that has most is deleted.
+        stored_response_ttl_s: Seconds after which a stored response is deleted.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
+        access_log: Log a line for every HTTP request: method, path, status, durations, numbers of
+            tokens, name of the API key. Prompts and answers are never logged.
+        metrics_names: Names of the metrics: longshore, or vllm for these and, with the label
+            model_name, those that dashboards made for vLLM use (docs/metrics.md).
         unread_timeout_s: Seconds after which a client that reads none of the response data waiting
             for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
@@ -392,7 +401,11 @@ class ServeOptions(EngineOptions):
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
+    stored_responses_mib: Annotated[int, _SERVER] = 256
+    stored_response_ttl_s: Annotated[float, _SERVER] = 86_400.0
     log_format: Annotated[LogFormat, _OPERATION] = "text"
+    access_log: Annotated[bool, _OPERATION] = False
+    metrics_names: Annotated[MetricsNames, _OPERATION] = "longshore"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
     max_restarts: Annotated[int, _OPERATION] = 5
@@ -436,6 +449,8 @@ class ServeOptions(EngineOptions):
                     f"cors_allow_origins={origin!r} is not an origin; use SCHEME://HOST[:PORT] "
                     "without a path, as browsers send it, or * for all"
                 )
+        check_at_least("stored_responses_mib", self.stored_responses_mib, 0)
+        check_duration("stored_response_ttl_s", self.stored_response_ttl_s)
         check_range("max_restarts", self.max_restarts, 0, MAX_RESTARTS)
         check_range("standby_workers", self.standby_workers, 0, MAX_STANDBY_WORKERS)
         if self.standby_workers and not self.max_restarts:

@@ -1,9 +1,35 @@
-"""What a deployment prints when it is ready: its URL and the size of its KV cache."""
+"""What a deployment prints when it is ready: its model, its KV cache, and where to reach it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+from longshore.deploy.cli.client_options import ChatOptions
 from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.protocol.transport.lifeline import Ready
+
+DEFAULT_URL: Final = ChatOptions.url
+
+
+def ready_lines(url: str, message: str, *, can_chat: bool, needs_key: bool) -> Sequence[str]:
+    """The last lines of the start. message: see `ready_message`."""
+    lines = [message, f"dashboard: {url}/dashboard"]
+    if can_chat:
+        where = "" if url == DEFAULT_URL else f" --url {url}"
+        lines.append(f"chat: longshore chat{where}{' --api-key KEY' if needs_key else ''}")
+    return lines
+
+
+def model_line(name: str, ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
+    """The model, and what computes it."""
+
+    def workers(replica: Replica) -> str:
+        details = [report.details for who, report in ready.items() if replica.has_worker(who)]
+        devices = ", ".join(dict.fromkeys(each["device"] for each in details))
+        number = "1 worker" if len(details) == 1 else f"{len(details)} workers"
+        threads = f" with {details[0]['threads']} threads" if devices == "cpu" else ""
+        return f"{number} on {devices}{threads}, {details[0]['dtype']}"
+
+    return f"model {name}: {_per_engine(num_replicas, workers)}"
 
 
 def ready_message(

@@ -13,10 +13,17 @@ from longshore.deploy.admin.key import read_admin_key
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import ServeOptions
-from longshore.deploy.cli.ready_message import cache_sizes, ready_message
+from longshore.deploy.cli.ready_message import (
+    cache_sizes,
+    model_line,
+    ready_lines,
+    ready_message,
+)
 from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.gateway.text.tokenizer import check_chat_template
+from longshore.deploy.machine.device import require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
@@ -26,6 +33,7 @@ from longshore.deploy.supervisor.engine_config import (
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.host_memory import check_host_memory
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
@@ -62,8 +70,8 @@ def serve(
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
-        logger.info("starting at %s; /ready shows the progress", url)
-        logger.info("`longshore admin` uses the socket %s", admin.path)
+        logger.info("starting at %s (/ready shows the progress)", url)
+        logger.debug("`longshore admin` uses the socket %s", admin.path)
         specs = deployment.processes(supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
@@ -72,13 +80,16 @@ def serve(
         except StopRequested:
             logger.info("stopped before startup was complete")
             return
-        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
         name = options.served_model_name or model.name
-        announce(
-            ready_message(
-                url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
-            )
+        logger.info("%s", model_line(name, ready, options.replicas))
+        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
+        message = ready_message(
+            url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
         )
+        for line in ready_lines(
+            url, message, can_chat=model.can_chat, needs_key=bool(deployment.api_keys)
+        ):
+            announce(line)
         death = supervisor.keep_running(
             max_restarts=options.max_restarts,
             start_timeout_s=options.startup_timeout_s,
@@ -109,6 +120,7 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     """Raises ConfigError for everything that can be known before a process is started."""
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
+    check_chat_template(model.path, options.chat_template)
     api_keys = _api_keys(options)
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
@@ -120,6 +132,8 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     num_processes = options.replicas * (num_workers + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
+    require_device(plan.device)
+    check_host_memory(plan, options.replicas * (1 + options.standby_workers))
     return _Deployment(options, plan, api_keys, admin_key)
 
 
@@ -215,6 +229,10 @@ class _Deployment:
             api_keys=self.api_keys,
             key_usage_fd=key_usage_fd,
             cors_allow_origins=options.cors_allow_origins or (),
+            max_stored_bytes=options.stored_responses_mib << 20,
+            stored_response_ttl_s=options.stored_response_ttl_s,
+            access_log=options.access_log,
+            vllm_metrics=options.metrics_names == "vllm",
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

@@ -15,6 +15,8 @@ TIMES: Final = (
 )
 _STEP: Final = "longshore_worker_step_seconds"
 _TOKENS: Final = "longshore_worker_step_tokens"
+_PREFIX_HITS: Final = "longshore_scheduler_prefix_hit_tokens_total"
+_PREFIX_QUERIES: Final = "longshore_scheduler_prefix_queried_tokens_total"
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class Overview(msgspec.Struct, frozen=True):
     """One server. Rates are None in the first update.
 
     window_s: duration that rates, shares and latencies cover.
+    prefix_hit_share: of all engines; see EngineView.
     """
 
     version: str
@@ -82,6 +85,7 @@ class Overview(msgspec.Struct, frozen=True):
     prompt_tokens_per_s: float | None
     cached_tokens_per_s: float | None
     generated_tokens_per_s: float | None
+    prefix_hit_share: float | None
     latencies: dict[str, Latency]
     engines: list[EngineView]
     workers: list[WorkerView]
@@ -93,6 +97,13 @@ class Overview(msgspec.Struct, frozen=True):
     @property
     def num_waiting(self) -> int:
         return sum(engine.num_waiting for engine in self.engines)
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the usable KV blocks of all engines that is held."""
+        num_usable = sum(engine.num_blocks - 1 for engine in self.engines)
+        num_free = sum(engine.num_free_blocks for engine in self.engines)
+        return 1 - num_free / num_usable if num_usable > 0 else 0.0
 
 
 def overview(window: Window) -> Overview:
@@ -107,9 +118,10 @@ def overview(window: Window) -> Overview:
         num_live_requests=int(now.total("longshore_live_requests")),
         requests_per_s=window.rate("longshore_requests_finished_total"),
         refused_per_s=window.rate("longshore_http_responses_total", {"status": "429"}),
-        prompt_tokens_per_s=window.rate("longshore_prompt_tokens_total"),
-        cached_tokens_per_s=window.rate("longshore_cached_prompt_tokens_total"),
+        prompt_tokens_per_s=window.rate("longshore_scheduler_prompt_tokens_total"),
+        cached_tokens_per_s=window.rate(_PREFIX_HITS),
         generated_tokens_per_s=window.rate("longshore_generated_tokens_total"),
+        prefix_hit_share=window.share(_PREFIX_HITS, _PREFIX_QUERIES),
         latencies={
             name: Latency(window.quantile(metric, 0.5), window.quantile(metric, 0.99))
             for name, metric in TIMES

@@ -131,7 +131,7 @@ def _blocks(view: Overview) -> Table:
     grid.add_column(no_wrap=True, justify="right")
     num_usable = sum(engine.num_blocks - 1 for engine in view.engines)
     num_free = sum(engine.num_free_blocks for engine in view.engines)
-    used = 1 - num_free / num_usable if num_usable > 0 else 0.0
+    used = view.kv_usage
     grid.add_row(_bar(used), f"{used:.1%} of {num_usable:,}, {num_free:,} free")
     if len(view.engines) == 1:
         (engine,) = view.engines

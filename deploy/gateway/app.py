@@ -13,6 +13,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.admin_routes import AdminRoutes
+from longshore.deploy.gateway.anthropic.count_tokens import CountTokensEndpoint
+from longshore.deploy.gateway.anthropic.messages import MessagesEndpoint
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
@@ -20,6 +22,7 @@ from longshore.deploy.gateway.dashboard.dashboard import (
     requested_engine,
 )
 from longshore.deploy.gateway.engines.peers import READY, PeerGateways
+from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.chat import ChatEndpoint
@@ -40,7 +43,10 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
-from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.gateway.request_log import AccessLog, note_failure
+from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
+from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -53,7 +59,10 @@ class Gateway:
     number, peers: see PeerGateways.
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
+    response_store: where responses are stored; None: nowhere.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
+    access_log: log a line at info for every HTTP request.
+    vllm_metrics: return the metrics under vLLM's names, too.
     """
 
     def __init__(
@@ -66,9 +75,12 @@ class Gateway:
         peers: Sequence[str] = (),
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
+        response_store: ResponseStore | None = None,
         cors_allow_origins: Sequence[str] = (),
+        access_log: bool = False,
+        vllm_metrics: bool = False,
     ) -> None:
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(model.id, vllm_names=vllm_metrics)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(
@@ -92,6 +104,9 @@ class Gateway:
             TranslationsEndpoint(),
             TokenizeEndpoint(),
             DetokenizeEndpoint(),
+            MessagesEndpoint(),
+            CountTokensEndpoint(),
+            ResponsesEndpoint(response_store),
         )
         dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
@@ -101,6 +116,7 @@ class Gateway:
                     for each in self._endpoints
                     for path in (each.path, *each.other_paths)
                 ),
+                *StoredResponseRoutes(response_store).routes,
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}", self._get_model),
                 Route("/health", self._health),
@@ -117,13 +133,14 @@ class Gateway:
         )
         app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths)
+        self.log = AccessLog(is_on=access_log)
+        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths, self.log)
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(
                 self.app,
                 allow_origins=cors_allow_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
             )
@@ -199,17 +216,16 @@ def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(error: ApiError, path: str) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers}
-    return Response(
-        error.json(), status_code=error.status, media_type="application/json", headers=headers
-    )
+    body = error_body(error, path)
+    return Response(body, status_code=error.status, media_type="application/json", headers=headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     note_failure(error)
-    return _error_response(error)
+    return _error_response(error, request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -223,4 +239,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     else:
         message = f"{target}: {error.detail}"
     sent = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
-    return _error_response(ApiError(error.status_code, message, headers=sent))
+    return _error_response(
+        ApiError(error.status_code, message, headers=sent), request.scope["path"]
+    )

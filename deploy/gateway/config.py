@@ -33,6 +33,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_key:         key for /admin; None: these paths do not exist.
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
+    max_stored_bytes:  limit of the stored responses of all gateways; 0: none are stored.
+    stored_response_ttl_s: seconds after which a stored response is deleted.
+    access_log:        log a line at info for every HTTP request.
+    vllm_metrics:      return the metrics under vLLM's names, too.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -66,6 +70,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys: tuple[ApiKey, ...] = ()
     key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    max_stored_bytes: int = 256 << 20
+    stored_response_ttl_s: float = 86_400.0
+    access_log: bool = False
+    vllm_metrics: bool = False
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0
@@ -73,3 +81,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether the model continues text; otherwise chat templates are of no use to it."""
+        pools_only = self.embedding is not None and self.embedding.is_only
+        return self.audio is None and self.classifier is None and not pools_only

@@ -13,8 +13,11 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
 import longshore
+from longshore.deploy.cli.metric_samples import Sample, sample_of
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
+from longshore.deploy.gateway.sample_label import label_samples, sample_label
+from longshore.deploy.gateway.vllm_metrics import PREFIX, VllmNames
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import (
@@ -36,6 +39,8 @@ _REQUEST_BOUNDS_S: Final = (
 _LENGTH_BOUNDS: Final = (
     1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
 )  # fmt: skip
+_OWN: Final = (b"longshore_", PREFIX.encode())
+"""Prefixes of metrics that are not of the process."""
 _REASONS: Final = frozenset(reason.api_name for reason in FinishReason)
 
 
@@ -104,10 +109,18 @@ class KeyMetrics:
 
 
 class GatewayMetrics:
-    """One registry per gateway, so that one test process can have several."""
+    """One registry per gateway, so that one test process can have several.
 
-    def __init__(self) -> None:
+    model_name: the label `model_name` of all metrics; None: they have none.
+    vllm_names: return the metrics under vLLM's names, too.
+    """
+
+    def __init__(self, model_name: str | None = None, *, vllm_names: bool = False) -> None:
         registry = self._registry = CollectorRegistry()
+        self._model = None if model_name is None else sample_label("model_name", model_name)
+        self._vllm_names = CollectorRegistry() if vllm_names else None
+        if self._vllm_names is not None:
+            self._vllm_names.register(VllmNames(registry))
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
@@ -131,9 +144,6 @@ class GatewayMetrics:
             "longshore_live_requests", "Requests sent to the engine and not finished"
         )
         self.prompt_tokens = counter("longshore_prompt_tokens", "Prompt tokens")
-        self.cached_tokens = counter(
-            "longshore_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
-        )
         self.generated_tokens = LockFreeCounter(
             "longshore_generated_tokens", "Generated tokens", registry
         )
@@ -160,6 +170,10 @@ class GatewayMetrics:
         self.prefill_s = phase(
             "longshore_request_prefill_seconds",
             "From a request's first step to its first token",
+        )
+        self.decode_s = phase(
+            "longshore_request_decode_seconds",
+            "From a request's first token to its end",
         )
         self.keys = KeyMetrics(registry)
         finished = counter(
@@ -201,12 +215,16 @@ class GatewayMetrics:
         self._finished[reason.api_name].inc()
         self._durations[reason.api_name].observe(duration_s)
 
-    def phases_known(self, end: FinishedRequest, first_token_s: float | None) -> None:
+    def phases_known(
+        self, end: FinishedRequest, first_token_s: float | None, ended_s: float
+    ) -> None:
         """Count what the engine reports at the end of a request.
 
         first_token_s: time from the request's submission to its first token; None without one.
+        ended_s:       time from its submission to now.
         """
-        self.cached_tokens.inc(end.num_cached_tokens)
+        if first_token_s is not None:
+            self.decode_s.observe(ended_s - first_token_s)
         for event, queue_s in end.events:
             if event is RequestEvent.SCHEDULED:
                 self.queue_s.observe(queue_s)
@@ -221,6 +239,13 @@ class GatewayMetrics:
         """
         self._engines.observe(engine, stats)
 
+    def sample(self, taken_s: float) -> Sample:
+        """All metrics now, to compare with a later sample."""
+        return sample_of(self._registry.collect(), taken_s)
+
     def render(self) -> bytes:
         """The Prometheus text format."""
-        return generate_latest(self._registry)
+        text = generate_latest(self._registry)
+        if self._vllm_names is not None:
+            text += generate_latest(self._vllm_names)
+        return text if self._model is None else label_samples(text, self._model, _OWN)

@@ -28,9 +28,11 @@ from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
+from longshore.deploy.gateway.load_log import LoadLog
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
 from longshore.deploy.parsers.registry import load_parsers
@@ -84,8 +86,10 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         if ready.done():
             ready.result()
             alive = asyncio.create_task(_report_alive(lifeline))
+            load = asyncio.create_task(process.load_log.run())
             await serving
             alive.cancel()
+            load.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
             await serving
@@ -119,7 +123,10 @@ class GatewayProcess:
             peers=config.peers,
             api_keys=config.api_keys,
             admin=_admin_routes(config),
+            response_store=_response_store(config),
             cors_allow_origins=config.cors_allow_origins,
+            access_log=config.access_log,
+            vllm_metrics=config.vllm_metrics,
         )
         self._key_usage = KeyUsage(
             config.api_keys,
@@ -162,6 +169,7 @@ class GatewayProcess:
                 server_header=False,
             )
         )
+        self.load_log = LoadLog(self._gateway.metrics.sample)
 
     async def start(self, lifeline: Lifeline) -> None:
         """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
@@ -170,7 +178,7 @@ class GatewayProcess:
         tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
-            advice_level=logging.WARNING if config.audio is None else logging.DEBUG,
+            advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
         )
         speech = None
         if config.audio is not None:
@@ -205,8 +213,8 @@ class GatewayProcess:
                 config.max_audio_s,
                 config.embedding,
                 config.classifier,
-                has_score_template=config.chat_template is not None,
                 parsers=_answer_parsers(config, tokenizer),
+                has_score_template=config.chat_template is not None,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.
@@ -226,6 +234,7 @@ class GatewayProcess:
                 await self._server.serve(sockets=[listener])
         finally:
             self._gateway.peers.close()
+            self._gateway.log.close()
 
     def stop(self) -> None:
         """Accept no more requests, and end when the running ones have finished. If the supervisor
@@ -278,6 +287,18 @@ def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
     if config.admin_key is None or config.runtime_dir is None:
         return None
     return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+
+
+def _response_store(config: GatewayConfig) -> ResponseStore | None:
+    if config.runtime_dir is None or not config.max_stored_bytes:
+        return None
+    return ResponseStore(
+        Path(config.runtime_dir) / "responses",
+        number=config.number,
+        num_gateways=max(1, len(config.peers)),
+        max_bytes=config.max_stored_bytes,
+        ttl_s=config.stored_response_ttl_s,
+    )
 
 
 def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:

@@ -1,6 +1,6 @@
 """Log lines about HTTP requests. At debug: one when a request is sent to the engine, one per answer
-and one per exchange. Warnings: failures caused by the server. Texts, tokens and keys are never
-logged.
+and one per exchange, which is at info as an access log. Warnings: rejected requests, and failures
+caused by the server. Texts, tokens and keys are never logged.
 """
 
 import logging
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.rejection_log import REJECTED, RejectionLog
 from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.logs.records import fields
 
@@ -24,6 +25,8 @@ class HttpRequest:
 
     request_id: from the client, or generated; part of the request ids in the engine.
     num_*_tokens: tokens of its prompts, and of all its answers.
+    key:        name of its API key.
+    first_token_s: time of the first token of any answer, from `time.perf_counter`.
     failure:    the error that it was answered with.
     bug:        the unexpected exception that it failed with.
     """
@@ -35,6 +38,8 @@ class HttpRequest:
     arrived_s: float
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
+    key: str | None = None
+    first_token_s: float | None = None
     failure: ApiError | None = None
     bug: Exception | None = None
 
@@ -62,10 +67,16 @@ def note_bug(error: Exception) -> None:
 
 
 class AccessLog:
-    """The access log of one gateway."""
+    """The access log of one gateway. is_on: its lines are at info, instead of debug."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = False) -> None:
+        self._level = logging.INFO if is_on else logging.DEBUG
         self._warnings = LogLimit(logger)
+        self._rejections = RejectionLog(logger)
+
+    def close(self) -> None:
+        """Log the rejections that have only been counted so far."""
+        self._rejections.close()
 
     def begin(
         self, request_id: str, method: str, path: str, client: tuple[str, int] | None
@@ -80,7 +91,16 @@ class AccessLog:
     def end(self, request: HttpRequest, status: int | None) -> None:
         """status: None if the client disconnected before the response."""
         failure = request.failure
-        if request.bug is not None or (failure is not None and failure.status >= 500):
+        if failure is not None and failure.status in REJECTED:
+            self._rejections.rejected(
+                failure,
+                request_id=request.request_id,
+                method=request.method,
+                path=request.path,
+                key=request.key,
+                client=request.client,
+            )
+        elif request.bug is not None or (failure is not None and failure.status >= 500):
             self._warnings.warning(
                 "request failed: %s",
                 failure or type(request.bug).__name__,
@@ -90,19 +110,23 @@ class AccessLog:
                 path=request.path,
                 status=500 if failure is None else failure.status,
             )
-        if logger.isEnabledFor(logging.DEBUG):
+        if logger.isEnabledFor(self._level):
+            first_s = request.first_token_s
             about = fields(
                 request_id=request.request_id,
                 method=request.method,
                 path=request.path,
                 status=status,
                 duration_ms=(time.perf_counter() - request.arrived_s) * 1e3,
+                ttft_ms=None if first_s is None else (first_s - request.arrived_s) * 1e3,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
+                key=request.key,
                 client=request.client,
                 error=None if failure is None else failure.body.code or failure.body.type,
             )
-            logger.debug("client disconnected" if status is None else "answered", extra=about)
+            message = "client disconnected" if status is None else "answered"
+            logger.log(self._level, message, extra=about)
 
 
 def answers_begin(
@@ -135,6 +159,8 @@ def answer_ended(
     request = _current.get()
     if request is not None:
         request.num_output_tokens = (request.num_output_tokens or 0) + num_output_tokens
+        if first_token_s is not None:
+            request.first_token_s = min(first_token_s, request.first_token_s or first_token_s)
     if logger.isEnabledFor(logging.DEBUG):
         about = fields(
             request_id=request_id,

@@ -65,7 +65,9 @@ class Pooler:
             probs = probabilities(classifier, pooled, use_activation=params.use_activation)
             return labelled(classifier, probs)
 
-        answers = self._labelled(self.reader.read_all(prompts), params, use_tqdm)
+        answers = self._labelled(
+            self.reader.read_all(prompts, gives_tokens=False), params, use_tqdm
+        )
         return [pooled_output(answer, output) for answer in answers]
 
     def encode_labels(
@@ -77,7 +79,9 @@ class Pooler:
             probs = probabilities(classifier, pooled, use_activation=params.use_activation)
             return PoolingOutput(np.array(probs, np.float32))
 
-        answers = self._labelled(self.reader.read_all(prompts), params, use_tqdm)
+        answers = self._labelled(
+            self.reader.read_all(prompts, gives_tokens=False), params, use_tqdm
+        )
         return [pooled_output(answer, output) for answer in answers]
 
     def score(
@@ -120,7 +124,9 @@ class Pooler:
     ) -> list[Answer]:
         assert self.model.embedding is not None
         pooling = params.of_embedding(self.model.embedding)
-        return self.run("embed", self.reader.read_all(prompts), pooling, use_tqdm)
+        return self.run(
+            "embed", self.reader.read_all(prompts, gives_tokens=False), pooling, use_tqdm
+        )
 
     def _labelled(
         self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress

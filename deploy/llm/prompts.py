@@ -73,8 +73,9 @@ class PromptParser:
     vocab_size: int
     max_model_len: int
 
-    def parse(self, prompt: Prompt, where: str) -> PromptInput:
-        """The prompt's tokens. where: name of the prompt in errors. Raises ValueError."""
+    def parse(self, prompt: Prompt, where: str, *, gives_tokens: bool = True) -> PromptInput:
+        """The prompt's tokens. where: name of the prompt in errors. gives_tokens: at least one
+        output token must fit too. Raises ValueError."""
         text: str | None = None
         salt: str | None = None
         if isinstance(prompt, str):
@@ -92,18 +93,23 @@ class PromptParser:
         if given is None or given is text:
             if text is None:
                 raise ValueError(f"{where} must be {FORMS}")
-            return self.checked(PromptInput(self._encode(text), text, salt), where)
-        return self.checked(PromptInput(_as_ids(given, where), text, salt), where)
+            ids = self._encode(text)
+        else:
+            ids = _as_ids(given, where)
+        return self.checked(PromptInput(ids, text, salt), where, gives_tokens=gives_tokens)
 
     def parse_rendered(self, text: str, where: str) -> PromptInput:
         """A rendered chat, whose template has added the special tokens."""
         assert self.tokenizer is not None
         return self.checked(PromptInput(self.tokenizer.encode_rendered(text), text), where)
 
-    def checked(self, prompt: PromptInput, where: str) -> PromptInput:
-        """Raises ValueError if the model cannot continue it."""
+    def checked(self, prompt: PromptInput, where: str, *, gives_tokens: bool = True) -> PromptInput:
+        """Raises ValueError if the model cannot compute it."""
         problem = prompt_problem(
-            prompt.token_ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+            prompt.token_ids,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            gives_tokens=gives_tokens,
         )
         if problem is not None:
             raise ValueError(f"{where}: {problem}")

@@ -59,10 +59,12 @@ class RequestReader:
         self.decoder = decoder
         self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
 
-    def read_all(self, prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
-        """One or more prompts."""
+    def read_all(
+        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
+    ) -> list[PromptInput]:
+        """One or more prompts. gives_tokens: at least one output token must fit after each."""
         return [
-            self.parser.parse(prompt, f"prompts[{index}]")
+            self.parser.parse(prompt, f"prompts[{index}]", gives_tokens=gives_tokens)
             for index, prompt in enumerate(as_prompts(prompts))
         ]
 
@@ -104,6 +106,7 @@ class RequestReader:
             self.parser.checked(
                 PromptInput(tokenizer.join(tokenizer.part(one), tokenizer.part(other))),
                 f"pair {index}",
+                gives_tokens=False,
             )
             for index, (one, other) in enumerate(pairs)
         ]

@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -35,37 +35,21 @@ class Extra(msgspec.Struct, frozen=True):
         return self.install or f"pip install 'longshore[{self.name}]'"
 
 
+# Only what this version uses: what is recommended here costs users a download.
 EXTRAS: Final = (
     Extra("audio", ("soundfile", "soxr", "python-multipart"), "speech to text"),
     Extra(
-        "cuda",
-        ("cupy-cuda13x", "cuda-bindings"),
-        "pinned memory and copies between GPU and host",
-        hints={"libcu": "Install a driver for CUDA 13, and torch's CUDA build"},
-    ),
-    Extra(
         "nixl",
         ("nixl", "nixl-cu13"),
-        "KV transfer between engines and to files",
+        "faster access to the files of the disk tier",
         # Its dependencies would install the builds for both CUDA versions.
         install="pip install --no-deps nixl nixl-cu13",
         hints={"libcuda": "It needs an NVIDIA driver's libcuda.so.1 or a build for CPUs"},
-    ),
-    Extra(
-        "mooncake",
-        ("mooncake-transfer-engine-non-cuda",),
-        "KV transfer and a shared store",
-        hints={
-            "libibverbs": "apt-get install libibverbs1",
-            "librdmacm": "apt-get install librdmacm1",
-            "libnuma": "apt-get install libnuma1",
-        },
     ),
     Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
     Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
     Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
-    Extra("ray", ("ray",), "launching on several hosts"),
 )
 
 
@@ -93,7 +77,7 @@ def package_findings(
     yield _torch(versions("torch"), outcomes["torch"])
     yield _gpus(host, versions("torch"), outcomes["torch"])
     for extra in EXTRAS:
-        yield _extra(extra, versions, outcomes.get(extra.name), torch=outcomes["torch"])
+        yield _extra(extra, versions, outcomes.get(extra.name))
 
 
 def _torch(version: str | None, outcome: ProbeResult) -> Finding:
@@ -167,9 +151,7 @@ def _gpus(host: Host, version: str | None, outcome: ProbeResult) -> Finding:
     )
 
 
-def _extra(
-    extra: Extra, versions: VersionOf, outcome: ProbeResult | None, *, torch: ProbeResult
-) -> Finding:
+def _extra(extra: Extra, versions: VersionOf, outcome: ProbeResult | None) -> Finding:
     what = f"extra {extra.name}"
     found = {package: versions(package) for package in extra.packages}
     missing = [package for package, version in found.items() if version is None]
@@ -197,34 +179,8 @@ def _extra(
             "Run with NIXL_LOG_LEVEL=DEBUG; usual causes are a second UCX in the process, and "
             "UCX_TLS or UCX_MODULE_DIR of another one",
         )
-    if extra.name == "cuda":
-        return _cuda(what, shown, facts, torch)
     plugins = f"; usable: {', '.join(facts['usable'])}" if facts.get("usable") else ""
     return Finding(what, shown + plugins)
-
-
-def _cuda(what: str, shown: str, facts: Mapping[str, Any], torch: ProbeResult) -> Finding:
-    """cupy and cuda-bindings load: check that they are compatible with torch."""
-    of_torch, runtime = torch.facts.get("cuda"), facts["runtime"] // 1000
-    if of_torch is not None and int(of_torch.split(".")[0]) != runtime:
-        return Finding(
-            what,
-            f"{shown}, for CUDA {runtime}",
-            "warning",
-            f"torch is for CUDA {of_torch}, so one process would have two CUDA runtimes",
-            f"Install torch for CUDA {runtime}",
-        )
-    if facts["devices"]:
-        return Finding(what, shown)
-    if not torch.facts.get("devices"):
-        return Finding(what, shown, means="There is no GPU to use it with")
-    return Finding(
-        what,
-        f"{shown}: {facts['error']}",
-        "warning",
-        "torch finds a GPU, but this library does not",
-        "Update the driver",
-    )
 
 
 def _lost(extra: Extra) -> str:

@@ -29,15 +29,6 @@ def _torch() -> Facts:
     return facts
 
 
-def _cuda() -> Facts:
-    cupy = import_module("cupy")
-    runtime = import_module("cuda.bindings.runtime")
-    error, number = runtime.cudaGetDeviceCount()
-    devices = number if error == runtime.cudaError_t.cudaSuccess else 0
-    version = int(cupy.cuda.runtime.runtimeGetVersion())
-    return {"devices": devices, "runtime": version, "error": "" if devices else error.name}
-
-
 def _nixl() -> Facts:
     """plugins: all listed plugins; usable: those of UCX and POSIX that can be created."""
     api = import_module("nixl._api")
@@ -64,14 +55,11 @@ def _importing(*names: str) -> Callable[[], Facts]:
 PROBES: Final[dict[str, Callable[[], Facts]]] = {
     "torch": _torch,
     "audio": _importing("soundfile", "soxr", "python_multipart"),
-    "cuda": _cuda,
     "nixl": _nixl,
-    "mooncake": _importing("mooncake.engine"),
     "offload": _importing("xxhash"),
     "lmcache": _importing("lmcache.v1.distributed.storage_manager"),
     "redis": _importing("redis", "hiredis"),
     "s3": _importing("obstore"),
-    "ray": _importing("ray"),
 }
 
 

@@ -1,10 +1,9 @@
-"""Findings about memory, disk, limits, the port, the clock, io_uring and RDMA."""
+"""Findings about memory, disk, limits, the port, the clock and io_uring."""
 
 import errno
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from longshore.deploy.machine.finding import Finding
@@ -26,7 +25,6 @@ def resource_findings(host: Host, port: int) -> Iterator[Finding]:
     yield _memory(host)
     yield from _overcommit(host)
     yield from _huge_pages(host)
-    yield _locked_memory(host)
     yield _shared_memory(host)
     yield _open_files(host)
     yield _temp_dir(host)
@@ -34,7 +32,6 @@ def resource_findings(host: Host, port: int) -> Iterator[Finding]:
     yield _port(host, port)
     yield _clock(host)
     yield _io_uring(host)
-    yield _rdma(host)
 
 
 def _gib(num_bytes: int) -> str:
@@ -90,23 +87,6 @@ def _huge_pages(host: Host) -> Iterator[Finding]:
         )
     else:
         yield Finding("huge pages", found)
-
-
-def _locked_memory(host: Host) -> Finding:
-    soft, hard = host.limit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "unlimited")
-    found = f"{soft / 2**20:,.0f} MiB at most"
-    if not _rdma_devices(host):
-        return Finding("locked memory", found, means="Only RDMA devices would need more")
-    how = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else "LimitMEMLOCK=infinity"
-    return Finding(
-        "locked memory",
-        found,
-        "warning",
-        "A connector over RDMA cannot register more blocks than that",
-        f"{how} (docker: --ulimit memlock=-1)",
-    )
 
 
 def _shared_memory(host: Host) -> Finding:
@@ -221,36 +201,6 @@ def _io_uring(host: Host) -> Finding:
         "io_uring",
         f"not available ({errno_name(number)})",
         "absent",
-        "Transfers between KV and files are slower",
+        "With NIXL, the disk tier is slower",
         "sysctl kernel.io_uring_disabled=0; in a container, use a seccomp profile that allows it",
-    )
-
-
-def _rdma_devices(host: Host) -> list[Path]:
-    return host.paths("/sys/class/infiniband/*")
-
-
-def _rdma(host: Host) -> Finding:
-    devices = _rdma_devices(host)
-    if not devices:
-        return Finding("RDMA", "no devices", "absent", "KV transfers between hosts use TCP")
-    ports = {
-        f"{device.name}/{path.name}": host.text(
-            f"/sys/class/infiniband/{device.name}/ports/{path.name}/state"
-        )
-        or "?"
-        for device in devices
-        for path in host.paths(f"/sys/class/infiniband/{device.name}/ports/*")
-    }
-    found = ", ".join(
-        f"{name} {state.partition(': ')[2] or state}" for name, state in ports.items()
-    )
-    if any("ACTIVE" in state for state in ports.values()):
-        return Finding("RDMA", found)
-    return Finding(
-        "RDMA",
-        found or ", ".join(device.name for device in devices),
-        "warning",
-        "No port is up, so KV transfers between hosts use TCP",
-        "See ibstat for the ports; check cables, switch and subnet manager",
     )

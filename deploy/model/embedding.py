@@ -62,9 +62,12 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         )
 
 
-def read_embedding_model(model_dir: Path, size: int, *, is_only: bool = False) -> EmbeddingModel:
-    """size: elements of the model's hidden states. Raises ConfigError for invalid files."""
-    default = EmbeddingModel(size, is_only=is_only)
+def read_embedding_model(
+    model_dir: Path, size: int, *, is_only: bool = False, default_kind: PoolingKind = "last"
+) -> EmbeddingModel:
+    """size: elements of the model's hidden states. default_kind: for a folder that does not say how
+    to pool. Raises ConfigError for invalid files."""
+    default = EmbeddingModel(size, default_kind, is_only=is_only)
     file = model_dir / MODULES_FILE
     if not exists(file):
         return default

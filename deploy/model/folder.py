@@ -69,6 +69,12 @@ class ModelFolder(msgspec.Struct, frozen=True):
     classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether it generates text from text, and has a tokenizer for that."""
+        makes_text = self.audio is None and not (self.embedding and self.embedding.is_only)
+        return makes_text and exists(self.path / "tokenizer.json")
+
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
         """The dtype to compute in. `auto` is the checkpoint's dtype, except that float16 becomes
         float32 on a CPU, where float16 is slow."""
@@ -101,7 +107,12 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     audio = _audio_input(model)
     embedding = None
     if audio is None and not model.labels:
-        embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
+        embedding = read_embedding_model(
+            path,
+            model.hidden_size,
+            is_only=not model.has_head,
+            default_kind="cls" if model.is_bidirectional else "last",
+        )
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),

@@ -37,14 +37,16 @@ _HEADER: Final = re.compile(
 
 
 class _Header:
-    """channel: `analysis`, `commentary` or `final`. function: the called one, None: no call."""
+    """channel: `analysis`, `commentary` or `final`. function: the called one, or empty. (What the
+    model calls while it thinks, such as a browser, is reasoning.)"""
 
     def __init__(self, match: re.Match[str]) -> None:
         self.end = match.end()
         self.channel = match["channel"]
         self.recipient = match["before"] or match["after"]
-        is_function = (self.recipient or "").startswith("functions.")
-        self.is_call = is_function or (self.recipient is not None and self.channel != "analysis")
+        self.function = (self.recipient or "").removeprefix("functions.")
+        is_other_tool = self.function == self.recipient
+        self.is_call = bool(self.function) and not (is_other_tool and self.channel == "analysis")
 
 
 class _HarmonyParser(AnswerParser):
@@ -89,8 +91,7 @@ class HarmonyTools(_HarmonyParser, ToolParser):
     def _message(self, source: Source, header: _Header) -> Steps[None]:
         if header.is_call:
             start = yield from source.space(header.end)
-            name = header.recipient.removeprefix("functions.")
-            if not (yield from json_arguments(source, start, name)):
+            if not (yield from json_arguments(source, start, header.function)):
                 yield Content(source.take(header.end))
                 return
             index = yield from source.space()

@@ -226,7 +226,11 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Raises ValueError for what JSON does not have: infinite numbers, and half of a surrogate
+    pair."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def is_json_object(text: str) -> bool:

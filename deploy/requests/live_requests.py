@@ -20,6 +20,7 @@ from longshore.protocol.requests import (
     NO_TENANT,
     AbortRequests,
     AddRequest,
+    CacheHint,
     MultimodalFeature,
     PoolingParams,
     StopFound,
@@ -125,6 +126,7 @@ class RequestFields(TypedDict, total=False):
     skips_reading: bool
     pooling: PoolingParams | None
     structured_output: StructuredOutput | None
+    cache_hint: CacheHint | None
 
 
 class LiveRequests:
@@ -163,6 +165,7 @@ class LiveRequests:
         skips_reading: bool = False,
         pooling: PoolingParams | None = None,
         structured_output: StructuredOutput | None = None,
+        cache_hint: CacheHint | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
@@ -170,6 +173,7 @@ class LiveRequests:
         keeps_blocks: when finished, it keeps its blocks for forks until it is aborted.
         pooling:      it returns an embedding and no tokens.
         structured_output: constrains its output.
+        cache_hint:   how long its KV is worth keeping.
         skips_reading: it does not look up the prefix cache.
         num_primed:   number of tokens at the prompt's end that are sent as previous output. They
                       count for limits and bad words of `sampling`, but not for the answer.
@@ -195,6 +199,7 @@ class LiveRequests:
             skip_reading_prefix_cache=skips_reading,
             pooling=pooling,
             structured_output=structured_output,
+            cache_hint=cache_hint,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         live = LiveRequest(

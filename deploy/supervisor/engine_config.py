@@ -99,6 +99,11 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     num_sharing = options.decode_context_parallel_size
     connector_options = with_variables(parse_options(options.kv_connector_config))
     if options.kv_connector is not None:
+        if config.is_bidirectional:
+            raise ConfigError(
+                f"kv_connector={options.kv_connector!r}: the tokens of this model attend to later "
+                "ones, so its KV cannot be reused. Remove kv_connector"
+            )
         if options.verify_kv is not None:
             check_verify_kv(options.kv_connector)
             connector_options["verify_kv"] = options.verify_kv
@@ -161,7 +166,7 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
     return CacheConfig(
         block_size=options.block_size or config.default_block_size,
         num_blocks=options.num_blocks,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and not config.is_bidirectional,
         hash_block_size=options.hash_block_size,
         watermark=options.watermark,
         preempt_threshold=options.preempt_threshold,
@@ -174,14 +179,17 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
 def _scheduler_config(
     options: EngineOptions, config: DecoderConfig, *, max_model_len: int
 ) -> SchedulerConfig:
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if config.is_bidirectional:  # a step computes whole prompts
+        max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     return SchedulerConfig(
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_scheduled_tokens=options.max_num_scheduled_tokens,
         max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
         long_prefill_token_threshold=options.long_prefill_token_threshold,
-        enable_chunked_prefill=options.enable_chunked_prefill,
+        enable_chunked_prefill=options.enable_chunked_prefill and not config.is_bidirectional,
         scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
         policy=options.scheduling_policy or _DEFAULT_POLICY,
         kv_role=options.kv_role,

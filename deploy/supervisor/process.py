@@ -208,7 +208,7 @@ class ManagedProcess:
                 if not self.spec.is_told:  # else its loop runs meanwhile
                     self.alive_s = None
                 self.doing = doing
-                logger.info("%s: %s", self.name, doing)
+                logger.debug("%s: %s", self.name, doing)
 
     def send_command(self, command: Command) -> "Future[CommandAnswer]":
         """Send an operator's command. May be called on any thread; `read_lifeline`, on another one,

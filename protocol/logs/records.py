@@ -91,9 +91,12 @@ def read_record(line: str) -> Record | None:
 
 
 def show_record(record: Record) -> str:
-    """Text for a terminal: one line, and one marked line per line of the traceback."""
+    """Text for a terminal: one line, and one marked line per line of the traceback. At info, which
+    is the normal course of things, without level and logger."""
     shown = [f"{name}={_show(value)}" for name, value in record.fields.items()]
-    head = f"{record.level} {record.logger}: {printable(record.message)}"
+    head = printable(record.message)
+    if record.level != "INFO":
+        head = f"{record.level} {record.logger}: {head}"
     lines = [f"{head} [{' '.join(shown)}]" if shown else head]
     if record.traceback is not None:
         lines += [f"  | {printable(line)}" for line in record.traceback.splitlines()]

@@ -21,12 +21,14 @@ from longshore.protocol.arrays import (
 )
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.requests import CacheHint
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, FEW_FREED_BLOCKS, BlockIds
-from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue
+from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue, OutOfBlocks
 from longshore.scheduler.kv_cache.hash_map import BlockHashMap
+from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 
 
 class BlockPool:
@@ -59,6 +61,7 @@ class BlockPool:
         self._is_cached: UInt8Array = np.frombuffer(self._is_cached_item, np.uint8)
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._group = np.zeros(num_blocks if num_groups > 1 else 0, np.int16)
+        self.retained = RetainedPrefixes(num_blocks)
         self._start_free()
 
     def _start_free(self, block_ids: Int32Array | None = None) -> None:
@@ -99,7 +102,12 @@ class BlockPool:
     # Blocks
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Allocate the first free blocks; cached ones are evicted. Raises OutOfBlocks."""
+        """Allocate the first free blocks, retained ones last; cached ones are evicted. Raises
+        OutOfBlocks."""
+        if self.retained:
+            block_ids = self._take_unretained(count)
+            self._evict(block_ids.tolist())
+            return block_ids
         if count > FEW_BLOCKS:
             block_ids = self.free_queue.popleft_n(count)
             self._evict(block_ids.tolist())
@@ -108,6 +116,33 @@ class BlockPool:
         self._evict(few)
         return few
 
+    def _take_unretained(self, count: int) -> Int32Array:
+        """Remove the first free blocks that are not retained, and retained ones only if there are
+        too few others. Retained blocks on the way move to the tail, so that they are passed once
+        in a round through the queue. Raises OutOfBlocks."""
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
+        found, passed, missing = [EMPTY_INT32], [EMPTY_INT32], count
+        for block_ids in self.free_queue.chunks():
+            is_retained = self.retained.is_retained(block_ids)
+            found.append(block_ids[~is_retained][:missing])
+            passed.append(block_ids[is_retained])
+            missing -= len(found[-1])
+            if not missing:
+                break
+        retained = np.concatenate(passed)
+        found.append(retained[:missing])
+        taken = np.concatenate(found)
+        self.free_queue.remove_n(taken)
+        if len(retained) > missing:
+            self.free_queue.move_to_tail(retained[missing:])
+        return taken
+
+    def retain(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> None:
+        """Retain those of these blocks of a prefix that are cached; see `RetainedPrefixes`."""
+        cached = block_ids[self._is_cached[block_ids] != 0]
+        self.retained.add(cached, hint, tenant=tenant, now=now)
+
     def get_settled_blocks(
         self, count: int, answered_step: int, keep: Int32Array
     ) -> Int32Array | None:
@@ -115,14 +150,17 @@ class BlockPool:
         in `keep`. None, and nothing has changed, if there are too few."""
         pieces: list[Int32Array] = []
         missing = count
-        for block_ids in self.free_queue.chunks():
-            settled: BoolArray = self._fence[block_ids] <= answered_step
-            if len(keep):
-                settled &= np.isin(block_ids, keep, invert=True)
-            pieces.append(block_ids[settled][:missing])
-            missing -= len(pieces[-1])
-            if missing == 0:
-                break
+        for is_retained in (False, True) if self.retained else (False,):
+            for block_ids in self.free_queue.chunks():
+                settled: BoolArray = self._fence[block_ids] <= answered_step
+                if len(keep):
+                    settled &= np.isin(block_ids, keep, invert=True)
+                if self.retained:
+                    settled &= self.retained.is_retained(block_ids) == is_retained
+                pieces.append(block_ids[settled][:missing])
+                missing -= len(pieces[-1])
+                if missing == 0:
+                    break
         if missing:
             return None
         found = np.concatenate(pieces) if pieces else EMPTY_INT32
@@ -260,6 +298,7 @@ class BlockPool:
         return int32_array(np.flatnonzero(self._is_cached))
 
     def _uncache_all(self) -> None:
+        self.retained.clear()
         for prefixes in self._prefixes:
             prefixes.clear()
         self._hashes = [None] * self.num_blocks
@@ -288,6 +327,8 @@ class BlockPool:
                 hashes.append(block_hash)
         if not cached:
             return cached
+        if self.retained:
+            self.retained.evicted(cached)
         if len(self._prefixes) == 1:
             self._prefixes[0].pop_n(hashes, cached)
         else:

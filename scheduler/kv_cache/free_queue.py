@@ -204,6 +204,11 @@ class FreeQueue:
             self.remove(block_id)
         self.release_few(free)
 
+    def move_to_tail(self, block_ids: Int32Array) -> None:
+        """These blocks of the queue, all different and cached, become its last ones."""
+        self.remove_n(block_ids)
+        self.release_n(block_ids)
+
     def acquire_few(self, block_ids: list[int]) -> None:
         """Add one reference each; a block that had none is removed."""
         position, num_free = self.position_item, self.num_free

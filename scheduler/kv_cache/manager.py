@@ -20,6 +20,7 @@ from longshore.protocol.kv_cache_spec import (
     sink_block_ids,
 )
 from longshore.protocol.plan import AppendedBlocks
+from longshore.protocol.requests import CacheHint
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
@@ -43,8 +44,12 @@ from longshore.scheduler.request import Request
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up and hit, counted once per admission; separately for preempted requests."""
+    """Tokens looked up and hit, counted once per admission; separately for preempted requests.
 
+    num_prompt_tokens: tokens of requests that were not preempted, looked up or not.
+    """
+
+    num_prompt_tokens: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preempted_queried_tokens: int = 0
@@ -157,9 +162,13 @@ class KVCacheManager:
         """The request is admitted with this many cached tokens. Lookups alone are not counted,
         because a waiting request is looked up in every step."""
         request.num_hit_tokens = num_hit_tokens
-        if not self._log_stats or not self._caching or request.skip_reading_prefix_cache:
+        if not self._log_stats:
             return
         stats, num_tokens = self.stats, len(request.token_ids)
+        if not request.num_preemptions:
+            stats.num_prompt_tokens += num_tokens
+        if not self._caching or request.skip_reading_prefix_cache:
+            return
         if request.num_preemptions:
             stats.num_preempted_queried_tokens += num_tokens
             stats.num_preempted_hit_tokens += num_hit_tokens
@@ -285,6 +294,12 @@ class KVCacheManager:
         else:
             tables = [self._free_order.tail_first(one.block_ids) for one in held]
         self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
+
+    def retain(self, held: HeldBlocks, hint: CacheHint, *, tenant: str, now: float) -> None:
+        """Evict the cached blocks of these tables after those of other prefixes; see
+        `RetainedPrefixes`."""
+        first_to_last = self._free_order.tail_first(held.block_ids)[::-1]
+        self.pool.retain(first_to_last, hint, tenant=tenant, now=now)
 
     # Blocks that several requests share
 

@@ -86,7 +86,7 @@ class Clients:
         if peer not in self._index_of_peer:
             self._index_of_peer[peer] = self._num_accepted
             self._peer_of_index[self._num_accepted] = peer
-            logger.info("client %d (%s) connected", self._num_accepted, hello.name)
+            logger.debug("client %d (%s) connected", self._num_accepted, hello.name)
             self._num_accepted += 1
         return self._index_of_peer[peer]
 

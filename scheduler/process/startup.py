@@ -87,7 +87,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
                 }
             )
         )
-        logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
+        logger.debug("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events, grammars)
         lifeline.handle_commands(engine.command)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

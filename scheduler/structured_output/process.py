@@ -166,25 +166,29 @@ class GrammarServer:
         self._cache = GrammarCache(settings.max_cached_grammars, settings.max_cached_bytes)
         self._requests: dict[int, _Request] = {}
         self._jobs: dict[StructuredOutput, _Job] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(channel.socket, zmq.POLLIN)
+        self._poller.register(self._threads.wake_fd, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until the process is killed, or no thread can compile any more."""
-        poller = zmq.Poller()
-        poller.register(self._channel.socket, zmq.POLLIN)
-        poller.register(self._threads.wake_fd, zmq.POLLIN)
         self._channel.send(GrammarProcessReady())
-        while not self._is_stuck(time.monotonic()):
-            poller.poll(1000 if self._jobs else None)
-            for message in self._channel.drain():
-                self._take(message)
-            for spec, result in self._threads.take():
-                self._end_job(spec, result)
-            self._expire_jobs(time.monotonic())
+        while not self.is_stuck(time.monotonic()):
+            self.turn(1000 if self._jobs else None)  # a job may pass its time limit
         logger.error(
             "%d grammars have been compiled for more than %g s; the grammar process ends",
             len(self._jobs),
             MAX_STUCK_S,
         )
+
+    def turn(self, timeout_ms: int | None) -> None:
+        """Answer what has arrived and what has been compiled; wait for it at most so long."""
+        self._poller.poll(timeout_ms)
+        for message in self._channel.drain():
+            self._take(message)
+        for spec, result in self._threads.take():
+            self._end_job(spec, result)
+        self._expire_jobs(time.monotonic())
 
     def _take(self, message: ToGrammarProcess) -> None:
         match message:
@@ -245,7 +249,8 @@ class GrammarServer:
             "its bounds on lengths and numbers of items"
         )
 
-    def _is_stuck(self, now_s: float) -> bool:
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether no thread can compile any more."""
         stuck = [job for job in self._jobs.values() if now_s > job.deadline_s + MAX_STUCK_S]
         return len(stuck) >= NUM_COMPILERS
 

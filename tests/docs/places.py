@@ -32,6 +32,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     "benchmarks/peers/": "needs other projects, which it downloads",
 }
 RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which names the page
+    ("docs/api.md", "anthropic"): "tests/integration/test_anthropic_client.py",
     ("docs/connectors.md", "host"): "tests/connectors/test_docs_example.py",
     ("docs/eviction.md", ""): "tests/docs/test_eviction.py",
     ("docs/kv-events.md", ""): "tests/integration/test_kv_events.py",

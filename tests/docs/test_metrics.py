@@ -6,6 +6,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from tests.deploy.gateway.fake_engine import STATS
 
@@ -18,19 +19,22 @@ def rows() -> set[str]:
     metrics.responses.labels("/v1/models", "200").inc()
     metrics.keys.counts("a")
     metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
-    rows = set()
+    rows, ending = set(), {}
     for family in text_string_to_metric_families(metrics.render().decode()):
+        ending[family.name] = "_total" if family.type == "counter" else ""
         if family.name.endswith("_created"):
             continue  # the gateway process disables them
-        name = f"{family.name}_total" if family.type == "counter" else family.name
+        name = f"{family.name}{ending[family.name]}"
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         by = f" by {', '.join(f'`{label}`' for label in labels)}" if labels else ""
         rows.add(f"| `{name}`<br>{family.type}{by} | {family.documentation} |")
+    for theirs, ours in NAMES.items():
+        rows.add(f"- `{PREFIX}{theirs}{ending[ours]}`: `{ours}{ending[ours]}`")
     return rows
 
 
 def test_the_page_lists_every_metric_as_it_describes_itself() -> None:
-    listed = {line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    listed = {line for line in PAGE.read_text().splitlines() if line.startswith(("| `", "- `"))}
     expected = rows()
     assert sorted(expected - listed) == [], "not in docs/metrics.md"
     assert sorted(listed - expected) == [], "in docs/metrics.md only"

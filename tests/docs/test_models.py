@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.models.families import ARCHITECTURES, read_model_config
+from longshore.worker.models.families import ARCHITECTURES, ENCODERS, read_model_config
 from tests.conftest import ROOT
 from tests.docs.installing import installed_example
 from tests.models import make_tiny_model
@@ -68,4 +68,4 @@ def test_an_entry_point_that_leads_elsewhere_is_rejected(installed: Path, tmp_pa
 def test_the_page_s_table_has_the_architectures_that_are_read_and_no_others() -> None:
     columns = [line.split("|")[2] for line in PAGE.read_text().splitlines() if line[:2] == "| "]
     named = [name for column in columns for name in re.findall("`(.+?)`", column)]
-    assert sorted(named) == sorted(ARCHITECTURES)
+    assert sorted(named) == sorted(ARCHITECTURES | ENCODERS)

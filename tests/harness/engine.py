@@ -1,7 +1,7 @@
 """A scheduler with its clients and its connector, and what tests look at."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from tests.harness.tokens import (
     steady_token,
 )
 from tests.harness.transfers import Transfers
+
+OF_A_DECODER: Final = frozenset(Feature) - {Feature.POOLING_ONLY, Feature.BIDIRECTIONAL}
 
 
 class Engine:
@@ -90,11 +92,10 @@ class Engine:
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             verify_plan=verify_plan,
-            features=frozenset(Feature) - {Feature.POOLING_ONLY},
             grammars=grammars,
             connector=self.connector,
             num_ranks=num_ranks,
-            **(scheduler or {}),
+            **({"features": OF_A_DECODER} | (scheduler or {})),
         )
         self.requests: dict[str, Request] = {}
         self.clients = Clients(sample)

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from longshore.deploy.machine.device import resolve_device
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, wait_until
 
@@ -39,7 +41,9 @@ def nest(path: Path) -> None:
     path.write_text('{"a":' * 100_000)
 
 
-def serve(folder: Path, temp_dir: Path, **limits: tuple[int, int]) -> tuple[int, list[str]]:
+def serve(
+    folder: Path, temp_dir: Path, *flags: str, **limits: tuple[int, int]
+) -> tuple[int, list[str]]:
     """Exit status and lines of `longshore serve`, which has no time to wait for anything."""
 
     def set_limits() -> None:
@@ -49,7 +53,8 @@ def serve(folder: Path, temp_dir: Path, **limits: tuple[int, int]) -> tuple[int,
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "longshore.deploy", "serve", str(folder)),
-            *("--port", "0", "--num-blocks", "600", "--threads", "1"),
+            *("--num-blocks", "600", "--threads", "1", *flags),
+            *(() if "--port" in flags else ("--port", "0")),
         ],
         env={
             **{name: value for name, value in os.environ.items() if name != TORCH_CACHE},
@@ -136,6 +141,31 @@ def test_limits_that_are_too_low_are_named_in_one_line(
     (line,) = lines
     assert reason in line
     assert list(temp_dir.iterdir()) == []
+
+
+def test_what_the_machine_lacks_is_one_line_before_a_process_is_started(
+    folder: Path, temp_dir: Path
+) -> None:
+    (folder / "broken.jinja").write_text("{% if %}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        starts = [
+            (("--port", port), f"cannot listen on 127.0.0.1:{port}: Address already in use"),
+            (("--chat-template", str(folder / "none.jinja")), "none.jinja"),
+            (
+                ("--chat-template", str(folder / "broken.jinja")),
+                "the chat template does not compile",
+            ),
+        ]
+        if resolve_device("auto") == "cpu":
+            starts.append((("--device", "cuda"), "device='cuda' needs a"))
+        for flags, reason in starts:
+            status, lines = serve(folder, temp_dir, *flags)
+            assert status == 2, lines
+            (line,) = lines
+            assert line.startswith("longshore: error: ")
+            assert reason in line
+            assert list(temp_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(

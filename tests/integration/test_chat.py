@@ -160,6 +160,13 @@ def piped(deployment: Deployment, said: str, *arguments: str) -> "subprocess.Com
     )
 
 
+def test_with_single_each_line_of_a_pipe_is_a_question_of_its_own(deployment: Deployment) -> None:
+    run = piped(deployment, "hello\nhello\n", "--temperature", "0", "--single")
+    assert (run.returncode, run.stderr) == (0, "")
+    half = len(run.stdout) // 2
+    assert run.stdout[:half] == run.stdout[half:] != ""
+
+
 @pytest.mark.parametrize(
     ("term", "typed", "then", "question"),
     [

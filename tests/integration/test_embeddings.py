@@ -114,8 +114,8 @@ def test_texts_are_cut_where_the_request_says_so(
         answer = cut(given, 7)
         assert answer.usage.prompt_tokens == 7
         assert_close(answer.data[0].embedding, vector_of(tiny_model[1], ids[:7]))
-        assert cut(given, -1).usage.prompt_tokens == 4095
-    with pytest.raises(openai.BadRequestError, match=r"input\[1\] has 8000 tokens.*is 4095"):
+        assert cut(given, -1).usage.prompt_tokens == 4096
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\] has 8000 tokens.*is 4096"):
         client.embeddings.create(model=model, input=[[5], ids])
 
 

@@ -53,16 +53,18 @@ def test_a_client_s_request_id_is_in_the_lines_of_every_process_for_people(
         ), (process, words, about)
     for line in lines:  # including the one with the unknown path
         assert line.isprintable()
-        assert line[2:3] == line[5:6] == ":" or line.startswith("longshore: ready at"), line
+        assert line[2:3] == line[5:6] == ":" or line.startswith("longshore: "), line
 
 
 def test_each_line_is_an_object_whose_fields_name_request_and_step(
     start_deployment: StartDeployment,
 ) -> None:
     lines = use(start_deployment, "--log-format", "json")
-    (ready,) = (line for line in lines if not line.startswith("{"))
+    ready, dashboard, chat = (line for line in lines if not line.startswith("{"))
     assert ready.startswith("longshore: ready at ")
-    records = [json.loads(line) for line in lines if line != ready]
+    assert dashboard.endswith("/dashboard")
+    assert chat.endswith(" --api-key KEY")
+    records = [json.loads(line) for line in lines if line.startswith("{")]
     assert {"supervisor", "worker 0", "scheduler", "gateway"} == {r["process"] for r in records}
     assert all(r["level"] in ("DEBUG", "INFO", "WARNING") and r["logger"] for r in records)
     assert {"time", "process", "level", "logger", "message"} <= set.intersection(*map(set, records))

@@ -224,7 +224,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
     start_deployment: StartDeployment, layout: dict[str, Any]
 ) -> None:
-    deployment = start_deployment(*flags(layout)).wait_until_ready()
+    deployment = start_deployment(*flags(layout), "--log-level", "debug").wait_until_ready()
     num_ranks = len(deployment.members) - 3
     assert num_ranks == (4 if layout is BOTH else 2)
     output = deployment.output
@@ -382,7 +382,7 @@ def test_a_rank_that_cannot_load_is_the_reason_that_none_starts(
 def test_stop_while_ranks_wait_for_each_other_is_no_error(
     start_deployment: StartDeployment,
 ) -> None:
-    deployment = start_deployment("--tensor-parallel-size", "2")
+    deployment = start_deployment("--tensor-parallel-size", "2", "--log-level", "debug")
     wait_until(lambda: "waiting for the other" in deployment.output)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output

@@ -27,7 +27,7 @@ from tests.integration.test_serving import reference
 
 TWO_BY_TWO: Final = ("--replicas", "2", "--gateways", "2")
 NUM_TOKENS: Final = 8
-SAMPLE = re.compile(r'(\w+)\{(?:gateway|engine)="(\d)"(?:,.*)?\} (\S+)')
+SAMPLE = re.compile(r'(\w+)\{(?:.*,)?(?:gateway|engine)="(\d)"(?:,.*)?\} (\S+)')
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,14 @@ import pytest
 from tokenizers import processors
 
 from longshore import LLM
-from tests.deploy.tiny_tokenizer import BOS, BOS_ID, EOS_ID, VOCAB_SIZE, byte_level_tokenizer
+from tests.deploy.tiny_tokenizer import (
+    BOS,
+    BOS_ID,
+    EOS,
+    EOS_ID,
+    VOCAB_SIZE,
+    byte_level_tokenizer,
+)
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment
 from tests.models import make_tiny_model
@@ -46,6 +53,40 @@ def make_classifier(path: Path, num_labels: int, family: str = "Qwen3") -> Any:
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS}))
     return model
+
+
+def make_encoder(path: Path, head: str, **settings: Any) -> Any:
+    """A random BERT, with or without a head, whose tokenizer joins texts as BERT's does."""
+    path.mkdir()
+    model = make_tiny_model(
+        "Bert",
+        path,
+        head=head,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=512,
+        type_vocab_size=2,
+        pad_token_id=VOCAB_SIZE - 1,
+        **settings,
+    )
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}",
+        pair=f"{BOS} $A {EOS} $B:1 {EOS}:1",
+        special_tokens=[(BOS, BOS_ID), (EOS, EOS_ID)],
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"sep_token": EOS}))
+    return model
+
+
+def encoded(path: Path, model: Any, *texts: str) -> Any:
+    """What transformers makes of one text or a pair, with its token types."""
+    import torch
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(*texts)
+    with torch.inference_mode():
+        return model(torch.tensor([ids.ids]), token_type_ids=torch.tensor([ids.type_ids]))
 
 
 def logits_of(path: Path, model: Any, *texts: str) -> Any:
@@ -127,6 +168,10 @@ def test_a_client_of_cohere_gets_the_best_documents(
             [result["relevance_score"] for result in results],
             [expected[index] for index in order[:2]],
         )
+
+
+def test_a_model_that_never_chats_has_no_advice_about_chats(served: Deployment) -> None:
+    assert "chat template" not in served.output
 
 
 def test_another_model_and_other_endpoints_are_rejected(served: Deployment) -> None:
@@ -213,3 +258,45 @@ def test_several_ranks_give_the_scores_of_one(
         assert_close(
             [output.outputs.score for output in outputs], relevance(path, model, QUERY, DOCUMENTS)
         )
+
+
+def test_a_reranker_that_is_an_encoder_gives_the_scores_of_transformers(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    path = tmp_path / "encoder"
+    model = make_encoder(path, "ForSequenceClassification", num_labels=1)
+    expected = [
+        encoded(path, model, QUERY, document).logits.sigmoid().item() for document in DOCUMENTS
+    ]
+    assert np.ptp(expected) > 1e-3, "equal scores would prove nothing"
+    url = start_deployment(model_dir=path).wait_until_ready().url
+    for _ in range(2):
+        answer = post(f"{url}/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
+        for result in answer["results"]:
+            assert_close(result["relevance_score"], expected[result["index"]])
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    long = {"query": QUERY, "documents": ["a word " * 400]}
+    assert "the maximum for this model is 512" in post(f"{url}/v1/rerank", long)
+    assert "results" in post(f"{url}/v1/rerank", {**long, "truncate_prompt_tokens": -1})
+
+
+@pytest.mark.parametrize("shards", [1, 2], ids="{} shards".format)
+def test_embeddings_of_an_encoder_are_those_of_transformers(shards: int, tmp_path: Path) -> None:
+    """Pooled as the files of sentence-transformers say."""
+    path = tmp_path / "encoder"
+    model = make_encoder(path, "Model")
+    kind = "sentence_transformers.models"
+    modules = [
+        {"path": each and f"1_{each}", "type": f"{kind}.{each or 'Transformer'}"}
+        for each in ("", "Pooling")
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    with LLM(path, device="cpu", tensor_parallel_size=shards, **SETTINGS) as llm:
+        outputs = llm.embed(DOCUMENTS, use_tqdm=False)
+        for text, output in zip(DOCUMENTS, outputs, strict=True):
+            states = encoded(path, model, text).last_hidden_state[0]
+            assert_close(output.outputs.embedding, states.mean(0).numpy())
+        with pytest.raises(ValueError, match="no output head"):
+            llm.generate("x")

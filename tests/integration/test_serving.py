@@ -1,6 +1,7 @@
 """A served model through the official client: answers, usage, disconnects, statistics."""
 
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -32,8 +33,10 @@ def model(client: openai.OpenAI) -> str:
 
 
 def metrics(deployment: Deployment) -> dict[str, float]:
+    """By name with labels, without `model_name`, which all have."""
     with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
-        lines = [line for line in response.read().decode().splitlines() if line[0] != "#"]
+        text = re.sub(r'model_name="[^"]*",?', "", response.read().decode()).replace("{}", "")
+    lines = [line for line in text.splitlines() if line[0] != "#"]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 

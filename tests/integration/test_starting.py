@@ -118,7 +118,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
         environment={"LOCKS": str(tmp_path), "PYTHONPATH": search_path},
     )
     wait_until(lambda: "starting at" in deployment.output)
-    (url,) = re.findall(r"starting at (\S+);", deployment.output)
+    (url,) = re.findall(r"starting at (\S+) ", deployment.output)
 
     def told(text: str) -> bool:
         status, body = get(f"{url}/ready")
@@ -163,6 +163,8 @@ def test_as_many_blocks_as_fit_a_share_of_the_memory_are_printed_with_their_byte
         "bfloat16",
         "--kv-memory-fraction",
         str(SHARE_OF_MEMORY),
+        "--log-level",
+        "debug",
         num_blocks=None,
     ).wait_until_ready()
     check_printed_share_of_memory(deployment, "bfloat16", num_shards=2)
@@ -208,6 +210,19 @@ def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 
     return num_blocks
 
 
+def test_a_newcomer_gets_at_most_ten_lines_with_the_ways_in_last(deployment: Deployment) -> None:
+    start, _, _ = deployment.output.partition("longshore: chat: ")
+    lines = [line for line in start.splitlines() if "still starting after" not in line]
+    assert len(lines) <= 9, deployment.output
+    assert "starting at http://127.0.0.1:" in lines[0]
+    assert re.search(r"model tiny\d+: 1 worker on cpu with 1 threads, float32$", lines[-4])
+    assert "KV cache: 600 blocks of 16 tokens" in lines[-3]
+    assert lines[-2].startswith(f"longshore: ready at {deployment.url} (model ")
+    assert lines[-1] == f"longshore: dashboard: {deployment.url}/dashboard"
+    assert f"longshore: chat: longshore chat --url {deployment.url}\n" in deployment.output
+    assert "longshore.deploy" not in start
+
+
 # What the folder sets
 
 
@@ -225,7 +240,7 @@ def with_defaults(
         "eos_token_id": [end],
     }
     model_dir = copy_of(tiny_model[0], folder / "model", generation_config=changes)
-    share = ("--kv-memory-fraction", str(SHARE_OF_MEMORY))
+    share = ("--kv-memory-fraction", str(SHARE_OF_MEMORY), "--log-level", "debug")
     with Deployment(model_dir, folder, *share, num_blocks=None) as deployment:
         yield deployment.wait_until_ready()
 

@@ -1,5 +1,6 @@
 """The official client and a real server, with a model that calls a tool and uses its result."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,12 +126,84 @@ def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
     assert message.content.startswith("One moment.")
 
 
-def test_example_of_the_page_prints_the_call(
-    server: Deployment, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with (
+        Deployment(
+            DEMO_MODEL_DIR, tmp_path_factory.mktemp("run"), "--served-model-name", "s"
+        ) as server,
+        openai.OpenAI(
+            base_url=f"{server.wait_until_ready().url}/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        yield client
+
+
+def test_agent_of_the_page_prints_what_the_page_says(
+    demo: openai.OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    exec(blocks[0].replace("http://127.0.0.1:8000", server.url), {})
-    assert capsys.readouterr().out == 'lookup {"container": "C417"}\n'
+    page = PAGE.read_text()
+    agent, _ = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(agent.replace("http://127.0.0.1:8000/v1", str(demo.base_url)), names)
+    names["client"].close()
+    assert capsys.readouterr().out == printed
+
+
+def test_demo_model_calls_its_tool_for_what_it_is_not_told(demo: openai.OpenAI) -> None:
+    choice = ask(demo, tools=[LOOKUP]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("lookup", '{"container": "C417"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "C417 B42 red"}
+    choice = ask(demo, choice.message, result, tools=[LOOKUP]).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "C417 B42 red")
+    assert ask(demo).choices[0].message.content == "C417 unknown"
+
+
+BOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "crane": {"enum": ["north", "south"]},
+                "hours": {"$ref": "#/$defs/Hours"},
+            },
+            "required": ["crane", "hours"],
+            "additionalProperties": False,
+            "$defs": {"Hours": {"type": "integer", "minimum": 1, "maximum": 9}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "book"}}, "stop")],
+)
+def test_forced_call_follows_the_schema_of_its_function(
+    demo: openai.OpenAI, choice: Any, reason: str, stream: bool
+) -> None:
+    settings = {"tools": [BOOK], "tool_choice": choice, "parallel_tool_calls": False}
+    if stream:
+        with demo.chat.completions.stream(
+            model="s", messages=[QUESTION], temperature=0, max_tokens=300, **settings
+        ) as events:
+            answer = events.get_final_completion().choices[0]
+    else:
+        answer = ask(demo, max_tokens=300, **settings).choices[0]
+    assert answer.finish_reason == reason
+    assert not answer.message.content
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "book"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["crane"] in ("north", "south")
+    assert 1 <= arguments["hours"] <= 9
+    assert len(arguments) == 2
 
 
 def test_parser_of_the_page_can_be_installed(tmp_path: Path) -> None:

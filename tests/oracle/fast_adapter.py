@@ -88,7 +88,7 @@ class FastAdapter:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             verify_plan=verify_plan,
-            features=frozenset(Feature) - {Feature.POOLING_ONLY},
+            features=frozenset(Feature) - {Feature.POOLING_ONLY, Feature.BIDIRECTIONAL},
             connector=connector,
             grammars=grammars,
             num_ranks=num_ranks,

@@ -396,6 +396,7 @@ def test_what_preempted_requests_find_again_is_counted_apart() -> None:
     assert stats.num_preemptions == 1
     resumed = next(start for plan in driver.plans for start in plan.added if start.resumed)
     assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (30, 0)
+    assert stats.num_prompt_tokens == 30
     assert stats.num_preempted_queried_tokens == resumed.num_known_tokens
     assert stats.num_preempted_hit_tokens == resumed.num_computed_tokens
 

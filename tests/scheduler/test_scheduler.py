@@ -6,8 +6,10 @@ equal, that blocks are conserved, and that no row reads KV that is not its own.
 
 import pytest
 
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import Malformed
+from longshore.protocol.requests import Malformed, PoolingParams
 from longshore.scheduler.request import RequestStatus
 from tests.harness.driver import Driver
 from tests.harness.shared_drivers import pressed
@@ -164,6 +166,20 @@ def test_without_chunked_prefill_a_prompt_is_computed_whole_or_not_yet() -> None
     assert driver.scheduled == {"a": 12}  # b ends admission; no request passes it
     driver.step()
     assert driver.scheduled == {"a": 1, "b": 12, "fits": 3}
+
+
+def test_prompts_whose_tokens_attend_to_later_ones_are_whole_and_share_no_prefix() -> None:
+    encoder = {"features": frozenset(Feature)}
+    vector = PoolingParams("mean")
+    driver = Driver(max_model_len=20, max_num_batched_tokens=20, scheduler=encoder)
+    for name in ("a", "b", "c"):
+        driver.add(name, prompt_of(12, 0), pooling=vector)
+        driver.step()
+        assert driver.scheduled == {name: 12}
+    with pytest.raises(ConfigError, match="must fit into one step"):
+        Driver(max_model_len=20, max_num_batched_tokens=19, scheduler=encoder)
+    with pytest.raises(ConfigError, match="Remove kv_connector"):
+        Driver(scheduler=encoder, rules={})
 
 
 def test_a_waiting_request_without_blocks_stops_admission_and_preempts_none() -> None:

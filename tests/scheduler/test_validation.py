@@ -11,6 +11,7 @@ from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
     AddRequest,
+    CacheHint,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -55,6 +56,11 @@ def refused(
     [
         ({"prompt": [1] * 16}, FinishReason.IGNORED, "the prompt has 16 tokens.*output is 16"),
         ({"prompt": [1] * 8, "outputs": [1] * 8}, FinishReason.IGNORED, "16 tokens"),
+        (
+            {"prompt": [1] * 17, "pooling": PoolingParams(), "by": intake(Feature.POOLING)},
+            FinishReason.IGNORED,
+            "the prompt has 17 tokens.*limit is 16; shorten it",
+        ),
         ({"prompt": []}, FinishReason.ERROR, "the prompt has no tokens"),
         ({"prompt": [100]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
         ({"prompt": [-1]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
@@ -63,6 +69,12 @@ def refused(
         ({"prompt": [1], "handle": 2**31}, FinishReason.ERROR, f"handle {2**31} is"),
         ({"prompt": [1], "handle": 2**63}, FinishReason.ERROR, "handle"),
         ({"prompt": [1], "cache_salt": "s" * 2000}, FinishReason.ERROR, "cache_salt is longer"),
+        ({"prompt": [1], "cache_hint": CacheHint(0.0)}, FinishReason.ERROR, "cache_hint.ttl_s=0"),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(1.0, "s" * 2000)},
+            FinishReason.ERROR,
+            "cache_hint.session is longer",
+        ),
         ({"prompt": [1], "age_s": -1.0}, FinishReason.ERROR, "age_s=-1.0"),
         ({"prompt": [1], "age_s": float("nan")}, FinishReason.ERROR, "age_s=nan"),
         (

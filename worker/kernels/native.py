@@ -204,7 +204,7 @@ def _load(instruction_set: str | None) -> Native | None:
     except OSError as error:
         logger.warning("%s cannot be loaded, so plain torch is used: %s", path, error)
         return None
-    logger.info("CPU kernels: %s", loaded.instruction_set)
+    logger.debug("CPU kernels: %s", loaded.instruction_set)
     return loaded
 
 

@@ -363,7 +363,7 @@ def measure_num_blocks(
     if kv_cache_bytes is not None:
         return kv_cache_bytes // block_size_bytes
     left_bytes = available_bytes(device) // num_ranks_on_device
-    logger.info("%.2f GiB of memory free on %s for this rank", left_bytes / 2**30, device)
+    logger.debug("%.2f GiB of memory free on %s for this rank", left_bytes / 2**30, device)
     if memory_fraction is not None:
         return int(left_bytes * memory_fraction) // block_size_bytes
     default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])

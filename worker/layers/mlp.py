@@ -58,7 +58,17 @@ class GatedMLP:
 class MLP:
     """fc2(activation(fc1(x))), with biases."""
 
-    def __init__(self, size: int, width: int, activation: Activation, placement: Placement) -> None:
+    def __init__(
+        self,
+        size: int,
+        width: int,
+        activation: Activation,
+        placement: Placement,
+        *,
+        names: tuple[str, str] = ("fc1", "fc2"),
+    ) -> None:
+        """names: checkpoint names of the two maps."""
+        self._names = names
         self._activation = ACTIVATIONS[activation]
         columns = Columns(width, placement.parallel.share(width))
         self.up = ColumnParallelLinear(size, (columns,), bias=True, placement=placement)
@@ -69,8 +79,9 @@ class MLP:
         return self.down(self._activation(self.up(x)))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: checkpoint name of the layer that contains fc1 and fc2."""
+        """name: checkpoint name of the layer that contains the two maps."""
+        up, down = self._names
         return {
-            **self.up.checkpoint_tensors([f"{name}.fc1"]),
-            **self.down.checkpoint_tensors(f"{name}.fc2"),
+            **self.up.checkpoint_tensors([f"{name}.{up}"]),
+            **self.down.checkpoint_tensors(f"{name}.{down}"),
         }

@@ -46,14 +46,14 @@ def load_weights(
     started = time.monotonic()
     num_tensors, num_bytes = _fill(model, model_dir, show_progress)
     filled = time.monotonic()
-    logger.info(
+    logger.debug(
         "loaded %d tensors, %s, in %.1f s; packing weights for this device",
         num_tensors,
         byte_size(num_bytes),
         filled - started,
     )
     model.loaded()
-    logger.info("packed weights in %.1f s", time.monotonic() - filled)
+    logger.debug("packed weights in %.1f s", time.monotonic() - filled)
 
 
 def check_weights(model: LoadableModel, model_dir: Path) -> int:

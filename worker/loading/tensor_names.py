@@ -16,7 +16,7 @@ CLASSIFIER: Final = "score.weight"
 """The head of a model for sequence classification."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
-_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
+_LAYER: Final = re.compile(r"(?:^|\.)layers?\.(\d{1,9})\.")
 
 
 def is_bare_checkpoint(names: AbstractSet[str]) -> bool:

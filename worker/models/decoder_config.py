@@ -72,6 +72,8 @@ class DecoderConfig(ABC):
     model:       `package.module:Class` of the DecoderModel that computes it. It is imported only
                  when it is needed, because processes without torch read settings too.
     default_block_size: tokens per KV block, unless --block-size sets another size.
+    is_bidirectional: whether tokens attend to later ones. Then a prompt is computed in one step,
+                 and no part of it can come from the prefix cache.
     rotary_dim:  leading elements of a head that are rotated; the rest is unchanged.
     rope:        rope of all layers, unless `rope_of` returns another.
     reaches:     window or chunk of each layer; empty: every layer has full attention.
@@ -90,6 +92,7 @@ class DecoderConfig(ABC):
     model_type: ClassVar[str]
     model: ClassVar[str]
     default_block_size: ClassVar[int] = 16
+    is_bidirectional: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int

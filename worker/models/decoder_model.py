@@ -7,7 +7,7 @@ last the norm and the head; a head that is tied to the embedding is held by both
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
-from longshore.worker.layers.classification_head import ClassificationHead
+from longshore.worker.layers.classification_head import (
+    ClassificationHead,
+    PooledClassificationHead,
+)
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
@@ -30,6 +33,8 @@ from longshore.worker.ranks.parallel import ALONE, Parallel
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+LabelHead: TypeAlias = ClassificationHead | PooledClassificationHead
 
 
 class DecoderLayer(Protocol):
@@ -57,11 +62,11 @@ class DecoderModel(ABC):
     """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
 
     max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
-    norm_type:     class of the final norm, before the head.
+    norm_type:     class of the final norm, before the head; None: there is none.
     Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
-    norm_type: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
+    norm_type: ClassVar[type[RMSNorm] | type[LayerNorm] | None] = RMSNorm
 
     def __init__(
         self,
@@ -97,22 +102,25 @@ class DecoderModel(ABC):
         self.embedding = VocabParallelEmbedding(*size) if has_table else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
-        self.classifier: ClassificationHead | None = None
+        self.classifier: LabelHead | None = None
         if last:
-            self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
+            if self.norm_type is not None:
+                self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
             if config.has_head:
                 self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
             if config.labels:
-                self.classifier = ClassificationHead(
-                    len(config.labels),
-                    config.hidden_size,
-                    self._placement,
-                    tokens=config.label_tokens,
-                )
+                self.classifier = self.make_classifier()
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         """Build one layer; `self.config` is already set. layer: index in the whole model."""
+
+    def make_classifier(self) -> LabelHead:
+        """Build the classification head; for models with labels."""
+        config = self.config
+        return ClassificationHead(
+            len(config.labels), config.hidden_size, self._placement, tokens=config.label_tokens
+        )
 
     def attention_kind(self, layer: int) -> Kind:
         """How a layer is computed; `config.cache_spec` says what it caches. A family with layers of
@@ -171,6 +179,8 @@ class DecoderModel(ABC):
     def last_norm(self, hidden: Tensor) -> Tensor:
         """The final norm, from whose output vectors are pooled. hidden: (n, hidden_size) from
         `forward` of the last stage -> the same shape."""
+        if self.norm_type is None:
+            return hidden
         assert self.norm is not None, "only the last stage has a norm and a head"
         return self.norm(hidden)
 
@@ -199,7 +209,10 @@ class DecoderModel(ABC):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
         return tensors
 
-    def _add_classifier(self, tensors: StoredTensors, head: ClassificationHead) -> None:
+    def _add_classifier(self, tensors: StoredTensors, head: LabelHead) -> None:
+        if isinstance(head, PooledClassificationHead):
+            tensors |= head.checkpoint_tensors()
+            return
         if head.tokens is None:
             tensors[CLASSIFIER] = head.stored()
             return

@@ -23,6 +23,7 @@ from longshore.worker.loading.tensor_names import (
     tensor_names,
 )
 from longshore.worker.models.bamba_config import BambaConfig
+from longshore.worker.models.bert_config import BertConfig, RobertaConfig, XLMRobertaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
 from longshore.worker.models.gemma2_config import Gemma2Config
@@ -80,7 +81,17 @@ CLASSIFIERS: Final[dict[str, type[DecoderConfig]]] = {
     "Qwen3MoeForSequenceClassification": Qwen3MoeConfig,
 }
 """Decoders with a classification head instead of the output head."""
+ENCODERS: Final[dict[str, type[DecoderConfig]]] = {
+    "BertForSequenceClassification": BertConfig,
+    "BertModel": BertConfig,
+    "RobertaForSequenceClassification": RobertaConfig,
+    "RobertaModel": RobertaConfig,
+    "XLMRobertaForSequenceClassification": XLMRobertaConfig,
+    "XLMRobertaModel": XLMRobertaConfig,
+}
+"""Models whose tokens attend to later ones, with a classification head or without a head."""
 DEFAULT_NUM_LABELS: Final = 2  # as in transformers
+_CLASSIFIER: Final = "ForSequenceClassification"
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
@@ -98,6 +109,9 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
             f"{fields.source} declares {config.num_layers:,} layers, but the checkpoint has "
             f"{num_stored:,}. The weights are incomplete, or config.json belongs to another model."
         )
+    if config.is_bidirectional:
+        has_labels = any(name.endswith(_CLASSIFIER) for name in _architectures(fields))
+        return replace(config, labels=read_labels(fields) if has_labels else ())
     if any(name in CLASSIFIERS for name in _architectures(fields)):
         tokens = _label_tokens(fields, config.vocab_size)
         labels = read_labels(fields) if tokens is None else ("LABEL_0",)
@@ -174,13 +188,13 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
     names = _architectures(fields)
     if not names:
         model_type = fields.text("model_type", "none")
-        for family in ARCHITECTURES.values():
+        for family in (*ARCHITECTURES.values(), *ENCODERS.values()):
             if family.model_type == model_type:
                 return family
         raise UnsupportedModel(
             f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
-    known = ARCHITECTURES | CLASSIFIERS
+    known = ARCHITECTURES | CLASSIFIERS | ENCODERS
     for name in (*names, *map(_with_head, names)):
         if name in known:
             return known[name]
@@ -204,4 +218,5 @@ def _checked_family(name: str, family: object) -> type[DecoderConfig]:
 
 def _supported() -> str:
     installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
-    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | CLASSIFIERS.keys() | installed))}."
+    known = ARCHITECTURES.keys() | CLASSIFIERS.keys() | ENCODERS.keys() | installed
+    return f"Supported: {', '.join(sorted(known))}."

@@ -87,7 +87,7 @@ def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> 
     torch.set_num_threads(
         config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
     )
-    logger.info("computing with %d threads", torch.get_num_threads())
+    logger.debug("computing with %d threads", torch.get_num_threads())
     device = open_device(config.device)
     if config.ranks.num_ranks > 1:
         others = config.ranks.num_ranks - 1

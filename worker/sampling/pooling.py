@@ -1,12 +1,12 @@
 """Vectors of pooling requests: the final-norm hidden state of the last or the first token, the mean
-over all tokens, or the classification head's scores of the last one.
+over all tokens, or the classification head's scores of the last one (of the first, for encoders).
 
 Each chunk adds its hidden states to the row's sum until the end of the prompt. Sums are float64, so
 that neither their order nor the way a prompt was cut into chunks changes the float32 result.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -57,11 +57,18 @@ class PoolingRows:
             )
 
     def take(
-        self, batch: StepBatch, hidden_size: int, *, num_labels: int = 0, pin_memory: bool
+        self,
+        batch: StepBatch,
+        hidden_size: int,
+        *,
+        num_labels: int = 0,
+        is_bidirectional: bool = False,
+        pin_memory: bool,
     ) -> "StepPooling | None":
         """What the step adds to the sums, and the vectors that it completes; None if it has no
-        pooling row. Raises PlanMismatch if a row is rewound to states that are already summed, or
-        is to be classified without labels."""
+        pooling row. Raises PlanMismatch if a row is rewound to states that are already summed, is
+        to be classified without labels, or has a part of a prompt whose tokens attend to later
+        ones."""
         chosen = np.flatnonzero(self.is_pooling[batch.rows])
         if not len(chosen):
             return None
@@ -83,7 +90,15 @@ class PoolingRows:
                 raise PlanMismatch(f"row {row} is to be classified, but the model has no labels")
             self._num_summed[row] = end
             is_done = end >= self._num_prompt[row]
-            tokens.append(_summed_tokens(pooling, start, end, is_done=is_done) - start + first)
+            if is_bidirectional and (start or not is_done):
+                raise PlanMismatch(
+                    f"row {row} computes the tokens {start} to {end} of a prompt of "
+                    f"{self._num_prompt[row]}, but they attend to each other in one step"
+                )
+            kind = pooling.kind
+            if kind == "classify":
+                kind = "cls" if is_bidirectional else "last"
+            tokens.append(_summed_tokens(kind, start, end, is_done=is_done) - start + first)
             if is_done:
                 done.append(row)
         sizes = (hidden_size, num_labels)
@@ -131,14 +146,16 @@ class PoolingRows:
         return params is not None and params.needs_all_states
 
 
-def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: bool) -> Int64s:
+def _summed_tokens(
+    kind: Literal["mean", "cls", "last"], start: int, end: int, *, is_done: bool
+) -> Int64s:
     """Positions in [start, end) whose hidden states are part of the vector."""
-    match pooling.kind:
+    match kind:
         case "mean":
             return np.arange(start, end)
         case "cls":
             return np.arange(start, min(end, 1))
-        case "last" | "classify":
+        case "last":
             return np.arange(end - 1, end) if is_done else np.empty(0, np.int64)
 
 

@@ -90,7 +90,7 @@ class ModelForward:
             if self._seconds(make, 1) <= LONG_STEP_S:
                 self._layers = made[0]
         except NotCapturable as reason:
-            logger.info("small steps do not use a graph: %s", reason)
+            logger.debug("small steps do not use a graph: %s", reason)
             self._is_not_capturable = True
 
     def verify(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
@@ -117,7 +117,7 @@ class ModelForward:
         graph = self._seconds(lambda: layers.replay(inputs, positions, attention), NUM_TIMINGS)
         if graph < plain:
             self.max_graph_tokens = len(positions)
-            logger.info(
+            logger.debug(
                 "steps of up to %d tokens replay a graph of %d calls: %.2f ms instead of %.2f ms",
                 len(positions),
                 layers.num_calls,

@@ -257,6 +257,7 @@ class ModelRunner:
             batch,
             config.hidden_size,
             num_labels=len(config.labels),
+            is_bidirectional=config.is_bidirectional,
             pin_memory=self._launcher.pin_memory,
         )
 

@@ -4,7 +4,8 @@
 
 const $ = (id) => document.getElementById(id);
 const PERIOD_MS = 1000, TIMEOUT_MS = 15000;
-const KEPT_S = 120, RATE_S = 3, QUANTILE_S = 10, STALLED_S = 10;
+const WINDOW_S = 5, STALLED_S = 10;  // rates, shares and percentiles cover as much as in `longshore top`
+const RANGES_S = [120, 600, 3600], MAX_SAVED = 4000;
 const STATE_TEXT = {
   reserved: "the null block, or permanently reserved",
   free: "free, with no cached content",
@@ -16,6 +17,13 @@ const STATE_TEXT = {
   quarantined: "the target of a load that timed out and may still write to it",
 };
 const [RESERVED, FREE, CACHED, HELD] = [0, 1, 2, 3];
+const WORKERS_S = 4;  // workers report once a second; a step less would make rates jump
+const STATUS_TEXT = {
+  401: "unknown or missing API key", 404: "unknown path or model", 408: "the body arrived too slowly",
+  413: "the body is too large", 429: "a limit is reached: of live requests, or of the API key",
+  503: "the server starts, or the engine is being restarted", 504: "the deadline of the request, or a silent scheduler",
+  gone: "the client disconnected before the response",
+};
 
 // ---- Formatting
 
@@ -103,15 +111,22 @@ async function readState() {
   return { state, metrics: readMetrics(metrics) };
 }
 
-// ---- Parsing /metrics: sums over all labels, histograms by bound; of this engine its workers by
-// rank, tiers by medium and transfers by type
+// ---- Parsing /metrics: sums over all labels, histograms by bound; of this engine its scheduler,
+// workers by rank, tiers by medium and transfers by type; requests by finish reason and responses by
+// status
 
 const SAMPLE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 
 const PARTS = [["workers", "worker", "longshore_worker_"], ["tiers", "medium", "longshore_kv_tier_"], ["transfers", "transfer_type", "longshore_kv_offload_"]];
 
+const COUNTED_BY = { longshore_requests_finished_total: "reason", longshore_http_responses_total: "status" };
+const SCHEDULER = "longshore_scheduler_";
+
+const labelOf = (labels, name) => new RegExp(`(?:^|,)${name}="([^"]*)"`).exec(labels)?.[1];
+
 function readMetrics(text) {
-  const sums = new Map(), buckets = new Map();
+  const sums = new Map(), buckets = new Map(), scheduler = new Map();
+  const counts = { reason: new Map(), status: new Map() };
   const parts = PARTS.map(([kind, label, prefix]) => [new RegExp(`(?:^|,)${label}="([^"]+)"`), prefix, kind, new Map()]);
   for (const line of text.split("\n")) {
     const match = SAMPLE.exec(line);
@@ -129,9 +144,16 @@ function readMetrics(text) {
       found.get(key).set(name.replace(prefix, ""), value);
     } else {
       sums.set(name, (sums.get(name) ?? 0) + value);
+      const by = COUNTED_BY[name];
+      if (by && labelOf(labels, "endpoint") !== "/ready") {  // its 503 is an answer
+        const key = labelOf(labels, by);
+        counts[by].set(key, (counts[by].get(key) ?? 0) + value);
+      } else if (name.startsWith(SCHEDULER) && labelOf(labels, "engine") === engine) {
+        scheduler.set(name.slice(SCHEDULER.length), value);
+      }
     }
   }
-  return { sums, buckets, ...Object.fromEntries(parts.map(([, , kind, found]) => [kind, found])) };
+  return { sums, buckets, scheduler, counts, ...Object.fromEntries(parts.map(([, , kind, found]) => [kind, found])) };
 }
 
 function quantile(now, before, name, share) {
@@ -516,11 +538,22 @@ function showWorkers(workers, before) {
   fill($("workers"), rows, (column) => column > 0);
 }
 
-// ---- Charts: the polls of the last two minutes
+// ---- Charts: the polls of the chosen range. Their values are kept for a reload of the page.
 
 const samples = [];
-const WORKERS_S = 4;  // workers report once a second; a step less would make rates jump
+const SAVED_AS = "longshore-samples";
 const metric = (name) => (sample) => sample.metrics.sums.get(name) ?? 0;
+const ofScheduler = (name) => (sample) => sample.metrics.scheduler.get(name) ?? 0;
+const finished = (...reasons) => (sample) => total(sample.metrics.counts.reason, (reason) => reasons.includes(reason));
+const answered = (test) => (sample) => total(sample.metrics.counts.status, (status) => test(Number(status)));
+const isRejection = (status) => [401, 408, 413, 414, 429, 431, 503].includes(status);
+const isError = (status) => status >= 500 && !isRejection(status);
+
+function total(counts, test) {
+  let sum = 0;
+  for (const [key, value] of counts) if (test(key)) sum += value;
+  return sum;
+}
 
 function per(read) {
   return (now, before) => {
@@ -530,31 +563,35 @@ function per(read) {
 }
 
 function share(part, whole) {
-  return (now, _, longAgo) => {
-    const asked = whole(now) - whole(longAgo);
-    return asked > 0 ? (part(now) - part(longAgo)) / asked : null;
+  return (now, before) => {
+    const asked = whole(now) - whole(before);
+    return asked > 0 ? (part(now) - part(before)) / asked : null;
   };
 }
 
 function latency(name, part) {
-  return (now, _, longAgo) => quantile(now.metrics, longAgo.metrics, `longshore_${name}_seconds`, part);
+  return (now, before) => quantile(now.metrics, before.metrics, `longshore_${name}_seconds`, part);
 }
 
-// title, how a value is written, [name, value of (now, RATE_S ago, QUANTILE_S ago)] ..., least top,
-// whether it is of all engines: the gateway measures these, and not by engine
+// title, how a value is written, [name, value of (now, WINDOW_S ago)] ..., least top, whether it is of
+// all engines: the gateway measures these, and not by engine
 const CHARTS = [
   ["KV blocks in use", percent, [["", (now) => now.state.report.kv_usage]], 1],
   ["Requests", count, [["running", (now) => now.state.report.num_running], ["waiting", (now) => now.state.report.num_waiting]], 4],
   ["Tokens out / s", rate, [["", per(metric("longshore_generated_tokens_total"))]], 1, true],
-  ["Tokens in / s", rate, [["", per(metric("longshore_prompt_tokens_total"))]], 1, true],
+  ["Tokens in / s", rate, [["", per(ofScheduler("prompt_tokens_total"))]], 1],
   ["First token", seconds, [["p50", latency("time_to_first_token", 0.5)], ["p99", latency("time_to_first_token", 0.99)]], 0.001, true],
   ["Between tokens", seconds, [["p50", latency("inter_token_latency", 0.5)], ["p99", latency("inter_token_latency", 0.99)]], 0.001, true],
   ["Steps / s", rate, [["", per((sample) => sample.state.num_steps)]], 1],
-  ["Prefix hits", percent, [["", share((sample) => sample.state.num_prefix_hit_tokens, (sample) => sample.state.num_prefix_queried_tokens)]], 1],
+  ["Prefix hits", percent, [["", share(ofScheduler("prefix_hit_tokens_total"), ofScheduler("prefix_queried_tokens_total"))]], 1],
+  ["Finished / s", rate, [["stop", per(finished("stop", "repetition"))], ["length", per(finished("length"))]], 1, true],
+  ["Ended early / s", rate, [["abort", per(finished("abort"))], ["error", per(finished("error"))]], 1, true],
+  ["Rejected / s", rate, [["429", per(answered((status) => status === 429))], ["others", per(answered((status) => status !== 429 && isRejection(status)))]], 1, true],
+  ["HTTP errors / s", rate, [["4xx", per(answered((status) => status >= 400 && status < 500 && !isRejection(status)))], ["5xx", per(answered(isError))]], 1, true],
 ];
-const charts = CHARTS.map(([title, write, series, least, isOfAll = false]) => {
+const charts = CHARTS.map(([title, write, series, least, isOfAll = false], index) => {
   const box = make("div", "chart"), head = make("div", "head"), values = make("div", "values");
-  const top = make("span", "top num"), canvas = make("canvas");
+  const top = make("span", "top num"), canvas = make("canvas"), axis = make("div", "axis");
   const heading = make("h2", "", title);
   if (isOfAll) heading.append(" ", make("span", "scope", "all engines"));
   head.append(heading, top);
@@ -565,54 +602,139 @@ const charts = CHARTS.map(([title, write, series, least, isOfAll = false]) => {
     values.append(span);
     return number;
   });
+  axis.append(make("span"), make("span"), make("span"));
   canvas.setAttribute("aria-hidden", "true");
-  box.append(head, values, canvas);
+  canvas.addEventListener("mousemove", (event) => {
+    const area = canvas.getBoundingClientRect();
+    pointAt((event.clientX - area.left) / area.width);
+  });
+  canvas.addEventListener("mouseleave", () => pointAt(null));
+  box.append(head, values, canvas, axis);
+  box.dataset.chart = index;
   $("charts").append(box);
-  return { write, series, least, top, canvas, numbers };
+  return { write, series, least, top, canvas, numbers, axis };
 });
+let rangeS = RANGES_S[0], pointed = null;  // pointed: 0 to 1, from the left of a chart
 
 function takeSample(state, metrics) {
-  const now = { s: performance.now() / 1000, state, metrics };
+  const now = { s: (performance.timeOrigin + performance.now()) / 1000, state, metrics };
   samples.push(now);
-  while (samples[0].s < now.s - KEPT_S) samples.shift();
-  const since = (age) => samples.find((sample) => sample.s >= now.s - age - 0.2);
-  const [before, longAgo] = [since(RATE_S), since(QUANTILE_S)];
-  now.values = charts.map((chart) => chart.series.map(([, value]) => value(now, before, longAgo)));
+  while (samples[0].s < now.s - RANGES_S.at(-1)) samples.shift();
+  const before = samples.find((sample) => sample.metrics && sample.s >= now.s - WINDOW_S - 0.2);
+  now.values = charts.map((chart) => chart.series.map(([, value]) => value(now, before)));
   // Keep the block states of the latest samples only: there may be a million blocks.
   now.state = { ...state, states: null, block_ids: null, holders: null };
-  for (const old of samples) if (old.s < now.s - 2 * QUANTILE_S) old.metrics = old.state = null;
+  for (let index = samples.length - 1; index >= 0 && samples[index].metrics; index--) {
+    if (samples[index].s < now.s - 2 * WINDOW_S) samples[index].metrics = samples[index].state = null;
+  }
+}
+
+function pointAt(place) {
+  pointed = place;
+  drawCharts();
+}
+
+function clock(s, isLong) {
+  return new Date(s * 1000).toLocaleTimeString([], { hourCycle: "h23", hour: "2-digit", minute: "2-digit", ...(isLong ? {} : { second: "2-digit" }) });
 }
 
 function drawCharts() {
   if (!samples.length) return;
   const end = samples.at(-1).s, scale = window.devicePixelRatio || 1;
-  charts.forEach(({ write, series, least, top, canvas, numbers }, index) => {
+  const shown = samples.filter((sample) => sample.s >= end - rangeS);
+  const at = pointed === null ? end : end - rangeS * (1 - pointed);
+  const near = shown.reduce((best, sample) => (Math.abs(sample.s - at) < Math.abs(best.s - at) ? sample : best));
+  charts.forEach(({ write, series, least, top, canvas, numbers, axis }, index) => {
     const width = Math.floor(canvas.clientWidth * scale), height = Math.floor(canvas.clientHeight * scale);
     if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
-    const context = canvas.getContext("2d");
-    const shown = samples.flatMap((sample) => sample.values[index]).filter((value) => value !== null);
-    const highest = Math.max(least, ...shown);
+    const context = canvas.getContext("2d"), placeOf = (sample) => width * (1 - (end - sample.s) / rangeS);
+    let highest = least, isEmpty = true;
+    for (const sample of shown) {
+      for (const value of sample.values[index]) {
+        if (value === null) continue;
+        isEmpty = false;
+        if (value > highest) highest = value;
+      }
+    }
     context.clearRect(0, 0, width, height);
     context.fillStyle = map.palette.line;
     context.fillRect(0, height - 1, width, 1);
+    for (const part of [0, 0.5]) context.fillRect(Math.round(width * part), 0, 1, height);
     context.lineWidth = 1.75 * scale;
     context.lineJoin = "round";
     for (let line = series.length - 1; line >= 0; line--) {
       context.strokeStyle = map.palette.series[line];
       context.setLineDash(line ? [5 * scale, 3 * scale] : []);
       context.beginPath();
-      let isDown = false;
-      for (const sample of samples) {
+      let last = null;
+      for (const sample of shown) {
         const value = sample.values[index][line];
-        const x = width * (1 - (end - sample.s) / KEPT_S), y = height - 2 - (value / highest) * (height - 4 * scale);
-        if (value !== null) isDown ? context.lineTo(x, y) : context.moveTo(x, y);
-        isDown = value !== null;
+        const x = placeOf(sample), y = height - 2 - (value / highest) * (height - 4 * scale);
+        const goesOn = last !== null && sample.s - last < 2 * WINDOW_S;
+        if (value !== null) goesOn ? context.lineTo(x, y) : context.moveTo(x, y);
+        last = value === null ? null : sample.s;
       }
       context.stroke();
-      setText(numbers[line], write(samples.at(-1).values[index][line]));
+      setText(numbers[line], write(near.values[index][line]));
     }
-    setText(top, shown.length ? `to ${write(highest)}` : "");
+    if (pointed !== null) {
+      context.fillStyle = map.palette.text;
+      context.fillRect(Math.round(placeOf(near)), 0, 1, height);
+    }
+    setText(top, pointed === null ? (isEmpty ? "" : `to ${write(highest)}`) : clock(near.s));
+    [end - rangeS, end - rangeS / 2, end].forEach((s, tick) => setText(axis.children[tick], clock(s, rangeS > 600)));
   });
+}
+
+function setRange(s) {
+  rangeS = s;
+  const query = new URLSearchParams(location.search);
+  if (s === RANGES_S[0]) query.delete("range");
+  else query.set("range", s);
+  history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}`);
+  for (const button of $("ranges").children) button.setAttribute("aria-pressed", String(Number(button.dataset.range) === s));
+  $("charts").setAttribute("aria-label", `Last ${s / 60} minutes`);
+  drawCharts();
+}
+
+for (const s of RANGES_S) {
+  const button = make("button", "", s < 3600 ? `${s / 60} min` : `${s / 3600} h`);
+  button.type = "button";
+  button.dataset.range = s;
+  button.title = "Show this range in the charts";
+  button.addEventListener("click", () => setRange(s));
+  $("ranges").append(button);
+}
+
+// Only numbers: a sample is [time, values of each chart].
+function saveSamples() {
+  const kept = samples.slice(-MAX_SAVED).map((sample) => [Math.round(sample.s * 10) / 10, sample.values.map(
+    (values) => values.map((value) => (value === null ? null : Number(value.toPrecision(4)))))]);
+  try { sessionStorage.setItem(SAVED_AS, JSON.stringify({ engine, kept })); } catch { /* no room: start anew */ }
+}
+
+function loadSamples() {
+  try {
+    const saved = JSON.parse(sessionStorage.getItem(SAVED_AS));
+    if (saved?.engine !== engine) return;
+    const isWhole = ([, values]) => values.length === CHARTS.length;
+    for (const [s, values] of saved.kept.filter(isWhole)) samples.push({ s, values, state: null, metrics: null });
+  } catch { /* written by another version */ }
+}
+
+// ---- Responses and ends of requests, since the start of the gateways
+
+function showEnds({ counts, scheduler }) {
+  const isNumber = (column) => column > 0, byName = ([a], [b]) => a.localeCompare(b);
+  fill($("reasons"), [...counts.reason].sort(byName).map(([reason, number]) => [reason, count(number)]), isNumber);
+  fill($("statuses"), [...counts.status].sort(byName).map(([status, number]) => [
+    [status, STATUS_TEXT[status] ?? ""], count(number),
+  ]), isNumber);
+  const value = (name) => scheduler.get(`${name}_tokens_total`) ?? 0, queried = value("prefix_queried");
+  fill($("prefixes"), [
+    ["all", count(value("prompt"))], ["looked up", count(queried)], ["found", count(value("prefix_hit"))],
+    ["hits", queried ? `${(100 * value("prefix_hit") / queried).toFixed(1)} %` : "–"],
+  ], isNumber);
 }
 
 // ---- Polling
@@ -640,6 +762,7 @@ function showState({ state, metrics }) {
   showHolders(state);
   showWaiting(report);
   showPlaces(state, metrics);
+  showEnds(metrics);
   drawMap();
   setText($("map-size"), `${count(state.states.length)} of ${sizes} tokens${several}`);
   drawCharts();
@@ -715,7 +838,12 @@ $("freeze").addEventListener("click", () => {
   if (isFrozen) say("warn", "frozen", "Updates are stopped; the server continues.");
   else poll();
 });
-$("choose").addEventListener("change", () => { location.search = `?engine=${$("choose").value}`; });
+$("choose").addEventListener("change", () => {
+  const query = new URLSearchParams(location.search);
+  query.set("engine", $("choose").value);
+  location.search = `?${query}`;
+});
+addEventListener("pagehide", saveSamples);
 document.addEventListener("visibilitychange", poll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   readPalette();
@@ -725,4 +853,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 new ResizeObserver(() => { drawMap(); drawCharts(); }).observe(document.body);
 
 readPalette();
+loadSamples();
+setRange(RANGES_S.find((s) => String(s) === new URLSearchParams(location.search).get("range")) ?? RANGES_S[0]);
 poll();

@@ -66,6 +66,11 @@ SCHEDULER_COUNTERS: Final = (
         "Requests not swapped out because recomputing takes less time",
     ),
     (
+        "num_prompt_tokens",
+        "prompt_tokens",
+        "Prompt tokens of requests, counted together with their hits when they are admitted",
+    ),
+    (
         "num_prefix_queried_tokens",
         "prefix_queried_tokens",
         "Prompt tokens that new requests looked up in the prefix cache",

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from longshore.deploy.gateway.sample_label import labelled, sample_label
+from longshore.deploy.gateway.vllm_metrics import OF_ENGINES
 from longshore.protocol.logs.limits import LogLimit
 
 ANSWER_TIMEOUT_S: Final = 1.0
 MAX_QUESTION_BYTES: Final = 64
 
 SHARED_FAMILIES: Final = (
+    *(name.encode() for name in OF_ENGINES),
     b"longshore_scheduler_",
     b"longshore_worker_",
     b"longshore_kv_",
@@ -126,7 +129,7 @@ def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
                 continue
             lines = family.splitlines()
             heads.setdefault(name, b"# HELP " + b"\n".join(lines[:2]))
-            label = partial(_labelled, label=b'gateway="%d"' % number)
+            label = partial(labelled, label=sample_label("gateway", str(number)))
             samples.setdefault(name, []).extend(
                 lines[2:] if is_shared else [label(line) for line in lines[2:]]
             )
@@ -141,12 +144,3 @@ def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
     for name, head in heads.items():
         merged += [head, *samples[name]]
     return b"\n".join(merged) + b"\n"
-
-
-def _labelled(line: bytes, label: bytes) -> bytes:
-    """Add a label to a sample: in front of its labels, or after its name if it has none."""
-    name, _, value = line.partition(b" ")
-    if b"{" not in name:
-        return b"%s{%s} %s" % (name, label, value)
-    name, _, rest = line.partition(b"{")
-    return b"%s{%s,%s" % (name, label, rest)

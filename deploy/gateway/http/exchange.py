@@ -6,11 +6,12 @@ cancelled at once, even if there is nothing to send.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.request_log import note_failure
 
@@ -21,6 +22,19 @@ _STREAM_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a buffering proxy would delay tokens
 )
+
+
+def server_sent_event(data: bytes, name: str | None = None) -> bytes:
+    """One event of a stream."""
+    return (
+        b"data: %b\n\n" % data
+        if name is None
+        else b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+    )
+
+
+def _error_events(error: ApiError) -> Sequence[bytes]:
+    return (server_sent_event(error.json()),)
 
 
 OUTLET_KEY: Final = "longshore.outlet"
@@ -61,6 +75,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._outlet: Outlet = scope[OUTLET_KEY]
+        self._error_events: Callable[[ApiError], Sequence[bytes]] = _error_events
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
         """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as the
@@ -119,19 +134,23 @@ class Exchange:
         """Send the error as the whole response, or as the last event of a stream that has begun."""
         note_failure(error)
         if self.status is None:
-            await self.send_json(error.json(), error.status, error.headers)
+            body = error_body(error, self.scope["path"])
+            await self.send_json(body, error.status, error.headers)
         else:
             with contextlib.suppress(ClientGone):
-                await self.send_events(error.json())
+                await self.send_events(*self._error_events(error))
                 await self.end_stream()
 
-    async def start_stream(self) -> None:
-        """Begin a stream of events, with status 200."""
+    async def start_stream(
+        self, error_events: Callable[[ApiError], Sequence[bytes]] = _error_events
+    ) -> None:
+        """Begin a stream of events, with status 200. error_events: what an error is sent as."""
+        self._error_events = error_events
         self._outlet.begin_stream()
         await self._start(200, _STREAM_HEADERS)
 
     async def send_events(self, *events: bytes) -> None:
-        """Send server-sent events, given by their data; waits while the client reads too slowly."""
+        """Send events (see `server_sent_event`); waits while the client reads too slowly."""
         self.write_events(*events)
         if not self._outlet.is_writable:
             await self._outlet.until_read()
@@ -143,9 +162,9 @@ class Exchange:
         return self.status is not None and self._outlet.is_writable
 
     def write_events(self, *events: bytes) -> None:
-        """Write server-sent events without waiting for the client to read. Raises ClientGone."""
+        """Write events without waiting for the client to read. Raises ClientGone."""
         if events:
-            self._outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events]))
+            self._outlet.write_part(b"".join(events))
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

@@ -12,6 +12,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX
+from longshore.deploy.gateway.anthropic.errors import ANTHROPIC_REQUEST_ID_HEADER, is_anthropic
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -23,6 +24,7 @@ TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/", "/dashboard"})
 """No key is needed here: probes and scrapers have none, and the dashboard page asks for one."""
 
+_X_API_KEY: Final = b"x-api-key"
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")
 _ID_KEY: Final = "longshore.request_id"
@@ -33,9 +35,11 @@ _API_KEY_KEY: Final = "longshore.api_key"
 class RequestMiddleware:
     """An ASGI application that wraps another one.
 
-    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required. Paths under
-              /admin check a key of their own.
+    api_keys: keys accepted as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, as clients of
+              Anthropic's API send them; empty: no key is required. Paths under /admin check a key
+              of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
+    log:      the access log; by default one that is off.
     """
 
     def __init__(
@@ -44,12 +48,13 @@ class RequestMiddleware:
         api_keys: Sequence[ApiKey],
         metrics: GatewayMetrics,
         paths: Collection[str] = (),
+        log: AccessLog | None = None,
     ) -> None:
         self.app = app
         self._paths = paths
         self._api_keys = api_keys
         self._metrics = metrics
-        self._log = AccessLog()
+        self._log = AccessLog() if log is None else log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +69,8 @@ class RequestMiddleware:
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
         extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
+        if is_anthropic(scope["path"]):
+            extra.append((ANTHROPIC_REQUEST_ID_HEADER, scope[_ID_KEY].encode()))
         request = self._log.begin(
             scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
         )
@@ -79,7 +86,8 @@ class RequestMiddleware:
         try:
             if given and not is_usable:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
-            scope[_API_KEY_KEY] = self._key(scope["path"], headers.get(b"authorization", b""))
+            key = self._key(scope["path"], headers)
+            scope[_API_KEY_KEY], request.key = key, key.name or None
         except ApiError as error:
             await Exchange(scope, receive, send_with_headers).send_error(error)
             self._ended(scope, request, status)
@@ -98,10 +106,13 @@ class RequestMiddleware:
         self._metrics.responses.labels(endpoint, label).inc()
         self._log.end(request, status)
 
-    def _key(self, path: str, authorization: bytes) -> ApiKey:
+    def _key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey:
         """The key of a request. Raises ApiError if it needs one and has none."""
         if not self._api_keys or path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
             return NO_KEY
+        authorization = headers.get(b"authorization", b"")
+        if not authorization and _X_API_KEY in headers:
+            authorization = b"Bearer " + headers[_X_API_KEY]
         scheme, _, given = authorization.partition(b" ")
         key = find_key(self._api_keys, given.strip())
         if scheme.lower() != b"bearer" or key is None:

@@ -66,9 +66,16 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             ),
         )
 
-    def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
-        parsing = chat_parsing(service, request)
-        return ChatWriter(request, request_id, service.model_name, service.tokenizer, parsing)
+    def writer(
+        self, service: Service, request: ChatRequest, spec: GenerationSpec
+    ) -> ResponseWriter:
+        return ChatWriter(
+            request,
+            spec.request_id,
+            service.model_name,
+            service.tokenizer,
+            chat_parsing(service, request),
+        )
 
 
 def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
@@ -76,7 +83,7 @@ def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
     use = tool_use(request)
     parsers = service.parsers
     max_calls = None if use.is_parallel else 1
-    if use.schema is not None:
+    if use.is_forced:
         forced = ForcedCalls(use.forced_name, parsers.tools)
         return ChatParsing(
             AnswerParsers(tools=forced),
@@ -168,10 +175,12 @@ class ChatWriter(ResponseWriter):
             deltas = self._deltas[piece.index] = ChatDeltas(parsing, prompt_end)
         return deltas
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return ChatChunk(
-            id=self._id, created=self._created, model=self._model, choices=(), usage=usage
-        )
+    def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
+        return [
+            ChatChunk(
+                id=self._id, created=self._created, model=self._model, choices=(), usage=usage
+            )
+        ]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
         choices = [self._choice(piece) for piece in pieces]

@@ -10,9 +10,6 @@ from longshore.deploy.parsers.json_text import MAX_NAME_CHARACTERS
 from longshore.protocol.errors import shortened
 
 MAX_TOOLS: Final = 1024
-_DEFINITIONS: Final = ("$defs", "definitions")
-_MOVED: Final = tuple(f"#/{key}/" for key in _DEFINITIONS)
-_TYPES: Final = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf"})  # say what the value is
 
 
 class ToolParameters(Protocol):
@@ -29,85 +26,30 @@ class ToolUse(msgspec.Struct, frozen=True):
     names:       of the functions.
     may_call:    calls are looked for in the answer.
     is_parallel: an answer may have several calls.
-    forced_name: the answer is a call of this function.
-    schema:      the JSON schema of an answer that `ForcedCalls` reads; None: no call is forced.
+    is_forced:   the answer is calls only, and at least one.
+    forced_name: the answer is one call of this function.
     """
 
     names: frozenset[str] = frozenset()
     may_call: bool = False
     is_parallel: bool = True
+    is_forced: bool = False
     forced_name: str | None = None
-    schema: dict[str, Any] | None = None
 
 
 def tool_use(request: ToolParameters) -> ToolUse:
     """Raises ApiError for invalid parameters."""
-    tools = request.tools or ()
-    names = function_names(tools)
+    names = function_names(request.tools or ())
     is_parallel = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return ToolUse(names, bool(names) and choice != "none", is_parallel)
     name = _forced_function(choice)
     if not names:
-        raise _invalid_choice("needs tools; remove it or send tools")
-    if name is None:
-        return ToolUse(names, True, is_parallel, None, _any_call(tools, is_parallel=is_parallel))
-    if name not in names:
-        raise _invalid_choice(f"names the function {shortened(name)!r}, which is not in tools")
-    (schema, *_) = [_arguments_schema(tool) for tool in tools if tool["function"]["name"] == name]
-    return ToolUse(names, True, is_parallel, name, schema)
-
-
-def _arguments_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = tool["function"].get("parameters")
-    if not schema:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    # Without a type, arguments that are no object would be valid.
-    return schema if _TYPES.intersection(schema) else {"type": "object", **schema}
-
-
-def _any_call(tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> dict[str, Any]:
-    """The schema of an array of calls. The definitions of all schemas move to the root, where their
-    references find them. Raises ApiError if two of them differ but have the same name, and for
-    references to something else."""
-    definitions: dict[str, dict[str, Any]] = {key: {} for key in _DEFINITIONS}
-    calls = []
-    for tool in tools:
-        arguments = dict(_arguments_schema(tool))
-        _check_references(arguments)
-        for key, known in definitions.items():
-            for name, definition in (arguments.pop(key, None) or {}).items():
-                if known.setdefault(name, definition) != definition:
-                    raise _invalid_choice(
-                        f'cannot be "required": two functions define {shortened(name)!r} '
-                        f"differently in {key}; rename one"
-                    )
-        properties = {"name": {"const": tool["function"]["name"]}, "parameters": arguments}
-        calls.append(
-            {"type": "object", "properties": properties, "required": ["name", "parameters"]}
-        )
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not is_parallel:
-        schema["maxItems"] = 1
-    return schema | {key: known for key, known in definitions.items() if known}
-
-
-def _check_references(schema: object) -> None:
-    """Raise ApiError for a reference that is lost when the schema becomes part of another one."""
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, list):
-            pending += node
-        elif isinstance(node, dict):
-            pending += node.values()
-            target = node.get("$ref")
-            if isinstance(target, str) and not target.startswith(_MOVED):
-                raise _invalid_choice(
-                    f'cannot be "required": a function has the reference {shortened(target)!r}; '
-                    f"only references to {' and '.join(_MOVED)} are supported"
-                )
+        raise invalid_choice("needs tools; remove it or send tools")
+    if name is not None and name not in names:
+        raise invalid_choice(f"names the function {shortened(name)!r}, which is not in tools")
+    return ToolUse(names, True, is_parallel, True, name)
 
 
 def function_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -149,10 +91,10 @@ def _forced_function(choice: str | dict[str, Any] | None) -> str | None:
         function = choice.get("function")
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return str(function["name"])
-    raise _invalid_choice(
+    raise invalid_choice(
         'must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
     )
 
 
-def _invalid_choice(problem: str) -> ApiError:
+def invalid_choice(problem: str) -> ApiError:
     return invalid(f"tool_choice {problem}", param="tool_choice")

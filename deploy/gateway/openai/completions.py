@@ -102,14 +102,14 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             raise invalid(str(error), param=names.get(name, name)) from error
 
     def writer(
-        self, service: Service, request: CompletionRequest, request_id: str
+        self, service: Service, request: CompletionRequest, spec: GenerationSpec
     ) -> "CompletionWriter":
         with_token_ids = request.return_token_ids
         if with_token_ids is None:  # without a tokenizer, answers have no text
             with_token_ids = service.tokenizer is None
         return CompletionWriter(
             request,
-            request_id,
+            spec.request_id,
             service.model_name,
             service.tokenizer,
             with_token_ids=with_token_ids,
@@ -151,8 +151,8 @@ class CompletionWriter(ResponseWriter):
             return ()
         return (self._filled(choice),)
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return msgspec.structs.replace(self._frame, usage=usage)
+    def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
+        return [msgspec.structs.replace(self._frame, usage=usage)]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
         return msgspec.structs.replace(self._filled(*map(self._choice, pieces)), usage=usage)

@@ -6,14 +6,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic
+from typing import Final, Generic
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
-from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
+from longshore.deploy.gateway.http.exchange import ClientGone, Exchange, server_sent_event
 from longshore.deploy.gateway.http.json_body import JsonThread, read_json_body
 from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.key_usage import KeyUsage
@@ -42,6 +42,7 @@ from longshore.deploy.parsers.answer import NO_PARSERS, AnswerParsers
 from longshore.deploy.requests.speech import SpeechModel
 
 _encode = msgspec.json.Encoder().encode
+_DONE: Final = server_sent_event(b"[DONE]")
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -92,12 +93,39 @@ class ResponseWriter(ABC):
         """The chunks of a stream for one piece."""
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """The last chunk of a stream, if the client requested usage."""
+    def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
+        """The chunks at the end of a stream, if the client requested usage."""
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
         """The response without streaming: JSON or plain text."""
+
+    async def keep(self) -> None:  # noqa: B027  # most responses are not stored
+        """Store the response, if the client asked for that. Called once it is complete, before
+        its end is sent."""
+
+    end: bytes = _DONE
+    """What is sent after the last chunk of a stream."""
+
+    def event(self, chunk: msgspec.Struct) -> bytes:
+        """The server-sent event for a chunk."""
+        return b"data: %b\n\n" % _encode(chunk)  # as `server_sent_event`, once per token
+
+    def error_events(self, error: ApiError) -> Sequence[bytes]:
+        """The end of a stream that fails."""
+        return (server_sent_event(error.json()),)
+
+
+class NamedEventWriter(ResponseWriter):
+    """Chunks are tagged structs, whose tags are the names of their events. Streams have no mark
+    after the last event."""
+
+    end = b""
+
+    def event(self, chunk: msgspec.Struct) -> bytes:
+        name = chunk.__struct_config__.tag
+        assert isinstance(name, str)
+        return server_sent_event(_encode(chunk), name)
 
 
 class ApiEndpoint(ABC):
@@ -144,10 +172,16 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         """What to submit to the engine. Raises ApiError if it cannot be served."""
 
     @abstractmethod
-    def writer(self, service: Service, request: RequestT, request_id: str) -> ResponseWriter:
+    def writer(self, service: Service, request: RequestT, spec: GenerationSpec) -> ResponseWriter:
         """The writer of the response."""
 
-    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+    async def read(self, exchange: Exchange, service: Service) -> RequestT:
+        """The request. Raises ApiError if it is invalid."""
+        body = await self.read_body(exchange, service)
+        return await service.json.run(len(body), parse_request, self.request_type, body)
+
+    async def read_body(self, exchange: Exchange, service: Service) -> bytes:
+        """Raises ApiError if the model does not generate text from text."""
         body = await read_in_turn(exchange, service)
         if service.speech is not None:
             raise invalid(
@@ -167,7 +201,10 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 f"/v1/embeddings; {self.path} is for models that generate text",
                 param="model",
             )
-        request = await service.json.run(len(body), parse_request, self.request_type, body)
+        return body
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        request = await self.read(exchange, service)
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
@@ -181,15 +218,22 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 uuid.uuid4().hex if request.no_store else request.cache_salt
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
+            cache_hint=None if request.no_store else request.cache_hint(),
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)
-        writer = self.writer(service, request, request_id)
-        kind = Generation if spec.beams is None else BeamGeneration
-        with (
-            admit(spec, key, service) as spec,
-            kind(spec, service.client, service.tokenizer, service.metrics) as generation,
-        ):
+        await self.answer(exchange, service, request, spec, self.writer(service, request, spec))
+
+    async def answer(
+        self,
+        exchange: Exchange,
+        service: Service,
+        request: RequestT,
+        spec: GenerationSpec,
+        writer: ResponseWriter,
+    ) -> None:
+        """Submit the request, and send the response. Raises ApiError."""
+        with generating(spec, api_key_of(exchange.scope), service) as generation:
             if request.stream:
                 answer = stream(
                     exchange,
@@ -200,7 +244,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 )
             else:
                 answer = answer_whole(exchange, generation, writer, service.json)
-            await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
+            await within(request.deadline_s, spec.arrived_s, exchange.run_while_connected(answer))
 
 
 async def read_in_turn(exchange: Exchange, service: Service) -> bytes:
@@ -243,6 +287,20 @@ def admit(spec: GenerationSpec, key: ApiKey, service: Service) -> Iterator[Gener
         yield msgspec.structs.replace(spec, tenant=key.tenant, charge=admitted.charge)
 
 
+@contextmanager
+def generating(
+    spec: GenerationSpec, key: ApiKey, service: Service
+) -> Iterator[Generation | BeamGeneration]:
+    """The answers to a request that is submitted to the engine, within the limits of its key.
+    Raises ApiError."""
+    kind = Generation if spec.beams is None else BeamGeneration
+    with (
+        admit(spec, key, service) as admitted,
+        kind(admitted, service.client, service.tokenizer, service.metrics) as generation,
+    ):
+        yield generation
+
+
 def num_at_a_time(maximum: int, key: ApiKey, service: Service) -> int:
     """Parts of a request that may be in the engine at a time, within the limits of live
     requests."""
@@ -257,12 +315,17 @@ async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[N
         async with asyncio.timeout(left_s):
             await answer
     except TimeoutError:
-        raise ApiError(
-            504,
-            f"the answer was not complete within deadline_s={deadline_s:g}",
-            param="deadline_s",
-            code="deadline_exceeded",
-        ) from None
+        raise deadline_passed(deadline_s) from None
+
+
+def deadline_passed(deadline_s: float | None) -> ApiError:
+    """504: the client set a deadline."""
+    return ApiError(
+        504,
+        f"the answer was not complete within deadline_s={deadline_s or 0:g}",
+        param="deadline_s",
+        code="deadline_exceeded",
+    )
 
 
 async def stream(
@@ -280,19 +343,19 @@ async def stream(
         if not exchange.is_writable:
             return False
         if (piece := take()) is not None:
-            exchange.write_events(*map(_encode, writer.chunks(piece)))
+            exchange.write_events(*map(writer.event, writer.chunks(piece)))
         return True
 
     async for pieces in generation.pieces(show_at_once):
         if exchange.status is None:
-            await exchange.start_stream()
-            await exchange.send_events(*map(_encode, writer.first_chunks()))
+            await exchange.start_stream(writer.error_events)
+            await exchange.send_events(*map(writer.event, writer.first_chunks()))
         await exchange.send_events(
             *await json.run(sum(map(piece_bytes, pieces)), _events, writer, pieces)
         )
-    if include_usage:
-        await exchange.send_events(_encode(writer.usage_chunk(generation.usage())))
-    await exchange.send_events(b"[DONE]")
+    last = writer.last_chunks(generation.usage()) if include_usage else ()
+    await writer.keep()
+    await exchange.send_events(*map(writer.event, last), writer.end)
     await exchange.end_stream()
 
 
@@ -306,6 +369,7 @@ async def answer_whole(
     answers.sort(key=lambda piece: piece.index)
     num_bytes = sum(map(piece_bytes, answers))
     whole = await json.run(num_bytes, _whole, writer, answers, generation.usage())
+    await writer.keep()
     if isinstance(whole, str):
         await exchange.send_text(whole)
     else:
@@ -313,7 +377,7 @@ async def answer_whole(
 
 
 def _events(writer: ResponseWriter, pieces: Sequence[Piece]) -> list[bytes]:
-    return [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
+    return [writer.event(chunk) for piece in pieces for chunk in writer.chunks(piece)]
 
 
 def _whole(writer: ResponseWriter, pieces: Sequence[Piece], usage: Usage) -> bytes | str:

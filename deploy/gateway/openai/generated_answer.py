@@ -92,6 +92,7 @@ class GeneratedAnswer:
             tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
+            cache_hint=spec.cache_hint,
             structured_output=spec.structured_output,
         )
 
@@ -144,7 +145,13 @@ class GeneratedAnswer:
         if self._spec.scores_only:
             return Piece(self.index, "", [], reason, [], growth.prompt)
         return Piece(
-            self.index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
+            self.index,
+            growth.text,
+            growth.token_ids,
+            reason,
+            growth.scores,
+            growth.prompt,
+            self._text.stop_string if self._text is not None and self.is_complete else None,
         )
 
     def _absorb(self) -> LiveRequest:
@@ -210,13 +217,14 @@ class GeneratedAnswer:
         """Update the metrics, once, when the HTTP request ends."""
         metrics = self._metrics
         metrics.live_requests.dec()
-        metrics.request_ended(self._end_reason, time.perf_counter() - self._spec.arrived_s)
+        now_s = time.perf_counter()
+        metrics.request_ended(self._end_reason, now_s - self._spec.arrived_s)
         if self.end is not None:
             metrics.answer_lengths.observe(self.num_output_tokens)
             waited_s = (
                 None if self._first_token_s is None else self._first_token_s - self._submitted_s
             )
-            metrics.phases_known(self.end, waited_s)
+            metrics.phases_known(self.end, waited_s, now_s - self._submitted_s)
         answer_ended(
             f"{self._spec.request_id}-{self.index}",
             reason=self._end_reason.name,

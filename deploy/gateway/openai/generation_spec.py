@@ -8,7 +8,13 @@ import msgspec
 from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
-from longshore.protocol.requests import NO_TENANT, MultimodalFeature, StructuredOutput, Tenant
+from longshore.protocol.requests import (
+    NO_TENANT,
+    CacheHint,
+    MultimodalFeature,
+    StructuredOutput,
+    Tenant,
+)
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -27,6 +33,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
                is submitted when one has finished. None: no limit.
     trace_headers: passed to the engine.
     skips_reading: do not look up the prefix cache.
+    cache_hint: how long the KV of the answers is worth keeping.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
@@ -42,6 +49,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     arrived_s: float
     cache_salt: str | None = None
     skips_reading: bool = False
+    cache_hint: CacheHint | None = None
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS
@@ -80,6 +88,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     scores: of each of `token_ids`; empty if not requested.
     prompt: set in the first piece with a token.
+    stop_string: the stop string that ended the answer, in the last piece.
     """
 
     index: int
@@ -88,6 +97,7 @@ class Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None
     scores: list[TokenScore] = []
     prompt: AnsweredPrompt | None = None
+    stop_string: str | None = None
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]

@@ -1,12 +1,17 @@
 """The API as an OpenAPI 3.1 document, generated from the structs of the bodies."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 import longshore
+from longshore.deploy.gateway.anthropic import requests as anthropic_requests
+from longshore.deploy.gateway.anthropic.bodies import Message, TokenCount
+from longshore.deploy.gateway.anthropic.errors import AnthropicError
+from longshore.deploy.gateway.anthropic.requests import Conversation, MessagesRequest
 from longshore.deploy.gateway.dashboard.dashboard import DashboardState
 from longshore.deploy.gateway.openai.classification import (
     ClassificationRequest,
@@ -41,6 +46,13 @@ from longshore.deploy.gateway.openai.tokenization import (
     TokenizeResponse,
 )
 from longshore.deploy.gateway.openai.transcription_requests import TranscriptionRequest
+from longshore.deploy.gateway.responses_api import requests as responses_requests
+from longshore.deploy.gateway.responses_api.bodies import (
+    DeletedResponse,
+    InputItemList,
+    ResponseBody,
+)
+from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
 from longshore.protocol.statistics import EngineReport
 
 JSON: Final = "application/json"
@@ -54,7 +66,8 @@ _REF: Final = "#/components/schemas/{name}"
 @dataclass(frozen=True)
 class _Operation:
     """answers: body of a 200, by media type; None: plain text. errors: statuses in addition to 401.
-    query: optional query parameter, a number. is_list_too: the body may be a list of answers."""
+    error: the body of other errors than plain text. query: optional query parameter, a number.
+    is_list_too: the body may be a list of answers."""
 
     method: str
     path: str
@@ -63,6 +76,7 @@ class _Operation:
     body: type | None = None
     body_type: str = JSON
     errors: Sequence[int] = ()
+    error: type = ErrorEnvelope
     query: str | None = None
     is_list_too: bool = False
 
@@ -152,6 +166,60 @@ _OPERATIONS: Final = (
         DetokenizeRequest,
         errors=(400, 404, 413, 415, 503),
     ),
+    _Operation(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, in the format of Anthropic's API.",
+        {JSON: Message, EVENTS: None},
+        MessagesRequest,
+        errors=_ASKING,
+        error=AnthropicError,
+    ),
+    _Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "The number of tokens of a conversation.",
+        {JSON: TokenCount},
+        Conversation,
+        errors=(400, 404, 413, 415, 503),
+        error=AnthropicError,
+    ),
+    _Operation(
+        "post",
+        "/v1/responses",
+        "Answer a text or a conversation, which may continue a stored response.",
+        {JSON: ResponseBody, EVENTS: None},
+        ResponsesRequest,
+        errors=_ASKING,
+    ),
+    _Operation(
+        "get",
+        "/v1/responses/{response_id}",
+        "A stored response.",
+        {JSON: ResponseBody},
+        errors=(400, 404),
+    ),
+    _Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Delete a stored response.",
+        {JSON: DeletedResponse},
+        errors=(404,),
+    ),
+    _Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "Cancel a response that is computed in the background.",
+        {JSON: ResponseBody},
+        errors=(400, 404),
+    ),
+    _Operation(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "The input of a stored response.",
+        {JSON: InputItemList},
+        errors=(400, 404),
+    ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
     _Operation("get", "/ready", "Whether requests are accepted.", {TEXT: None}, errors=(503,)),
     _Operation("get", "/metrics", "Metrics for Prometheus.", {TEXT: None}),
@@ -177,12 +245,19 @@ _OPERATIONS: Final = (
 
 def document() -> dict[str, Any]:
     """The document, to be served as JSON."""
-    types: dict[type, None] = {ErrorEnvelope: None}
+    types: dict[type, None] = dict.fromkeys(operation.error for operation in _OPERATIONS)
     for operation in _OPERATIONS:
         types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
     for kind in (ChatRequest, CompletionRequest):
         components[kind.__name__]["properties"] |= _accepted_besides(kind)
+    for conversation in (Conversation, MessagesRequest):
+        components[conversation.__name__]["properties"] |= _neutral(
+            conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED
+        )
+    components[ResponsesRequest.__name__]["properties"] |= _neutral(
+        ResponsesRequest, responses_requests.IGNORED, responses_requests.UNSUPPORTED
+    )
     for pools in (EmbeddingRequest, ScoreRequest, RerankRequest, ClassificationRequest):
         components[pools.__name__]["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
@@ -210,19 +285,27 @@ def document() -> dict[str, Any]:
 def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
     """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
     values."""
+    return _neutral(kind, IGNORED, UNSUPPORTED)
+
+
+def _neutral(
+    kind: type[msgspec.Struct],
+    ignored: Collection[str],
+    unsupported: Mapping[str, tuple[object, ...]],
+) -> dict[str, Any]:
     fields = kind.__struct_fields__
-    neutral = {name: list(values) for name, values in UNSUPPORTED.items() if name not in fields}
+    neutral = {name: list(values) for name, values in unsupported.items() if name not in fields}
     return {
-        **{name: {} for name in sorted(IGNORED)},
+        **{name: {} for name in sorted(ignored)},
         **{name: {"enum": [None, *values]} for name, values in neutral.items()},
     }
 
 
 def _described(operation: _Operation) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": operation.summary}
-    if "{name}" in operation.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [name]
+    for name in re.findall(r"{(\w+)}", operation.path):
+        in_path = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [in_path]
     if operation.query is not None:
         number = {"type": "integer", "minimum": 0}
         query = {"name": operation.query, "in": "query", "schema": number}
@@ -237,8 +320,9 @@ def _described(operation: _Operation) -> dict[str, Any]:
     described["responses"] = {"200": {"description": "The answer.", "content": answers}}
     is_plain = TEXT in operation.answers and len(operation.answers) == 1
     for status in (*operation.errors, 401):
-        schema = {"type": "string"} if is_plain and status != 401 else _reference(ErrorEnvelope)
-        media = TEXT if is_plain and status != 401 else JSON
+        is_text = is_plain and status != 401
+        schema = {"type": "string"} if is_text else _reference(operation.error)
+        media = TEXT if is_text else JSON
         described["responses"][str(status)] = {
             "description": "The error.",
             "content": {media: {"schema": schema}},

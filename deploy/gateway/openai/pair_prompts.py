@@ -18,7 +18,6 @@ from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.pooled_inputs import (
     check_input,
     check_total,
-    max_input_tokens,
     parameter_of,
 )
 from longshore.deploy.gateway.openai.requests import TokenIds
@@ -144,7 +143,7 @@ def _rendered(
 
 
 def _check(ids: TokenIds, document: Text, num_tokens: int, service: Service) -> None:
-    longest = max_input_tokens(service)
+    longest = service.prompts.max_model_len
     if len(ids) > longest:
         raise invalid(
             f"{document.name} has {len(ids)} tokens with its query; the maximum for this model is "

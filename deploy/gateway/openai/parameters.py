@@ -10,7 +10,7 @@ is decoded only if the number of objects in it is known to be small.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -33,18 +33,15 @@ MAX_DOCUMENT_TEXTS: Final = 32 << 10
 """Limit of the texts in `documents` and their names, counted by the number of quotes."""
 
 _PROMPTS: Final = frozenset(
-    {"prompt", "input", "messages", "tokens"}
-    | {"documents", "queries", "query", "text_1", "text_2"}
+    {"prompt", "input", "messages", "tokens", "system", "instructions"}
+    | {"documents", "queries", "query", "items", "text_1", "text_2", "data_1", "data_2"}
 )
 MAX_NEUTRAL_BYTES: Final = 1024
 
-# Accepted, without effect on the answer: labels and cache hints.
+# Accepted, without effect on the answer.
 IGNORED: Final = frozenset(
     {
         "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "user",
     }
@@ -96,16 +93,22 @@ _FIRST_ITEM: Final = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def read_parameters(
-    kind: type[ParametersT], body: bytes, *, accepts_others: bool = True
+    kind: type[ParametersT],
+    body: bytes,
+    *,
+    accepts_others: bool = True,
+    ignored: frozenset[str] = IGNORED,
+    unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
 ) -> ParametersT:
     """`body` as `kind`, without ignored parameters. All items of a prompt are of one kind. Raises
     ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for a body of
     16 MiB.
 
-    accepts_others: accept parameters that have no effect.
+    accepts_others: accept parameters that have no effect: those in `ignored`, and those in
+        `unsupported` with one of their neutral values.
     """
     fields = kind.__struct_fields__
-    others = (*IGNORED, *UNSUPPORTED) if accepts_others else ()
+    others = (*ignored, *unsupported) if accepts_others else ()
     try:
         given = msgspec.json.decode(body, type=_undecoded(fields, others))
     except msgspec.ValidationError as error:
@@ -122,8 +125,8 @@ def read_parameters(
         if name in fields:
             served[name] = value
             _check_bounds(name, bytes(value))
-        elif name in UNSUPPORTED:
-            _check_changes_nothing(name, value)
+        elif name in unsupported:
+            _check_changes_nothing(name, value, unsupported[name])
     # Not `body`, which may have a parameter several times.
     return read_json(kind, msgspec.json.encode(served))
 
@@ -153,13 +156,15 @@ def _check_bounds(name: str, value: bytes) -> None:
                 f"{name} has {len(value)} bytes of JSON; at most {maximum} are allowed",
                 param=name,
             )
-    elif name == "messages":
-        if value.count(b"{") > MAX_OBJECTS:
-            raise invalid(f"messages has more than {MAX_OBJECTS} objects or braces", param=name)
-    elif name == "documents":
+        return
+    first = _FIRST_ITEM.match(value)
+    if name == "documents":
         if value.count(b'"') - value.count(b'\\"') > 2 * MAX_DOCUMENT_TEXTS:
             raise invalid(f"documents has more than {MAX_DOCUMENT_TEXTS} texts", param=name)
-    elif (first := _FIRST_ITEM.match(value)) is not None and first[1] != b"]":
+    elif name == "messages" or (first is not None and first[1] == b"{"):
+        if value.count(b"{") > MAX_OBJECTS:
+            raise invalid(f"{name} has more than {MAX_OBJECTS} objects or braces", param=name)
+    elif first is not None and first[1] != b"]":
         _check_items(name, first[1], value)
 
 
@@ -206,8 +211,7 @@ def field_at_fault(error: msgspec.ValidationError) -> str | None:
     return match and (match[1] or match[2])
 
 
-def _check_changes_nothing(name: str, value: msgspec.Raw) -> None:
-    neutral = UNSUPPORTED[name]
+def _check_changes_nothing(name: str, value: msgspec.Raw, neutral: Sequence[object]) -> None:
     given = read_json(Any, value) if len(value) <= MAX_NEUTRAL_BYTES else value
     if given is None or any(
         given == item and isinstance(given, bool) == isinstance(item, bool) for item in neutral

@@ -12,14 +12,9 @@ from longshore.deploy.gateway.openai.requests import TokenIds
 MAX_INPUTS: Final = 2048
 
 
-def max_input_tokens(service: Service) -> int:
-    """One less than max_model_len: the engine plans a request with its next token."""
-    return service.prompts.max_model_len - 1
-
-
 def max_tokens_of(truncate_prompt_tokens: int | None, service: Service) -> int | None:
     """The length to which inputs are truncated; None: they are not. Raises ApiError."""
-    longest = max_input_tokens(service)
+    longest = service.prompts.max_model_len
     cut = truncate_prompt_tokens
     if cut is not None and cut != -1 and not 1 <= cut <= longest:
         raise invalid(
@@ -73,7 +68,7 @@ def empty(name: str) -> ApiError:
 
 def check_input(token_ids: TokenIds, name: str, service: Service) -> None:
     """Raise ApiError for an input that the engine would reject."""
-    longest, vocab_size = max_input_tokens(service), service.prompts.vocab_size
+    longest, vocab_size = service.prompts.max_model_len, service.prompts.vocab_size
     param = parameter_of(name)
     if not token_ids:
         raise invalid(f"{name} has no tokens; there is nothing to compute", param=param)

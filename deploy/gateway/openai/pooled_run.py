@@ -57,7 +57,7 @@ class PooledRun(msgspec.Struct, kw_only=True):
             self.metrics.live_requests.dec()
             self.metrics.request_ended(reason, elapsed_s)
             if end is not None:
-                self.metrics.phases_known(end, None)
+                self.metrics.phases_known(end, None, elapsed_s)
             answer_ended(
                 live.request_id,
                 reason=reason.name,

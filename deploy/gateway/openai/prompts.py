@@ -78,6 +78,12 @@ class PromptReader:
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The chat as one prompt, rendered with the request's options."""
+        token_ids = await self.chat_token_ids(request)
+        self._check_prompt(token_ids, "messages")
+        return token_ids
+
+    async def chat_token_ids(self, request: ChatRequest) -> list[int]:
+        """Like `chat_prompt`, also for a prompt that is somewhat too long for the model."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise no_tokenizer("messages")
@@ -90,9 +96,7 @@ class PromptReader:
 
     def _encode_chat(self, text: str, tokenizer: ModelTokenizer) -> list[int]:
         self.reject_too_long(text, tokenizer, "messages")
-        token_ids = tokenizer.encode_rendered(text)
-        self._check_prompt(token_ids, "messages")
-        return token_ids
+        return tokenizer.encode_rendered(text)
 
     def reject_too_long(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
         """Raise ApiError for text that cannot fit the model, counting slice by slice: tokenizing

@@ -5,20 +5,24 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
+from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions, cache_hint
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.forced_calls import forced_schema
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.errors import shortened
-from longshore.protocol.requests import MAX_NAME_CHARACTERS
+from longshore.protocol.requests import MAX_NAME_CHARACTERS, CacheHint
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
+CacheKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 
 MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
@@ -42,6 +46,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
                 them, unless `include_stop_str_in_output`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as in vLLM.
+    prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
     no_store:   the request neither reads nor fills the prefix cache.
     skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
@@ -68,11 +73,20 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     ignore_eos: bool | None = None
     priority: Int32 | None = None
     cache_salt: CacheSalt | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_retention: CacheRetention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def cache_hint(self) -> CacheHint | None:
+        """Whether the prompt's KV is worth keeping. Raises ApiError."""
+        return cache_hint(
+            self.prompt_cache_key, self.prompt_cache_retention, self.prompt_cache_options
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -86,19 +100,19 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
             raise invalid(f"n={n} must be between 1 and {MAX_SAMPLES}", param="n")
         return n
 
-    def stops(self) -> StopStrings:
-        """Raises ApiError."""
+    def stops(self, param: str = "stop") -> StopStrings:
+        """Raises ApiError, with the name of the parameter in the request."""
         texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
         if len(texts) > MAX_STOPS:
             raise invalid(
-                f"stop has {len(texts)} strings; at most {MAX_STOPS} are allowed", param="stop"
+                f"{param} has {len(texts)} strings; at most {MAX_STOPS} are allowed", param=param
             )
         for text in texts:
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise invalid(
-                    f"stop has a string of {len(text)} characters; each must have 1 to "
+                    f"{param} has a string of {len(text)} characters; each must have 1 to "
                     f"{MAX_STOP_CHARACTERS}",
-                    param="stop",
+                    param=param,
                 )
         is_shown = bool(self.include_stop_str_in_output)
         return StopStrings(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
@@ -135,6 +149,9 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "stop": ([], ""),
     "include_stop_str_in_output": (False,),
     "skip_reading_prefix_cache": (False,),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "prompt_cache_options": (),
     "logprobs": (),
     "prompt_logprobs": (),
     "echo": (False,),
@@ -235,7 +252,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         """The schema of a forced call, or else as for completions. `response_format` is for answers
         that are text, so it does not exclude a forced call."""
         constraint = super().constraint()
-        schema = tool_use(self).schema
+        schema = forced_schema(self.tools or (), tool_use(self))
         if schema is None:
             return constraint
         if constraint is not None and constraint[0] != "response_format":
@@ -265,11 +282,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """A request body as `kind`. Raises ApiError (400) naming the invalid parameter."""
     request = read_parameters(kind, body)
     check_deadline(request.deadline_s)
-    if request.no_store and request.cache_salt is not None:
-        raise invalid(
-            "no_store disables sharing, so cache_salt has no effect; remove one of them",
-            param="no_store",
-        )
+    check_salt(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -278,6 +291,15 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
             param="prompt_logprobs",
         )
     return request
+
+
+def check_salt(request: GenerationRequest) -> None:
+    """Raises ApiError."""
+    if request.no_store and request.cache_salt is not None:
+        raise invalid(
+            "no_store disables sharing, so cache_salt has no effect; remove one of them",
+            param="no_store",
+        )
 
 
 def check_deadline(deadline_s: float | None) -> None:

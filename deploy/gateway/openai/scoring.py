@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,14 @@ from longshore.protocol.outputs import FinishedRequest
 
 Pairs: TypeAlias = Sequence[tuple[Text, Text]]
 
+SCORE_NAMES: Final = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+"""What the two texts of a pair are called in requests for scores."""
+
 
 class ScoringRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     """use_activation: as in vLLM; False returns scores before the head's activation.
@@ -50,25 +58,27 @@ class ScoringRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
-    """Either `text_1` and `text_2` or `queries` and `documents`, as in vLLM: one text with each of
-    the others, or as many of each."""
+    """One of the pairs in SCORE_NAMES, as in vLLM: one text with each of the others, or as many of
+    each."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
 
     def pairs(self) -> Pairs:
         """Raises ApiError."""
-        given = {name: getattr(self, name) for name in ("text_1", "text_2", "queries", "documents")}
-        names = [name for name, value in given.items() if value is not None]
-        if names not in (["text_1", "text_2"], ["queries", "documents"]):
-            missing = {"text_1": "text_2", "queries": "documents", "documents": "queries"}
+        every = dict.fromkeys(name for names in SCORE_NAMES for name in names)
+        given = {name: value for name in every if (value := getattr(self, name)) is not None}
+        if tuple(given) not in SCORE_NAMES:
             raise invalid(
                 "text_1 and text_2 are required, or queries and documents instead of them",
-                param=missing.get(names[0], "text_1") if len(names) == 1 else "text_1",
+                param=_missing_name(list(given)),
             )
-        first, second = names
+        first, second = given
         ones, others = _texts(given[first], first), _texts(given[second], second)
         if len(ones) == 1:
             return [(ones[0], other) for other in others]
@@ -265,6 +275,15 @@ class RerankEndpoint(ScoringEndpoint[RerankRequest]):
         )
         size = sum(len(document.text) for _, document in pairs) if has_text else 0
         return await call.service.json.run(size, msgspec.json.encode, response)
+
+
+def _missing_name(given: list[str]) -> str:
+    """The parameter that makes a pair with the only given one; else the first."""
+    if len(given) == 1:
+        for names in SCORE_NAMES:
+            if given[0] in names:
+                return names[1 - names.index(given[0])]
+    return SCORE_NAMES[0][0]
 
 
 def label_scores(

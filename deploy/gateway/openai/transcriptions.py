@@ -231,8 +231,8 @@ class TranscriptWriter(ResponseWriter):
         self._text += delta
         return [TranscriptDelta(delta)] if delta else []
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        return TranscriptDone(self._text, self._usage(usage))
+    def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
+        return [TranscriptDone(self._text, self._usage(usage))]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
         text = join_texts([piece.text for piece in pieces])

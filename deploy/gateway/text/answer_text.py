@@ -76,13 +76,14 @@ class AnswerText:
         if not self._held and self._firsts.isdisjoint(text):
             return text
         for index, character in enumerate(text):
-            ends = [match.length for match in self._matches if match.advance(character)]
+            ends = [match.text for match in self._matches if match.advance(character)]
             if ends:
                 self.is_stopped = True
+                self.stop_string = max(ends, key=len)
                 whole, self._held = self._held + text[: index + 1], ""
-                before = whole[: len(whole) - max(ends)]
-                self.stop_string = whole[len(before) :]
-                return whole if self._stops.is_shown else before
+                if self._stops.is_shown:
+                    return whole
+                return whole[: len(whole) - len(self.stop_string)]
         whole = self._held + text
         border = len(whole) - max(match.num_matched for match in self._matches)
         self._held = whole[border:]
@@ -94,8 +95,7 @@ class _Match:
     and Pratt, 1977)."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self.length = len(text)
+        self.text = text
         self.num_matched = 0
         self._shorter = [0] * len(text)  # by number matched - 1: the next shorter prefix
         for end in range(1, len(text)):
@@ -105,7 +105,7 @@ class _Match:
 
     def advance(self, character: str) -> bool:
         """Read one more character; True if it completes the stop string."""
-        while self.num_matched and self._text[self.num_matched] != character:
+        while self.num_matched and self.text[self.num_matched] != character:
             self.num_matched = self._shorter[self.num_matched - 1]
-        self.num_matched += self._text[self.num_matched] == character
-        return self.num_matched == self.length
+        self.num_matched += self.text[self.num_matched] == character
+        return self.num_matched == len(self.text)

@@ -173,6 +173,15 @@ def load_tokenizer(
     )
 
 
+def check_chat_template(model_dir: Path, chat_template_file: Path | None) -> None:
+    """Raise ConfigError if the chat template cannot be used, before a process is started."""
+    settings_file = model_dir / "tokenizer_config.json"
+    settings = read_json_object(settings_file) if exists(settings_file) else {}
+    source = _find_template(model_dir, settings, chat_template_file)
+    if source is not None:
+        ChatTemplate(source, _special_tokens(settings))
+
+
 def _find_template(
     model_dir: Path, settings: Mapping[str, Any], override: Path | None
 ) -> str | None:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from longshore.deploy.cli.ready_message import cache_sizes, ready_message
+from longshore.deploy.cli.ready_message import (
+    cache_sizes,
+    model_line,
+    ready_lines,
+    ready_message,
+)
 from longshore.protocol.transport.lifeline import Ready
 
 
@@ -72,3 +77,28 @@ def test_engines_of_one_size_are_told_once_and_others_each(
     line = ready_message("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
     assert line == f"ready at http://x (model tiny, 3 gateways, {room}, 4,096 per request)"
     assert cache_sizes(ready, 2) == sizes
+
+
+def test_the_ways_in_come_last() -> None:
+    assert ready_lines("http://127.0.0.1:8000", "ready", can_chat=True, needs_key=False) == [
+        "ready",
+        "dashboard: http://127.0.0.1:8000/dashboard",
+        "chat: longshore chat",
+    ]
+    lines = ready_lines("http://10.0.0.1:1", "ready", can_chat=True, needs_key=True)
+    assert lines[-1] == "chat: longshore chat --url http://10.0.0.1:1 --api-key KEY"
+    lines = ready_lines("http://10.0.0.1:1", "ready", can_chat=False, needs_key=False)
+    assert lines[-1] == "dashboard: http://10.0.0.1:1/dashboard"
+
+
+def test_the_model_is_told_with_what_computes_it() -> None:
+    def worker(device: str) -> Ready:
+        return Ready({"device": device, "dtype": "bfloat16", "threads": "4"})
+
+    assert model_line("tiny", {"worker 0": worker("cpu"), "scheduler": Ready()}) == (
+        "model tiny: 1 worker on cpu with 4 threads, bfloat16"
+    )
+    gpus = {f"worker {engine}.{rank}": worker(f"cuda:{rank}") for engine in "01" for rank in "01"}
+    assert model_line("tiny", gpus, 2) == (
+        "model tiny: 2 engines, each with 2 workers on cuda:0, cuda:1, bfloat16"
+    )

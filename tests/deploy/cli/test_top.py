@@ -64,7 +64,6 @@ def two_samples(num_workers: int = 1) -> Overview:
     metrics.observe_scheduler("0", with_workers(num_workers, compute_s=1.0, num_tokens=10))
     before = sample(metrics, 10.0)
     metrics.request_ended(FinishReason.STOPPED, 0.3)
-    metrics.prompt_tokens.inc(60)
     metrics.generated_tokens.inc(8)
     metrics.inter_token_latency_s.observe(0.02)
     stats = with_workers(
@@ -73,7 +72,11 @@ def two_samples(num_workers: int = 1) -> Overview:
     metrics.observe_scheduler(
         "0",
         msgspec.structs.replace(
-            stats, num_steps=27, num_prefix_queried_tokens=100, num_prefix_hit_tokens=46
+            stats,
+            num_steps=27,
+            num_prompt_tokens=60,
+            num_prefix_queried_tokens=100,
+            num_prefix_hit_tokens=46,
         ),
     )
     return overview(Window(sample(metrics, 12.0), before))
@@ -90,6 +93,7 @@ def test_rates_and_shares_are_of_what_lies_between_the_samples() -> None:
     assert view.is_ready
     assert (view.window_s, view.requests_per_s, view.refused_per_s) == (2.0, 0.5, 0.0)
     assert (view.prompt_tokens_per_s, view.generated_tokens_per_s) == (30.0, 4.0)
+    assert (view.cached_tokens_per_s, view.prefix_hit_share) == (15.0, 0.5)
     assert view.latencies["between tokens"].p50_s == 0.025
     assert view.latencies["in the queue"].p99_s is None
     (engine,) = view.engines

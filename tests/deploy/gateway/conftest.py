@@ -39,6 +39,11 @@ class RunningGateway:
     async def get(self, path: str) -> HttpAnswer:
         return await self.client.request("GET", path, timeout_s=PATIENCE_S)
 
+    async def metrics(self) -> str:
+        """The text of /metrics without the label `model_name`, which all series have."""
+        text = (await self.get("/metrics")).body.decode()
+        return text.replace('{model_name="tiny"}', "").replace('{model_name="tiny",', "{")
+
     async def post_form(
         self, path: str, *, file: bytes | None = None, **fields: str | list[str]
     ) -> HttpAnswer:

@@ -177,7 +177,7 @@ async def test_a_key_at_its_limit_gets_a_429_and_others_an_answer(
         assert answer.status == 429
         assert answer.headers["retry-after"] == "1"
         assert error_of(answer)["code"] == "key_live_requests"
-        metrics = (await gateway.get("/metrics")).body.decode()
+        metrics = await gateway.metrics()
         assert 'longshore_key_live_requests{key="alice"} 1.0' in metrics
         assert 'longshore_key_live_requests{key="bob"} 0.0' in metrics
         rejected = 'longshore_key_rejected_requests_total{key="alice",reason="key_live_requests"}'
@@ -201,7 +201,7 @@ async def test_prompts_and_answers_use_up_the_tokens_of_a_minute(
         assert answer.status == 429
         assert 0 < int(answer.headers["retry-after"]) <= 61
         assert error_of(answer)["code"] == "key_tokens_per_minute"
-        metrics = (await gateway.get("/metrics")).body.decode()
+        metrics = await gateway.metrics()
         assert 'longshore_key_tokens_total{key="alice"} 10.0' in metrics
 
 

@@ -123,22 +123,23 @@ def test_engines_have_series_of_their_own() -> None:
     assert running == [4, 9]
 
 
-def test_what_takes_time_before_the_first_token_is_told_apart() -> None:
+def test_the_phases_of_a_request_are_told_apart() -> None:
     metrics = GatewayMetrics()
     events = ((RequestEvent.QUEUED, 0.0), (RequestEvent.SCHEDULED, 0.25))
     again = ((RequestEvent.PREEMPTED, 1.0), (RequestEvent.SCHEDULED, 2.0))
     end = FinishedRequest(
         1, FinishReason.STOPPED, 3, num_cached_tokens=16, events=(*events, *again)
     )
-    metrics.phases_known(end, first_token_s=0.75)
-    metrics.phases_known(end, first_token_s=None)  # it never had a token
-    metrics.phases_known(msgspec.structs.replace(end, events=events[:1]), None)  # nor a step
+    metrics.phases_known(end, first_token_s=0.75, ended_s=2.5)
+    metrics.phases_known(end, first_token_s=None, ended_s=2.5)  # it never had a token
+    metrics.phases_known(msgspec.structs.replace(end, events=events[:1]), None, 2.5)  # nor a step
     shown = samples(metrics)
-    assert shown["longshore_cached_prompt_tokens_total"] == 48
     assert shown["longshore_request_queue_seconds_sum"] == 0.5
     assert shown["longshore_request_queue_seconds_count"] == 2
     assert shown["longshore_request_prefill_seconds_sum"] == 0.5
     assert shown["longshore_request_prefill_seconds_count"] == 1
+    assert shown["longshore_request_decode_seconds_sum"] == 1.75
+    assert shown["longshore_request_decode_seconds_count"] == 1
 
 
 def test_every_reason_to_end_is_there_before_a_request_has_ended_for_it() -> None:

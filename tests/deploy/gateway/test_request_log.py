@@ -122,3 +122,56 @@ async def test_a_flood_of_failures_is_cut(
     at_s = [record.created for record in caplog.records if record.name == NAME]
     within_a_second = [sum(start <= other < start + 1 for other in at_s) for start in at_s]
     assert max(within_a_second) <= 2 * MAX_PER_SECOND + 2  # the end of one second, and the next
+
+
+async def test_with_the_access_log_each_request_is_one_line_at_info(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, NAME)
+    keys = plain_keys(["secret-key"], "key")
+    async with start_gateway(api_keys=keys, access_log=True) as gateway:
+        assert await ask(gateway, "order-72") == 200
+        assert await ask(gateway, "order-73", "/v1/nothing") == 404
+    answered, unknown = (record for record in caplog.records if record.name == NAME)
+    assert (answered.levelname, answered.getMessage()) == ("INFO", "answered")
+    shown = about(answered)
+    assert 0 < shown.pop("ttft_ms") <= shown.pop("duration_ms")
+    assert shown.pop("client").startswith("127.0.0.1:")
+    assert shown == {
+        "request_id": "order-72",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "prompt_tokens": 8,
+        "output_tokens": 3,
+        "key": "key-1",
+    }
+    assert (about(unknown)["status"], about(unknown)["key"]) == (404, "key-1")
+    assert "secret" not in caplog.text
+
+
+async def test_without_the_access_log_a_served_request_leaves_no_line(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, NAME)
+    async with start_gateway() as gateway:
+        assert await ask(gateway, "order-74") == 200
+    assert not [record for record in caplog.records if record.name == NAME]
+
+
+async def test_rejected_requests_are_counted_in_the_log_when_the_gateway_ends(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start_gateway(never_answer, max_live_requests=1) as gateway:
+        first = asyncio.create_task(ask(gateway, "order-75"))
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        for _ in range(4):
+            assert await ask(gateway, "order-76") == 429
+        assert (await gateway.post("/v1/completions", b" " * 5000)).status == 413
+        first.cancel()
+        await gateway.engine.wait_for(lambda: bool(gateway.engine.aborted))
+    full, large, more = (record for record in caplog.records if record.name == NAME)
+    assert full.getMessage().startswith("request rejected: 1 requests are running or waiting")
+    assert (about(full)["request_id"], about(full)["code"]) == ("order-76", "queue_full")
+    assert about(large)["status"] == 413
+    assert more.getMessage() == "rejected 3 more requests for this reason within 10 s"

@@ -1,5 +1,6 @@
 """Findings about libraries, given the results of their imports."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 
 from longshore.deploy.machine.children import ProbeResult
 from longshore.deploy.machine.finding import Finding
-from longshore.deploy.machine.packages import package_findings
+from longshore.deploy.machine.packages import EXTRAS, package_findings
+from tests.conftest import ROOT
 from tests.deploy.machine.fake_host import fake_host
 
 H100 = {"name": "NVIDIA H100", "total": 80 << 30, "free": 78 << 30}
@@ -16,14 +18,10 @@ GPU = {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t NVIDIA H10
 NO_CUDA = {"cuda": None, "driver_cuda": 0, "devices": []}
 ALL = {
     "torch": "2.13.0",
-    "cupy-cuda13x": "14.2",
-    "cuda-bindings": "13.5",
     "nixl": "1.5",
     "nixl-cu13": "1.5",
-    "mooncake-transfer-engine-non-cuda": "0.3.13",
-    "ray": "2.60",
+    "obstore": "0.9",
 }
-CUPY = {"devices": 1, "runtime": 13000, "error": ""}
 
 
 def look(
@@ -38,7 +36,7 @@ def look(
 
     def probe(names: list[str]) -> dict[str, ProbeResult]:
         asked.extend(names)
-        facts = {name: outcomes.get(name, CUPY if name == "cuda" else {}) for name in names}
+        facts = {name: outcomes.get(name, {}) for name in names}
         facts["torch"] = outcomes.get("torch", NO_CUDA)
         return {
             name: ProbeResult({}, each) if isinstance(each, str) else ProbeResult(each)
@@ -73,39 +71,26 @@ def test_what_loads_is_shown_with_its_versions(tmp_path: Path) -> None:
     assert found["extra nixl"] == Finding(
         "extra nixl", "nixl 1.5, nixl-cu13 1.5; usable: UCX, POSIX"
     )
-    assert found["extra ray"] == Finding("extra ray", "ray 2.60")
+    assert found["extra s3"] == Finding("extra s3", "obstore 0.9")
 
 
 @pytest.mark.parametrize(
     ("outcomes", "what", "words"),
     [
         (
-            {"mooncake": "ImportError: libibverbs.so.1: cannot open shared object file"},
-            "extra mooncake",
-            ["libibverbs.so.1", "apt-get install libibverbs1"],
+            {"nixl": "ImportError: libcuda.so.1: cannot open shared object file"},
+            "extra nixl",
+            ["libcuda.so.1", "It needs an NVIDIA driver's libcuda.so.1"],
         ),
         (
-            {"ray": "its import crashes (SIGSEGV): no output"},
-            "extra ray",
-            ["SIGSEGV", "pip install 'longshore[ray]' --force-reinstall"],
+            {"s3": "its import crashes (SIGSEGV): no output"},
+            "extra s3",
+            ["SIGSEGV", "pip install 'longshore[s3]' --force-reinstall"],
         ),
         (
             {"nixl": {"usable": [], "unusable": {"UCX": "NIXL_ERR_BACKEND"}}},
             "extra nixl",
             ["UCX: NIXL_ERR_BACKEND", "UCX_TLS"],
-        ),
-        (
-            {"torch": {"cuda": "12.8", "driver_cuda": 13000, "devices": [H100]}},
-            "extra cuda",
-            ["torch is for CUDA 12.8", "two CUDA runtimes", "CUDA 13"],
-        ),
-        (
-            {
-                "torch": {"cuda": "13.0", "driver_cuda": 13000, "devices": [H100]},
-                "cuda": CUPY | {"devices": 0, "error": "cudaErrorInsufficientDriver"},
-            },
-            "extra cuda",
-            ["cudaErrorInsufficientDriver", "Update the driver"],
         ),
     ],
 )
@@ -123,9 +108,19 @@ def test_half_of_an_extra_is_named(tmp_path: Path) -> None:
     assert (found.state, found.found) == ("warning", "redis 8.1, but no hiredis")
 
 
-def test_cuda_libraries_without_a_gpu_are_well(tmp_path: Path) -> None:
-    found = look(tmp_path, cuda=CUPY | {"devices": 0, "error": "cudaErrorNoDevice"})["extra cuda"]
-    assert (found.state, found.means) == ("ok", "There is no GPU to use it with")
+def test_what_no_code_of_this_version_imports_is_not_recommended(tmp_path: Path) -> None:
+    """Each extra is imported somewhere besides the doctor."""
+    code = "".join(
+        path.read_text("utf-8")
+        for folder in ("connectors", "deploy", "worker")
+        for path in (ROOT / folder).rglob("*.py")
+        if "machine" not in path.parts
+    )
+    modules = {"audio": "soundfile", "nixl": "nixl", "offload": "xxhash", "s3": "obstore"}
+    for extra in EXTRAS:
+        module = modules.get(extra.name, extra.name)
+        assert re.search(rf"import {module}\b|from {module}\b|\"{module}[.\w]*\"", code), extra.name
+    assert not {"RDMA", "locked memory"} & look(tmp_path).keys()
 
 
 @pytest.mark.parametrize(

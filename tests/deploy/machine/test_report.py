@@ -45,9 +45,9 @@ def test_the_command_prints_a_table_or_json() -> None:
 
 def test_a_command_to_type_stands_whole_on_a_line_of_its_own() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    advice = "pip install 'longshore[mooncake]' --force-reinstall"
+    advice = "pip install 'longshore[lmcache]' --force-reinstall"
     long = "a reason that goes on for a while, until the line is quite full, and then some more"
-    console.print(table([Finding("extra mooncake", long, "warning", long, advice[:45])]))
+    console.print(table([Finding("extra lmcache", long, "warning", long, advice[:45])]))
     assert f"→ {advice[:45]}" in console.export_text()
 
 

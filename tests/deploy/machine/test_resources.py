@@ -11,11 +11,6 @@ from longshore.deploy.machine.host import TIME_ERROR, Host
 from longshore.deploy.machine.resources import resource_findings
 from tests.deploy.machine.fake_host import GIB, fake_host
 
-RDMA = {
-    "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
-    "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
-}
-
 
 def no_such_file(path: Path) -> int:
     raise FileNotFoundError(errno.ENOENT, "No such file or directory")
@@ -27,7 +22,6 @@ def limited(soft: int, hard: int) -> Any:
 
 def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
     found = {each.what: each for each in resource_findings(fake_host(tmp_path), 8000)}
-    assert found.pop("RDMA").state == "absent"
     assert {each.state for each in found.values()} == {"ok"}
     assert found["memory"].found == "32.0 GiB available of 64.0 GiB"
     assert found["port 8000"].found == "free"
@@ -66,22 +60,6 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
             "huge pages",
             "warning",
             ["transparent: never", "echo madvise"],
-        ),
-        (
-            RDMA,
-            {"limit": limited(8 << 20, 8 << 20)},
-            "locked memory",
-            "warning",
-            ["8 MiB", "memlock"],
-        ),
-        ({}, {"limit": limited(8 << 20, 8 << 20)}, "locked memory", "ok", ["8 MiB", "Only RDMA"]),
-        (RDMA, {}, "RDMA", "ok", ["mlx5_0/1 ACTIVE, mlx5_1/1 DOWN"]),
-        (
-            {"sys/class/infiniband/mlx5_0/ports/1/state": "2: INIT"},
-            {},
-            "RDMA",
-            "warning",
-            ["mlx5_0/1 INIT", "No port is up"],
         ),
         (
             {},

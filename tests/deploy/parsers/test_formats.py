@@ -126,6 +126,8 @@ def test_calls_are_found_and_their_text_is_not_content(
         ("llama", "[lookup(__import__('os').system('true'))]"),
         ("llama", "[lookup(id=open('x'))]"),
         ("llama", "[lookup(id='C417'"),
+        ("llama", "[lookup(id=1e999)]"),
+        ("llama", r"[lookup(id='\ud800')]"),
         ("llama", "[" * 5000),
         ("harmony", "Plain text with <b> and to=functions.lookup"),
     ],
@@ -176,6 +178,8 @@ def test_reasoning_is_between_the_tags_wherever_the_first_one_is(
         (f"{HARMONY}<|channel|>final<|message|>B4", "B4", "Look it up."),
         ("<|channel|>final<|message|>B42", "B42", ""),
         ("<|channel|>analysis<|message|>Look", "", "Look"),
+        ("<|channel|>analysis to=browser.open<|message|>{}", "", "{}"),
+        ("<|channel|>commentary to=functions.<|message|>{}", "{}", ""),
         ("<|channel|>final", "<|channel|>final", ""),
     ],
 )

@@ -16,6 +16,7 @@ from longshore.deploy.cli.options import (
     ServeOptions,
     engine_options,
 )
+from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.supervisor.engine_config import (
     EnginePlan,
@@ -64,6 +65,21 @@ def test_every_process_gets_the_same_identity(model_dir: Path) -> None:
     assert clients == scheduler.config.clients  # type: ignore[attr-defined]
     assert worker_config(engine).num_blocks == 40
     assert engine.hash_seed.hex() not in str(worker.config)
+
+
+def test_an_encoder_computes_whole_prompts_without_the_prefix_cache(model_dir: Path) -> None:
+    encoder = {**CONFIG, "architectures": ["XLMRobertaModel"], "max_position_embeddings": 8194}
+    (model_dir / "config.json").write_text(json.dumps(encoder))
+    engine = plan(model_dir)
+    assert not engine.scheduler.enable_chunked_prefill
+    assert not engine.cache.enable_prefix_caching
+    assert engine.scheduler.max_model_len == 8192
+    assert engine.identity.max_num_batched_tokens == engine.scheduler.token_budget == 8192
+    assert engine.model.embedding == EmbeddingModel(16, "cls", is_only=True)
+    with pytest.raises(ConfigError, match="must fit into one step"):
+        plan(model_dir, max_num_scheduled_tokens=512)
+    with pytest.raises(ConfigError, match=f"kv_connector='{KNOWN_CONNECTOR}'.*Remove"):
+        plan(model_dir, kv_connector=KNOWN_CONNECTOR)
 
 
 def test_what_is_not_set_has_the_described_defaults(model_dir: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_record_is_a_line_for_people() -> None:
     relay.feed("gateway", framed("done", request_id="r", step_id=4))
     time, _, rest = stream.getvalue().partition(" ")
     assert len(time) == len("12:00:00")
-    assert rest == "[gateway] INFO longshore.deploy: done [request_id=r step_id=4]\n"
+    assert rest == "[gateway] done [request_id=r step_id=4]\n"
 
 
 @pytest.mark.parametrize("format_line", [text_line, json_line])

@@ -194,7 +194,7 @@ def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor
 def test_child_that_is_never_ready_is_named_with_what_it_does(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     with pytest.raises(StartFailed, match=r"worker 0 \(thinking\)"):
         supervisor.start([spec("worker 0", "hang")], timeout_s=5, remind_every_s=1)
     assert nothing_is_left(supervisor)

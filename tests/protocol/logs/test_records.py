@@ -56,6 +56,11 @@ def test_fields_follow_the_message_and_those_that_are_none_are_omitted() -> None
     )
 
 
+def test_level_and_logger_are_shown_of_what_is_not_the_normal_course() -> None:
+    shown = {level: show_record(Record(0.0, level, "a", "m")) for level in ("DEBUG", "INFO")}
+    assert shown == {"DEBUG": "DEBUG a: m", "INFO": "m"}
+
+
 @pytest.mark.parametrize("request_id", ["a", "failed", "a request has failed"])
 def test_an_id_that_the_message_happens_to_contain_is_shown(request_id: str) -> None:
     shown = show_record(

@@ -185,6 +185,7 @@ def test_requests_that_look_nothing_up_are_not_in_the_statistics() -> None:
     off = make_manager(enable_prefix_caching=False)
     run(off, 0, request_of(range(9)))
     assert (manager.stats.num_queried_tokens, off.stats.num_queried_tokens) == (0, 0)
+    assert (manager.stats.num_prompt_tokens, off.stats.num_prompt_tokens) == (9, 9)
 
 
 @pytest.mark.req("KVM-08", "ERR-13")

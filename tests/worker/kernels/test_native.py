@@ -45,7 +45,7 @@ def test_the_best_instruction_set_is_used_and_plain_torch_on_request(
     best = [name for name in INSTRUCTION_SETS if name in NATIVE][-1]
     x = torch.zeros(1)
     try:
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             chosen = select(use_native=True)
         assert chosen is not None
         assert chosen.instruction_set == best

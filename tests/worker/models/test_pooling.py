@@ -113,6 +113,26 @@ def test_preemptions_and_chunks_change_no_vector(
             assert_vector(served, handle, reference_vector(reference, prompt, pooling))
 
 
+@pytest.mark.parametrize("step_tokens", [256, 48], ids=["whole", "chunked"])
+def test_a_prompt_of_the_maximum_length_has_a_vector(
+    step_tokens: int, llama: tuple[Path, Any]
+) -> None:
+    """It needs no position for a token after it."""
+    path, reference = llama
+    prompts = [prompt_of(256, seed) for seed in range(3)]
+    with ServedModel(
+        path, num_tokens=1, max_num_batched_tokens=step_tokens, num_blocks=None
+    ) as served:
+        for prompt in prompts:
+            for pooling in EVERY:
+                served.add(prompt, pooling=pooling)
+        served.answers([])
+        for handle in range(len(prompts) * len(EVERY)):
+            index, kind = divmod(handle, len(EVERY))
+            expected = reference_vector(reference, prompts[index], EVERY[kind])
+            assert_vector(served, handle, expected)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("dimensions", [1, 24, 64])
 def test_a_vector_is_cut_before_it_gets_its_length(

@@ -10,13 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.handshake import Feature
-from longshore.protocol.plan import Rewind
+from longshore.protocol.plan import Rewind, RowStart
 from longshore.protocol.requests import PoolingKind, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.config import WorkerConfig
+from longshore.worker.sampling.pooling import PoolingRows
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_llama
 from tests.worker.plans import Entry, Planner
@@ -128,6 +131,27 @@ def test_a_row_of_all_states_must_begin_at_its_first_token(
         PlanMismatch, match=rf"\({kind}\).*16 computed; the scheduler must not let it read"
     ):
         runner.submit(plans.plan({0: 24}, added=[entry]), print)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 39), (8, 40)])
+def test_tokens_that_attend_to_later_ones_must_be_in_one_step(start: int, end: int) -> None:
+    rows = PoolingRows(4)
+    entry = RowStart(
+        row=2,
+        generation=1,
+        request_id="a",
+        last_computed=40,
+        block_ids=(),
+        prompt_token_ids=int32_array(PROMPT),
+        sampling=SamplingParams(),
+        pooling=PoolingParams("last"),
+        num_computed_tokens=start,
+    )
+    rows.start(entry)
+    batch = StepBatch(np.array([2]), np.array([start]), np.array([end - start]), num_decodes=0)
+    assert rows.take(batch, 64, pin_memory=False) is not None
+    with pytest.raises(PlanMismatch, match=f"the tokens {start} to {end} of a prompt of 40"):
+        rows.take(batch, 64, is_bidirectional=True, pin_memory=False)
 
 
 def test_a_rewound_row_begins_its_sum_again_or_is_rejected(

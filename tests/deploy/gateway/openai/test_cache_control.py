@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, CacheHint
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
@@ -81,3 +81,65 @@ async def test_what_contradicts_is_rejected_by_name(
             answer = await gateway.post("/v1/completions", {"prompt": "p", **extra})
         assert answer.status == 400
         assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({}, None),
+        ({"prompt_cache_key": "s"}, CacheHint(300.0, "s")),
+        ({"prompt_cache_retention": "in_memory"}, CacheHint(300.0)),
+        ({"prompt_cache_key": "s", "prompt_cache_retention": "24h"}, CacheHint(86_400.0, "s")),
+        ({"prompt_cache_options": {"ttl": "30m", "mode": "implicit"}}, CacheHint(1800.0)),
+        ({"prompt_cache_options": {}}, None),
+        ({"prompt_cache_key": "s", "no_store": True}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_the_scheduler_gets_the_hint_of_openais_parameters(
+    start_gateway: StartGateway, path: str, change: dict[str, Any], hint: CacheHint | None
+) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "p"}]},
+        "/v1/completions": {"prompt": "p"},
+        "/v1/responses": {"input": "p"},
+    }
+    if path == "/v1/responses" and "no_store" in change:
+        pytest.skip("the parameter is not one of this path")
+    async with start_gateway() as gateway:
+        answer = await gateway.post(path, {**bodies[path], **change})
+        assert answer.status == 200, answer.body
+        assert gateway.engine.requests[0].cache_hint == hint
+
+
+async def test_the_longest_cache_control_is_the_hint(start_gateway: StartGateway) -> None:
+    def block(**control: str) -> dict[str, Any]:
+        return {"type": "text", "text": "p", "cache_control": {"type": "ephemeral", **control}}
+
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
+    async with start_gateway() as gateway:
+        for content in ("p", [block()], [block(ttl="1h"), block(ttl="5m")]):
+            messages = [{"role": "user", "content": content}]
+            answer = await gateway.post("/v1/messages", {**body, "messages": messages})
+            assert answer.status == 200, answer.body
+        hints = [request.cache_hint for request in gateway.engine.requests]
+    assert hints == [None, CacheHint(300.0), CacheHint(3600.0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_cache_key": ""},
+        {"prompt_cache_key": "x" * 1025},
+        {"prompt_cache_retention": "48h"},
+        {"prompt_cache_options": {"prewarm": True}},
+        {"prompt_cache_options": {"ttl": "2h"}},
+    ],
+)
+async def test_hints_out_of_bounds_are_rejected(
+    start_gateway: StartGateway, change: dict[str, Any]
+) -> None:
+    async with start_gateway() as gateway:
+        answer = await gateway.post("/v1/completions", {"prompt": "p", **change})
+    assert answer.status == 400
+    assert error_of(answer)["param"] == next(iter(change))

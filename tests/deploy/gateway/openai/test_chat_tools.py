@@ -11,12 +11,19 @@ from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
 from longshore.deploy.gateway.openai.chat_messages import template_input
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.forced_calls import forced_schema
 from longshore.deploy.gateway.openai.requests import ChatRequest, parse_request
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.forced import ForcedCalls
 from longshore.deploy.parsers.hermes import HermesTools
 from longshore.deploy.parsers.mistral import MistralTools
-from longshore.deploy.parsers.parser import AnswerContext
+from longshore.deploy.parsers.parser import (
+    AnswerContext,
+    Events,
+    Source,
+    ToolParser,
+    show_until,
+)
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import chunks_of, error_of, say
@@ -138,6 +145,27 @@ def test_deltas_of_a_call_have_its_name_once_and_more_arguments() -> None:
     assert deltas.finish_reason("stop") == "tool_calls"
 
 
+class FailingTools(ToolParser):
+    """Raises where calls would begin."""
+
+    def parse(self, source: Source, context: AnswerContext) -> Events:
+        yield from show_until(source, "<tool_call>")
+        raise RuntimeError("no")
+
+
+async def test_stream_goes_on_as_text_when_the_parser_raises(
+    start_gateway: StartGateway, template: str
+) -> None:
+    settings: Any = {"chat_template": template, "tool_call_parser": f"{__name__}:FailingTools"}
+    text = f"Wait. {CALL} More."
+    async with start_gateway(say(text), **settings) as gateway:
+        body = {"messages": CHAT, "tools": [LOOKUP], "max_tokens": 500, "stream": True}
+        answer = await gateway.post("/v1/chat/completions", body)
+        choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+        assert choices[-1]["finish_reason"] == "stop"
+
+
 async def test_call_that_max_tokens_cuts_off_is_text(
     start_gateway: StartGateway, template: str
 ) -> None:
@@ -218,8 +246,9 @@ async def test_forced_call_has_a_schema_and_is_read(
         (sent,) = gateway.engine.requests
         assert sent.structured_output is not None
         assert sent.structured_output.kind == "json_schema"
+        chat = request(tools=[NOW], tool_choice=choice)
         schema = json.loads(sent.structured_output.text)
-        assert schema == tool_use(request(tools=[NOW], tool_choice=choice)).schema
+        assert schema == forced_schema([NOW], tool_use(chat))
         if stream:
             choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
             messages = [choice["delta"] for choice in choices]
@@ -285,34 +314,6 @@ def test_invalid_tools_are_rejected_by_name(parameters: dict[str, Any], problem:
     with pytest.raises(ApiError, match=problem) as caught:
         tool_use(request(**parameters))
     assert caught.value.body.param in parameters
-
-
-def test_forced_calls_have_a_schema() -> None:
-    named = tool_use(request(tools=[LOOKUP, NOW], tool_choice=choice_of("now")))
-    assert named.forced_name == "now"
-    assert named.schema == {"type": "object", "properties": {}, "additionalProperties": False}
-    required = tool_use(
-        request(tools=[LOOKUP, NOW], tool_choice="required", parallel_tool_calls=False)
-    )
-    assert required.schema is not None
-    assert required.schema["maxItems"] == required.schema["minItems"] == 1
-    assert required.schema["$defs"] == {"Place": {"type": "string"}}
-    first, second = required.schema["items"]["anyOf"]
-    assert first["properties"]["parameters"]["properties"]["place"] == {"$ref": "#/$defs/Place"}
-    assert second["properties"]["name"] == {"const": "now"}
-    other = json.loads(json.dumps(LOOKUP).replace('"string"', '"integer"'))
-    with pytest.raises(ApiError, match="define 'Place' differently"):
-        tool_use(request(tools=[LOOKUP, other], tool_choice="required"))
-    lost = json.loads(json.dumps(LOOKUP).replace("#/$defs/Place", "#/properties/id"))
-    with pytest.raises(ApiError, match=r"reference '#/properties/id'"):
-        tool_use(request(tools=[LOOKUP, lost], tool_choice="required"))
-    assert tool_use(request(tools=[lost], tool_choice=choice_of("lookup"))).schema is not None
-
-
-def test_arguments_of_a_forced_call_are_an_object() -> None:
-    open_type = {"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}
-    use = tool_use(request(tools=[open_type], tool_choice=choice_of("f")))
-    assert use.schema == {"type": "object", "required": ["a"]}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def error_of(answer: HttpAnswer) -> Any:
 
 
 async def metric(gateway: RunningGateway, name: str) -> float:
-    text = (await gateway.get("/metrics")).body.decode()
+    text = await gateway.metrics()
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -104,14 +104,14 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ({"input": [[1]] * 1000 + [[2]] * 1049}, "input", "at most 2048"),
         ({"input": [[320]]}, "input", "token id 320, outside the vocabulary (0 to 319)"),
         ({"input": [-1]}, "input", "token id -1"),
-        ({"input": [5] * 64}, "input", "input[0] has 64 tokens; the maximum for this model is 63"),
+        ({"input": [5] * 65}, "input", "input[0] has 65 tokens; the maximum for this model is 64"),
         ({"input": "a", "dimensions": 5}, "dimensions", "between 1 and 4"),
         ({"input": "a", "dimensions": 0}, "dimensions", "between 1 and 4"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
         (
-            {"input": "a", "truncate_prompt_tokens": 64},
+            {"input": "a", "truncate_prompt_tokens": 65},
             "truncate_prompt_tokens",
-            "between 1 and 63",
+            "between 1 and 64",
         ),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1"),
         ({"input": "a", "deadline_s": 0}, "deadline_s", "above 0"),

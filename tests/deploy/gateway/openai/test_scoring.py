@@ -8,6 +8,7 @@ import pytest
 from tokenizers import processors
 
 from longshore.deploy.gateway.openai import pooled_inputs
+from longshore.deploy.gateway.openai.scoring import SCORE_NAMES
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
@@ -153,7 +154,7 @@ async def test_scores_before_the_activation(start_gateway: StartGateway) -> None
         assert [item["score"] for item in (await ask(gateway, "/score", body))["data"]] == [2, 3]
 
 
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+@pytest.mark.parametrize("names", SCORE_NAMES, ids=" and ".join)
 async def test_texts_are_scored_in_pairs_or_one_with_all(
     names: tuple[str, str], start_gateway: StartGateway
 ) -> None:
@@ -264,14 +265,17 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ("/score", {}, "text_1", "text_1 and text_2 are required"),
         ("/score", {"text_1": "q"}, "text_2", "text_1 and text_2 are required"),
         ("/score", {"documents": "q"}, "queries", "are required"),
+        ("/score", {"items": "q"}, "queries", "are required"),
+        ("/score", {"data_1": "q"}, "data_2", "are required"),
         ("/score", {"text_1": "q", "documents": "a"}, "text_1", "are required"),
+        ("/score", {**SCORE, "data_1": "a", "data_2": "b"}, "text_1", "are required"),
         ("/score", {"text_1": "q", "text_2": []}, "text_2", "empty list"),
         ("/score", {"text_1": "", "text_2": "a"}, "text_1", "text_1 is empty"),
         ("/score", {"text_1": "q", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
         ("/score", {"text_1": ["q"] * 2, "text_2": ["a"] * 3}, "text_2", "has 2 texts"),
         ("/score", {"text_1": "q", "text_2": ["a"] * 2049}, "text_2", "at most 2048"),
         ("/score", {"text_1": "q", "text_2": [5]}, "text_2", "str"),
-        ("/score", {"text_1": "q", "text_2": "a" * 63}, "text_2", "has 64 tokens with its query"),
+        ("/score", {"text_1": "q", "text_2": "a" * 64}, "text_2", "has 65 tokens with its query"),
         (
             "/score",
             {"text_1": "q" * 60, "text_2": "a", "truncate_prompt_tokens": 60},
@@ -280,9 +284,9 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ),
         (
             "/score",
-            {**SCORE, "truncate_prompt_tokens": 64},
+            {**SCORE, "truncate_prompt_tokens": 65},
             "truncate_prompt_tokens",
-            "between 1 and 63",
+            "between 1 and 64",
         ),
         ("/score", {**SCORE, "deadline_s": 0}, "deadline_s", "above 0"),
         ("/score", {**SCORE, "nothing": 1}, "nothing", "unknown parameter"),
@@ -298,7 +302,7 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ("/rerank", {**RERANK, "rank_fields": ["title"]}, "rank_fields", "not supported"),
         ("/rerank", {**RERANK, "max_chunks_per_doc": 9}, "max_chunks_per_doc", "not supported"),
         ("/rerank", {**RERANK, "max_tokens_per_doc": -1}, "max_tokens_per_doc", "at least 1"),
-        ("/classify", {"input": "x" * 64}, "input", "input[0] has 64 tokens"),
+        ("/classify", {"input": "x" * 65}, "input", "input[0] has 65 tokens"),
         ("/classify", {"input": ["x", ""]}, "input", "input[1] is empty"),
     ],
     ids=lambda value: str(value)[:40],

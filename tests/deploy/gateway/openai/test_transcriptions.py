@@ -406,7 +406,7 @@ async def test_responses_are_counted_like_those_of_other_endpoints(start: Start)
     async with start() as gateway:
         await gateway.post_form(PATH, file=as_file(sound(0)), language="en")
         await gateway.post_form(PATH, file=b"")
-        metrics = (await gateway.get("/metrics")).body.decode()
+        metrics = await gateway.metrics()
         for status in (200, 400):
             line = f'longshore_http_responses_total{{endpoint="{PATH}",status="{status}"}} 1.0'
             assert line in metrics

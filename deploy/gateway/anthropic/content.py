@@ -1,0 +1,158 @@
+"""The content of Anthropic's messages, and the messages of a chat that it means."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from longshore.deploy.gateway.openai.chat_messages import (
+    CalledFunction,
+    ChatMessage,
+    ContentPart,
+    MessageToolCall,
+)
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.protocol.errors import shortened
+
+_OF_ROLE: Final = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks to keep the prompt's KV for this long after the answer."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class ResultBlock(msgspec.Struct):
+    """A block of a tool's result; only type `text` is supported."""
+
+    type: str
+    text: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class ContentBlock(msgspec.Struct):
+    """A block of content. Fields of types that are not supported are not decoded.
+
+    text:     of type `text`.
+    thinking: of type `thinking`.
+    id, name, input: of type `tool_use`.
+    tool_use_id, content: of type `tool_result`.
+    """
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ResultBlock] | None = None
+    cache_control: CacheControl | None = None
+
+
+Content: TypeAlias = str | list[ContentBlock]
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn, or a part of it: messages of the same role in a row are one turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+def chat_messages(system: Content | None, messages: Sequence[InputMessage]) -> list[ChatMessage]:
+    """The messages in OpenAI's format. Raises ApiError for what is not supported."""
+    if not messages:
+        raise invalid("messages is empty; it needs at least one message", param="messages")
+    turns: list[tuple[str, list[ContentBlock]]] = []
+    if system is not None:
+        turns.append(("system", _checked(system, "system", "system")))
+    for position, message in enumerate(messages):
+        blocks = _checked(message.content, message.role, f"messages.{position}.content")
+        if turns and turns[-1][0] == message.role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((message.role, blocks))
+    return [message for role, blocks in turns for message in _messages(role, blocks)]
+
+
+def cache_controls(
+    system: Content | None, messages: Sequence[InputMessage]
+) -> Iterable[CacheControl]:
+    """Those of all blocks."""
+    for content in (system, *(message.content for message in messages)):
+        for block in content if isinstance(content, list) else ():
+            nested = block.content if isinstance(block.content, list) else ()
+            for control in (*(inner.cache_control for inner in nested), block.cache_control):
+                if control is not None:
+                    yield control
+
+
+def _messages(role: str, blocks: Sequence[ContentBlock]) -> list[ChatMessage]:
+    """The messages of one turn: results of tools come before the user's text, as in OpenAI's
+    format."""
+    texts = [ContentPart("text", block.text) for block in blocks if block.type == "text"]
+    if role == "assistant":
+        calls = [
+            MessageToolCall(CalledFunction(block.name or "", block.input or {}), block.id)
+            for block in blocks
+            if block.type == "tool_use"
+        ]
+        thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
+        return [
+            ChatMessage(
+                role,
+                content=texts if texts or not calls else None,
+                tool_calls=calls or None,
+                reasoning_content="\n".join(thoughts) or None,
+            )
+        ]
+    results = [
+        ChatMessage("tool", content=_result_text(block), tool_call_id=block.tool_use_id)
+        for block in blocks
+        if block.type == "tool_result"
+    ]
+    return [*results, ChatMessage(role, content=texts)] if texts or not results else results
+
+
+def _result_text(block: ContentBlock) -> str | list[ContentPart]:
+    if not isinstance(block.content, list):
+        return block.content or ""
+    return [ContentPart("text", inner.text) for inner in block.content]
+
+
+def _checked(content: Content, role: str, where: str) -> list[ContentBlock]:
+    """The blocks. Raises ApiError for those that are not supported."""
+    if isinstance(content, str):
+        return [ContentBlock("text", content)]
+    for position, block in enumerate(content):
+        place = f"{where}.{position}"
+        if block.type not in _OF_ROLE[role]:
+            raise _unsupported(place, block.type, role)
+        for name in {
+            "text": ("text",),
+            "thinking": ("thinking",),
+            "tool_use": ("id", "name", "input"),
+            "tool_result": ("tool_use_id",),
+        }[block.type]:
+            if getattr(block, name) is None:
+                raise invalid(f"{place}.{name} is missing", param=where.partition(".")[0])
+        for index, inner in enumerate(block.content if isinstance(block.content, list) else ()):
+            if inner.type != "text" or inner.text is None:
+                raise _unsupported(f"{place}.content.{index}", inner.type, "tool result")
+    return list(content)
+
+
+def _unsupported(place: str, kind: str, role: str) -> ApiError:
+    allowed = " or ".join(map(repr, _OF_ROLE.get(role, ("text",))))
+    return invalid(
+        f"{place}: a block of type {shortened(kind)!r} is not supported here; send {allowed}",
+        param=place.partition(".")[0],
+        code="unsupported_parameter",
+    )

@@ -1,0 +1,161 @@
+"""The items of the Responses API: those of a request, the messages that they mean, and how stored
+ones are shown."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from longshore.deploy.gateway.openai.chat_messages import (
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+)
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.responses_api.bodies import (
+    COMPLETED,
+    FunctionCall,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    InputText,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
+from longshore.protocol.errors import shortened
+
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class ResponsePart(msgspec.Struct):
+    """A part of an item's content; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class ResponseItem(msgspec.Struct):
+    """An item of the input. Items of a former output can be sent back as they are.
+
+    role, content:           of type `message`.
+    call_id, name, arguments: of type `function_call`.
+    call_id, output:         of type `function_call_output`.
+    summary, content:        of type `reasoning`.
+    """
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ResponsePart] | None = None
+    summary: list[ResponsePart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ResponsePart] | None = None
+
+
+def read_items(
+    given: str | Sequence[ResponseItem],
+) -> tuple[list[ChatMessage], list[InputItem]]:
+    """The messages of `input`, and its items as they are shown. Raises ApiError for what is not
+    supported."""
+    items = [ResponseItem(role="user", content=given)] if isinstance(given, str) else given
+    if not items:
+        raise invalid("input is empty; it needs at least one item", param="input")
+    prefix = uuid.uuid4().hex
+    shown = [_shown(item, f"input[{i}]", f"{prefix}_{i}") for i, item in enumerate(items)]
+    return _messages(shown), shown
+
+
+def num_characters(message: ChatMessage) -> int:
+    """Those of a message that `read_items` made, or an answer."""
+    assert not isinstance(message.content, list)
+    texts = (message.content, message.reasoning_content)
+    calls = message.tool_calls or ()
+    return sum(map(len, filter(None, texts))) + sum(len(c.function.arguments) for c in calls)
+
+
+def _shown(item: ResponseItem, where: str, suffix: str) -> InputItem:
+    match item.type:
+        case "message":
+            if item.role not in ("user", "assistant", "system", "developer"):
+                raise invalid(
+                    f"{where}.role is {shortened(str(item.role))!r}; supported are user, "
+                    "assistant, system and developer",
+                    param="input",
+                )
+            if item.content is None:
+                raise _missing(where, "content")
+            text = _text(item.content, f"{where}.content")
+            part = OutputText(text) if item.role == "assistant" else InputText(text)
+            return InputMessage(id=f"msg_{suffix}", role=item.role, content=[part])
+        case "function_call":
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise _missing(where, "call_id, name or arguments")
+            return FunctionCall(
+                id=f"fc_{suffix}",
+                status=COMPLETED,
+                call_id=item.call_id,
+                name=item.name,
+                arguments=item.arguments,
+            )
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise _missing(where, "call_id or output")
+            output = _text(item.output, f"{where}.output")
+            return FunctionCallOutput(id=f"fc_{suffix}", call_id=item.call_id, output=output)
+        case "reasoning":
+            text = _text(item.content or item.summary or "", f"{where}.content")
+            return ReasoningItem(id=f"rs_{suffix}", status=COMPLETED, content=[ReasoningText(text)])
+    raise invalid(
+        f"{where}: items of type {shortened(item.type)!r} are not supported; send messages, "
+        "function calls and their outputs",
+        param="input",
+        code="unsupported_parameter",
+    )
+
+
+def _text(content: str | Sequence[ResponsePart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXTS or part.text is None:
+            raise invalid(
+                f"{where} has a part of type {shortened(part.type)!r}; only text is supported",
+                param="input",
+                code="unsupported_parameter",
+            )
+    return "\n".join(part.text or "" for part in content)
+
+
+def _missing(where: str, names: str) -> ApiError:
+    return invalid(f"{where}: {names} is missing", param="input")
+
+
+def _messages(items: Sequence[InputItem]) -> list[ChatMessage]:
+    """Reasoning, text and calls that follow each other are one message of the assistant."""
+    messages: list[ChatMessage] = []
+    for item in items:
+        match item:
+            case InputMessage(role="assistant", content=[part]):
+                if not _is_assistant(messages) or messages[-1].content or messages[-1].tool_calls:
+                    messages.append(ChatMessage("assistant"))
+                messages[-1].content = part.text
+            case InputMessage(role=role, content=[part]):
+                messages.append(ChatMessage(role, part.text))
+            case FunctionCall(call_id=call_id, name=name, arguments=arguments):
+                if not _is_assistant(messages):
+                    messages.append(ChatMessage("assistant"))
+                call = MessageToolCall(CalledFunction(name, arguments), call_id, "function")
+                calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+                calls.append(call)
+            case FunctionCallOutput(call_id=call_id, output=output):
+                messages.append(ChatMessage("tool", output, tool_call_id=call_id))
+            case ReasoningItem(content=[part]):
+                messages.append(ChatMessage("assistant", reasoning_content=part.text))
+    return messages
+
+
+def _is_assistant(messages: Sequence[ChatMessage]) -> bool:
+    return bool(messages) and messages[-1].role == "assistant"

@@ -1,0 +1,172 @@
+"""The charts and the counts of the dashboard: in a real browser, on a real server."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from selenium.webdriver import ActionChains
+
+from tests.integration.browser import Page, open_page
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.integration.test_process_life import open_stream
+
+pytestmark = pytest.mark.services
+
+NUM_CHARTS = 12
+
+
+@pytest.fixture
+def page(deployment: Deployment, tmp_path: Path) -> Iterator[Page]:
+    with open_page(deployment.url, tmp_path) as opened:
+        yield opened
+
+
+def post(deployment: Deployment, path: str, **body: Any) -> int:
+    request = Request(
+        f"{deployment.url}{path}",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urlopen(request, timeout=PATIENCE_S) as response:
+            response.read()
+            return int(response.status)
+    except HTTPError as error:
+        with error:
+            return error.code
+
+
+def rows(page: Page, body: str) -> dict[str, str]:
+    """The two columns of a table."""
+    cells = f"return [...document.getElementById('{body}').rows].map("
+    pairs = page.run(cells + "(row) => [...row.cells].map((cell) => cell.textContent))")
+    return {name: value for name, value in pairs}
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_hits_are_the_same_in_metrics_top_and_dashboard(deployment: Deployment, page: Page) -> None:
+    prompt = "The harbour has ships, and every ship has a name. " * 6
+    for _ in range(3):
+        assert post(deployment, "/v1/completions", prompt=prompt, max_tokens=4, n=2) == 200
+
+    def metrics() -> list[int]:
+        with urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
+            text = response.read().decode()
+        names = ("prefix_hit", "prefix_queried", "prompt")
+        found = [
+            re.search(rf"^longshore_scheduler_{name}_tokens_total{{.*}} (\S+)$", text, re.M)
+            for name in names
+        ]
+        return [0 if each is None else int(float(each[1])) for each in found]
+
+    def state() -> list[int]:
+        with urlopen(f"{deployment.url}/dashboard/state", timeout=PATIENCE_S) as response:
+            content = json.load(response)
+        return [content["num_prefix_hit_tokens"], content["num_prefix_queried_tokens"]]
+
+    wait_until(lambda: metrics()[:2] == state())  # engines report once a second
+    hits, queried, num_prompt_tokens = metrics()
+    assert 0 < hits < queried <= num_prompt_tokens
+    shown = {
+        "all": f"{num_prompt_tokens:,}",
+        "looked up": f"{queried:,}",
+        "found": f"{hits:,}",
+        "hits": f"{100 * hits / queried:.1f} %",
+    }
+    page.wait(lambda: rows(page, "prefixes") == shown)
+    command = [sys.executable, "-m", "longshore.deploy", "top", "--url", deployment.url]
+    top = subprocess.run(
+        [*command, "--num-looks", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    (engine,) = json.loads(top.stdout)["engines"]
+    assert engine["prefix_hit_share"] == hits / queried
+    assert json.loads(top.stdout)["prefix_hit_share"] == hits / queried
+
+
+def test_errors_rejections_and_finish_reasons_are_counted_and_drawn(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment("--max-live-requests", "1").wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("serving")
+        for _ in range(5):
+            assert post(deployment, "/v1/completions", prompt="x", max_tokens=4) == 429
+        assert post(deployment, "/v1/completions", prompt=17) == 400
+        stream.close()
+        page.wait(lambda: rows(page, "reasons").get("abort") == "1")
+        page.wait(lambda: rows(page, "statuses").get("429") == "5")
+        assert rows(page, "statuses")["400"] == "1"
+        assert set(rows(page, "reasons")) == {"stop", "length", "abort", "error", "repetition"}
+        highest = (
+            "return CHARTS.map(([title], index) => [title, Math.max("
+            "...samples.map((sample) => Math.max(...sample.values[index])))])"
+        )
+        drawn = dict(page.run(highest))
+        for title in ("Ended early / s", "Rejected / s", "HTTP errors / s"):
+            assert drawn[title] > 0, title
+        assert page.complaints == []
+    assert deployment.stop() == 0
+    one_each = deployment.output.count("request rejected: 1 requests are running or waiting")
+    more = re.findall(r"rejected (\d+) more requests for this reason", deployment.output)
+    assert one_each + sum(map(int, more)) == 5, deployment.output
+
+
+def test_every_chart_has_a_time_axis_and_shows_the_values_of_the_time_pointed_at(
+    page: Page,
+) -> None:
+    page.wait_for_polls(4)
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    axes = page.run(
+        "return [...document.querySelectorAll('.axis')].map("
+        "(axis) => [...axis.children].map((each) => each.textContent))"
+    )
+    assert len(axes) == NUM_CHARTS
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", tick) for axis in axes for tick in axis), axes
+    assert axes[0][0] != axes[0][2]
+    first = page.run(
+        "samples[0].values[0] = [0.123]; samples[0].s = samples.at(-1).s - rangeS + 1;"
+        "return clock(samples[0].s)"
+    )
+    canvas = page.driver.find_element("css selector", ".chart canvas")
+    left = -canvas.rect["width"] // 2 + 3
+    ActionChains(page.driver).move_to_element_with_offset(canvas, left, 0).perform()
+    chart = "return document.querySelector('.chart').innerText"
+    page.wait(lambda: first in page.run(chart))
+    assert "12 %" in page.run(chart)
+    tops = "return [...document.querySelectorAll('.top')].map((each) => each.textContent)"
+    assert page.run(tops) == [first] * NUM_CHARTS
+    ActionChains(page.driver).move_to_element(page.driver.find_element("id", "status")).perform()
+    page.wait(lambda: first not in page.run(chart))
+
+
+def test_the_range_and_what_was_drawn_survive_a_reload(page: Page) -> None:
+    page.wait_for_polls(3)
+    page.driver.find_element("css selector", "[data-range='600']").click()
+    assert page.driver.current_url.endswith("/dashboard?range=600")
+    before = page.run("return samples.map((sample) => sample.s)")
+    page.driver.refresh()
+    page.wait_for_polls(1)
+    after = page.run("return samples.map((sample) => sample.s)")
+    assert len(after) > len(before) >= 3
+    assert after[: len(before)] == pytest.approx(before, abs=0.1)
+    assert page.run("return rangeS") == 600
+    pressed = "return document.querySelector('#ranges [aria-pressed=true]').textContent"
+    assert page.run(pressed) == "10 min"
+    assert page.complaints == []

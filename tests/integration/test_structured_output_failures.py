@@ -1,0 +1,142 @@
+"""Structured output while a process dies: the worker, the scheduler, or the grammar process."""
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import openai
+import psutil
+import pytest
+
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+
+LINES = re.compile("([a-z]{3} [0-9]{2},){50}")
+ITEM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "size": {"enum": [1, 2.5, None]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+ITEMS = {"type": "array", "items": ITEM, "minItems": 15, "maxItems": 15}
+
+
+class Stream:
+    """A completion of some hundred tokens, read in a thread."""
+
+    def __init__(self, client: openai.OpenAI, seed: int, **constraint: Any) -> None:
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.error: openai.APIError | None = None
+        self._chunks = client.completions.create(
+            model="demo_model",
+            prompt=f"Once {seed} " * 20,
+            seed=seed,
+            max_tokens=1000 if constraint else 300,
+            stream=True,
+            extra_body=constraint or {"ignore_eos": True},
+        )
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for chunk in self._chunks:
+                self.text += chunk.choices[0].text
+                self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
+        except openai.APIError as error:
+            self.error = error
+
+    def end(self) -> "Stream":
+        self._thread.join(PATIENCE_S * 3)
+        assert not self._thread.is_alive()
+        return self
+
+
+def client_of(deployment: Deployment) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S * 3
+    )
+
+
+def streams_of(client: openai.OpenAI) -> list[Stream]:
+    return [
+        Stream(client, 1, guided_regex=LINES.pattern),
+        Stream(client, 2),
+        Stream(client, 3, guided_json=ITEMS),
+    ]
+
+
+def grammar_process(deployment: Deployment) -> psutil.Process:
+    (scheduler,) = (
+        child
+        for child in deployment.process.children()
+        if child.cmdline()[-1].endswith("scheduler.json")
+    )
+    (process,) = scheduler.children()
+    return process
+
+
+def kill_worker(deployment: Deployment) -> None:
+    deployment.members["worker-0"].send_signal(signal.SIGKILL)
+
+
+def kill_scheduler(deployment: Deployment) -> None:
+    process = grammar_process(deployment)
+    deployment.members["scheduler"].send_signal(signal.SIGKILL)
+    process.wait(PATIENCE_S)  # it ends with its scheduler
+
+
+@pytest.mark.req("FEA-01")
+@pytest.mark.parametrize(
+    ("kill", "flags"),
+    [(kill_worker, ("--tensor-parallel-size", "2")), (kill_scheduler, ())],
+    ids=["worker of two ranks", "scheduler"],
+)
+def test_answers_continue_as_their_grammar_says_after_a_death(
+    kill: Callable[[Deployment], None], flags: tuple[str, ...], start_deployment: StartDeployment
+) -> None:
+    deployment = start_deployment(
+        "--dtype", "float32", "--verify-plan", *flags, model_dir=DEMO_MODEL_DIR
+    ).wait_until_ready()
+    with client_of(deployment) as client:
+        undisturbed = [stream.end().text for stream in streams_of(client)]
+        streams = streams_of(client)
+        wait_until(lambda: all(len(stream.text) > 100 for stream in streams))
+        kill(deployment)
+        for stream in streams:
+            assert stream.end().error is None
+    assert [stream.text for stream in streams] == undisturbed
+    lines, _, items = streams
+    assert [lines.finish_reason, items.finish_reason] == ["stop", "stop"]
+    assert LINES.fullmatch(lines.text)
+    jsonschema.validate(json.loads(items.text), ITEMS)
+
+
+@pytest.mark.req("FEA-01")
+def test_the_death_of_the_grammar_process_fails_only_its_requests(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment(model_dir=DEMO_MODEL_DIR).wait_until_ready()
+    with client_of(deployment) as client:
+        plain = Stream(client, 2).end().text
+        streams = streams_of(client)
+        wait_until(lambda: all(len(stream.text) > 100 for stream in streams))
+        process = grammar_process(deployment)
+        process.kill()
+        lines, other, items = (stream.end() for stream in streams)
+        for failed in (lines, items):
+            assert failed.error is not None
+            assert "send the request again" in str(failed.error)
+        assert (other.error, other.text) == (None, plain)
+        again = Stream(client, 1, guided_regex=LINES.pattern).end()
+        assert LINES.fullmatch(again.text)
+        assert again.text.startswith(lines.text)
+        assert grammar_process(deployment).pid != process.pid
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
