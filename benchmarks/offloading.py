@@ -35,8 +35,8 @@ def first_token_s(llm: LLM, prompt: Sequence[int]) -> tuple[float, list[int]]:
     """Seconds until one token has been generated, and the token."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     started = time.perf_counter()
-    (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params, progress=False)
-    return time.perf_counter() - started, output.token_ids
+    (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
+    return time.perf_counter() - started, output.outputs[0].token_ids
 
 
 def open_llm(options: argparse.Namespace, length: int, connector: dict[str, Any] | None) -> LLM:
@@ -109,7 +109,7 @@ def throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name, llm in order:
                 prompts = prompts_of(8, 128, seed=100 * pair + (name == "on"))
                 started = time.perf_counter()
-                llm.generate([{"prompt_token_ids": p} for p in prompts], params, progress=False)
+                llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
                 rate[name] = 8 * options.output_len / (time.perf_counter() - started)
                 time.sleep(0.5)  # OpenMP threads spin for 0.2 s
             if pair:  # the first one warms up

@@ -38,8 +38,8 @@ def answer(llm: LLM, prompts: list[list[int]], num_out: int) -> tuple[float, lis
     """The seconds it took, and the tokens."""
     params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True)
     started = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, progress=False)
-    return time.perf_counter() - started, [output.token_ids for output in outputs]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return time.perf_counter() - started, [output.outputs[0].token_ids for output in outputs]
 
 
 def measure(

@@ -47,9 +47,9 @@ def main() -> None:
                 for n in job["output_lens"]
             ]
             begin_s = time.perf_counter()
-            outputs = llm.generate(prompts, params, progress=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             wall_s = time.perf_counter() - begin_s
-            made = [len(output.token_ids) for output in outputs]
+            made = [len(output.outputs[0].token_ids) for output in outputs]
             assert made == job["output_lens"], made
             print(json.dumps({"wall_s": wall_s}), file=answers, flush=True)
 

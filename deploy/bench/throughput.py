@@ -12,9 +12,9 @@ from longshore.deploy.bench.report import check_writable, conditions, spread, wr
 from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.llm.llm import LLM
 from longshore.deploy.llm.outputs import RequestOutput
+from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.model.folder import read_model_folder
 from longshore.protocol.errors import ConfigError, EngineDead
-from longshore.protocol.sampling import SamplingParams
 
 
 def run(options: ThroughputOptions) -> None:
@@ -43,7 +43,7 @@ def run(options: ThroughputOptions) -> None:
             )
             begin_s = time.perf_counter()
             outputs = llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts], params, progress=False
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
             )
             wall_s = time.perf_counter() - begin_s
             _check(outputs)
@@ -65,13 +65,13 @@ def _engine_settings(options: ThroughputOptions) -> dict[str, Any]:
 
 def _check(outputs: list[RequestOutput]) -> None:
     for output in outputs:
-        if output.error is not None:
-            raise EngineDead(f"{output.request_id} failed: {output.error}")
+        if output.outputs[0].error is not None:
+            raise EngineDead(f"{output.request_id} failed: {output.outputs[0].error}")
 
 
 def _measured(outputs: list[RequestOutput], wall_s: float) -> dict[str, float]:
     num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output_tokens = sum(len(output.token_ids) for output in outputs)
+    num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     return {
         "wall_s": round(wall_s, 4),
         "requests_per_s": round(len(outputs) / wall_s, 3),
@@ -79,5 +79,5 @@ def _measured(outputs: list[RequestOutput], wall_s: float) -> dict[str, float]:
         "total_tokens_per_s": round((num_prompt_tokens + num_output_tokens) / wall_s, 1),
         "output_tokens": num_output_tokens,
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
-        "preemptions": sum(output.num_preemptions for output in outputs),
+        "preemptions": sum(output.outputs[0].num_preemptions for output in outputs),
     }

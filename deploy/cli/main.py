@@ -25,6 +25,7 @@ from longshore.deploy.cli.options import (
     CachePlanOptions,
     ServeOptions,
 )
+from longshore.deploy.cli.vllm_settings import translate_flags
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
@@ -295,7 +296,7 @@ def launch(
     """
     _check_variables(os.environ)
     app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
-    app(tokens)
+    app(translate_flags(tokens) if tokens[:1] == ("serve",) else tokens)
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:

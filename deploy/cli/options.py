@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from cyclopts import Group, Parameter
 
+from longshore.deploy.cli.counts import read_count
 from longshore.deploy.cli.setting_checks import (
     MAX_TIMEOUT_S,
     check_at_least,
@@ -15,6 +16,7 @@ from longshore.deploy.cli.setting_checks import (
     check_duration,
     check_range,
 )
+from longshore.deploy.cli.vllm_settings import translate_settings
 from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
@@ -37,6 +39,7 @@ _RANKS: Final = Parameter(group=Group.create_ordered("Several workers"))
 _CONNECTOR: Final = Parameter(group=Group.create_ordered("KV beyond the device"))
 _EVENTS: Final = Parameter(group=Group.create_ordered("KV events"))
 _OPERATION: Final = Parameter(group=Group.create_ordered("Operation"))
+_TOKENS: Final = Parameter(converter=read_count)
 
 
 def _demo_model(folder: Path) -> str:
@@ -178,8 +181,8 @@ class EngineOptions:
     """
 
     device: Annotated[str, _MODEL] = "auto"
-    tensor_parallel_size: Annotated[int, _RANKS] = 1
-    pipeline_parallel_size: Annotated[int, _RANKS] = 1
+    tensor_parallel_size: Annotated[int, _RANKS, Parameter(alias="-tp")] = 1
+    pipeline_parallel_size: Annotated[int, _RANKS, Parameter(alias="-pp")] = 1
     decode_context_parallel_size: Annotated[int, _RANKS, Parameter(alias="-dcp")] = 1
     cp_kv_cache_interleave_size: Annotated[int, _RANKS] = 1
     rank_timeout_s: Annotated[float, _RANKS] = 120.0
@@ -190,10 +193,10 @@ class EngineOptions:
     block_size: Annotated[int | None, _CACHE] = None
     hash_block_size: Annotated[int | None, _CACHE] = None
     max_num_seqs: Annotated[int, _SCHEDULING] = 256
-    max_num_batched_tokens: Annotated[int, _SCHEDULING] = 2048
-    max_num_scheduled_tokens: Annotated[int | None, _SCHEDULING] = None
+    max_num_batched_tokens: Annotated[int, _SCHEDULING, _TOKENS] = 2048
+    max_num_scheduled_tokens: Annotated[int | None, _SCHEDULING, _TOKENS] = None
     max_num_encoder_input_tokens: Annotated[int | None, _MODEL] = None
-    max_model_len: Annotated[int | None, _MODEL] = None
+    max_model_len: Annotated[int | None, _MODEL, _TOKENS] = None
     scheduling_policy: Annotated[str | None, _SCHEDULING] = None
     async_scheduling: Annotated[bool | None, _SCHEDULING] = None
     enable_prefix_caching: Annotated[bool, _CACHE] = True
@@ -494,11 +497,11 @@ class CachePlanOptions:
 
     plan: str | None = None
     block_size: int | None = None
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_model_len: Annotated[int | None, _TOKENS] = None
+    max_num_batched_tokens: Annotated[int, _TOKENS] = 2048
     max_steps_in_flight: int = 2
     kv_cache_bytes: int = 4 << 30
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Parameter(alias="-tp")] = 1
     decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
     dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -522,10 +525,18 @@ class CachePlanOptions:
 
 
 def engine_options(settings: dict[str, Any]) -> EngineOptions:
-    """EngineOptions from keyword arguments. Raises ConfigError, with the known names, for an
-    unknown one."""
+    """EngineOptions from keyword arguments, also with vLLM's names. Raises ConfigError, with the
+    known names, for an unknown one."""
     known = [setting.name for setting in fields(EngineOptions)]
-    for name in settings:
-        if name not in known:
+    of_server = {each.name: each.default for each in fields(ServeOptions) if each.name not in known}
+    given = {}
+    for name, value in translate_settings(settings).items():
+        if name in known:
+            given[name] = value
+        elif name not in of_server:
             raise ConfigError(f"{name} is not an engine setting; known are {', '.join(known)}")
-    return EngineOptions(**settings)
+        elif value != of_server[name]:
+            raise ConfigError(
+                f"{name} is a setting of `longshore serve`, not of an engine; remove it"
+            )
+    return EngineOptions(**given)

@@ -1,8 +1,8 @@
 """The answers of an `LLM`: each from prompt to output, and many at a time on one engine."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -11,97 +11,147 @@ from tqdm import tqdm
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.llm.blocking_client import BlockingClient
-from longshore.deploy.llm.outputs import RequestOutput, answer_text
-from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
+from longshore.deploy.llm.prompts import PromptInput
+from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
+from longshore.deploy.requests.token_scores import Logprob
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import MultimodalFeature, PoolingParams
+from longshore.protocol.requests import MultimodalFeature, PoolingParams, StructuredOutput
 from longshore.protocol.sampling import SamplingParams
 
 # Far more than run at a time; other requests wait here and not in the engine's queue.
 MAX_LIVE_REQUESTS: Final = 16_384
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
     """One answer in progress.
 
-    first: the first sample of its prompt; None if this is the first.
-    text:  detects stop strings as the answer grows; None without stop strings.
-    shown: text so far, if there are stop strings.
-    live:  the request, once it has been submitted.
-    multimodal, num_primed, pooling: see `LiveRequests.open`.
+    index:       of the answer among those of its prompt.
+    first:       the first answer to its prompt; None if this is the first.
+    decoder:     decodes single tokens, for their scores; None: they have no text.
+    detokenizer: its text, as it grows; None: it has no text.
+    has_stops:   a stop string may end it, so its text is needed after every change.
+    live:        the request, once it has been submitted.
+    token_ids, text, logprobs, cumulative_logprob: the answer so far.
+    other fields: see `LiveRequests.open`.
     """
 
-    prompt_token_ids: list[int]
+    request_id: str
+    prompt: PromptInput
     sampling: SamplingParams
     index: int = 0
     first: "Answer | None" = None
-    text: AnswerText | None = None
-    shown: str = ""
-    live: LiveRequest | None = None
+    decoder: TokenDecoder | None = None
+    detokenizer: AnswerText | None = None
+    has_stops: bool = False
     multimodal: tuple[MultimodalFeature, ...] = ()
     num_primed: int = 0
     pooling: PoolingParams | None = None
+    structured_output: StructuredOutput | None = None
+    skips_reading: bool = False
+    priority: int = 0
+    live: LiveRequest | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
-    def grow(self) -> int | None:
-        """Process new tokens. Returns the number of tokens to keep if a stop string was found.
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string was found; tokens that arrive later are dropped."""
+        return self.detokenizer is not None and self.detokenizer.is_stopped
 
-        Call it for every change of an answer that has `text`.
-        """
-        live, text = self.live, self.text
-        assert live is not None
-        assert text is not None
-        was_stopped = text.is_stopped
-        if was_stopped:
-            return None
-        end = live.finished
-        is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
-        new_ids = live.new_token_ids[text.num_tokens :]
-        self.shown += text.append(new_ids[:-1] if is_ended_by_token else new_ids)
-        if end is not None:
-            self.shown += text.finish()
-        return text.num_tokens if text.is_stopped else None
+    def fields(self) -> RequestFields:
+        """What its request needs beside prompt and sampling settings; the caller sets `on_change`
+        and `fork_of`."""
+        return RequestFields(
+            on_change=_ignore,
+            fork_of=None if self.first is None else self.first.live,
+            multimodal=self.multimodal,
+            num_primed=self.num_primed,
+            pooling=self.pooling,
+            structured_output=self.structured_output,
+            skips_reading=self.skips_reading,
+            priority=self.priority,
+            cache_salt=self.prompt.cache_salt,
+        )
 
-    def output(self, decoder: TokenDecoder | None) -> RequestOutput:
-        """The output; call it once, when the request has finished. decoder: if None, the text is
-        empty."""
+    def absorb(self) -> int | None:
+        """Process new tokens. Returns the number of tokens to keep if they have a stop string."""
         live = self.live
         assert live is not None
-        assert live.finished is not None
-        end = live.finished
+        end, was_stopped = live.finished, self.is_stopped
         token_ids = live.take_token_ids()
-        logprobs = prompt_logprobs = None
+        scores = [] if self.sampling.logprobs is None else live.take_scores(len(token_ids))
+        if was_stopped:
+            return None
+        if token_ids and not self.token_ids and self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [
+                None if score is None else score.by_token(self._decode)
+                for score in live.take_prompt_scores()
+            ]
+        if (text := self.detokenizer) is not None:
+            is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
+            self.text += text.append(token_ids[:-1] if is_ended_by_token else token_ids)
+            if end is not None:
+                self.text += text.finish()
+            if text.is_stopped:
+                num_kept = text.num_tokens - len(self.token_ids)
+                token_ids, scores = token_ids[:num_kept], scores[:num_kept]
+        self.token_ids += token_ids
+        self.logprobs += [score.by_token(self._decode) for score in scores]
+        self.cumulative_logprob += sum(score.logprob for score in scores)
+        return len(self.token_ids) if self.is_stopped else None
+
+    def _decode(self, token_ids: Sequence[int]) -> str | None:
+        return None if self.decoder is None else self.decoder.decode(token_ids)
+
+    def output(self) -> CompletionOutput:
+        """The answer so far, as of the last `absorb`. It shares the lists of this object."""
+        output = CompletionOutput(self.index, self.text, self.token_ids)
         if self.sampling.logprobs is not None:
-            logprobs = [score.by_token() for score in live.take_scores(len(token_ids))]
-        text, reason = self.shown, end.reason
-        if self.text is None:
-            text = answer_text(decoder, self.prompt_token_ids, token_ids, reason)
-        elif self.text.is_stopped:  # drop tokens computed before the engine was notified
-            reason, num_tokens = FinishReason.STOPPED, self.text.num_tokens
-            token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
-        if self.sampling.prompt_logprobs is not None and token_ids:
-            scores = live.take_prompt_scores()
-            prompt_logprobs = [None if score is None else score.by_token() for score in scores]
-        return RequestOutput(
-            request_id=live.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=token_ids,
-            text=text,
-            finish_reason=reason.api_name,
-            num_cached_tokens=end.num_cached_tokens,
-            num_preemptions=end.num_preemptions,
-            error=end.message,
-            index=self.index,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            kv_transfer_params=end.kv_transfer_params,
-        )
+            output.logprobs = self.logprobs
+            output.cumulative_logprob = self.cumulative_logprob
+        end = None if self.live is None else self.live.finished
+        if end is None:
+            return output
+        reason = FinishReason.STOPPED if self.is_stopped else end.reason
+        output.finish_reason = reason.api_name
+        output.stop_reason = self._stop_reason(reason)
+        output.num_cached_tokens = end.num_cached_tokens
+        output.num_preemptions = end.num_preemptions
+        output.error = end.message
+        output.kv_transfer_params = end.kv_transfer_params
+        return output
+
+    def _stop_reason(self, reason: FinishReason) -> int | str | None:
+        if self.detokenizer is not None and self.is_stopped:
+            return self.detokenizer.stop_string
+        if reason is FinishReason.STOPPED and self.token_ids:
+            last = self.token_ids[-1]
+            return last if last in self.sampling.stop_token_ids else None
+        return None
+
+
+def request_output(request_id: str, answers: Sequence[Answer]) -> RequestOutput:
+    """The output for a prompt with these answers, each as of its last `absorb`."""
+    first, outputs = answers[0], [answer.output() for answer in answers]
+    return RequestOutput(
+        request_id,
+        first.prompt.text,
+        first.prompt.token_ids,
+        outputs,
+        finished=all(output.finished() for output in outputs),
+        num_cached_tokens=outputs[0].num_cached_tokens,
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 def run_answers(
     answers: Sequence[Answer],
     client: BlockingClient,
-    request_ids: Iterator[str],
     bar: "tqdm[Any]",
 ) -> None:
     """Submit all answers, at most MAX_LIVE_REQUESTS at a time, and wait until they are complete."""
@@ -110,9 +160,9 @@ def run_answers(
     num_tokens = 0
     while True:
         while waiting and len(requests) < MAX_LIVE_REQUESTS:
-            _submit(waiting.popleft(), client, next(request_ids))
+            _submit(waiting.popleft(), client)
         if not (num_live := len(requests)):
-            return
+            break
         outputs = client.engine.receive()
         if outputs is None:
             continue
@@ -122,24 +172,23 @@ def run_answers(
             elapsed_s = bar.format_dict["elapsed"] or 1.0
             bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tokens/s", refresh=False)
             bar.update(num_ended)
+    for answer in answers:
+        if answer.pooling is None:
+            answer.absorb()
 
 
-def _submit(answer: Answer, client: BlockingClient, request_id: str) -> None:
+def _submit(answer: Answer, client: BlockingClient) -> None:
+    fields = answer.fields()
+    if answer.has_stops:
+        fields["on_change"] = partial(_stop_if_found, answer, client)
     answer.live = client.submit(
-        request_id,
-        answer.prompt_token_ids,
-        answer.sampling,
-        on_change=_ignore if answer.text is None else partial(_stop_if_found, answer, client),
-        fork_of=None if answer.first is None else answer.first.live,
-        multimodal=answer.multimodal,
-        num_primed=answer.num_primed,
-        pooling=answer.pooling,
+        answer.request_id, answer.prompt.token_ids, answer.sampling, **fields
     )
 
 
 def _stop_if_found(answer: Answer, client: BlockingClient) -> None:
     """Stop the request if its answer has grown to a stop string."""
-    num_kept = answer.grow()
+    num_kept = answer.absorb()
     if num_kept is not None and answer.live is not None:
         client.stop(answer.live, num_kept)
 

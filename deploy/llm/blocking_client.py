@@ -12,12 +12,15 @@ from longshore.deploy.requests.live_requests import (
 from longshore.protocol.outputs import EngineOutputs
 from longshore.protocol.requests import ClientRequest
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.statistics import SchedulerStats
 
 
 class EngineConnection(Protocol):
     """An engine in processes of its own, or in this process.
 
     num_blocks: blocks of its KV cache, including the null block.
+    stats:      its latest statistics, which may be a second old; None before the first.
+    reset_prefix_cache: False while a request holds blocks.
     """
 
     @property
@@ -26,6 +29,10 @@ class EngineConnection(Protocol):
     def send(self, message: ClientRequest) -> None: ...
 
     def receive(self) -> EngineOutputs | None: ...
+
+    def stats(self) -> SchedulerStats | None: ...
+
+    def reset_prefix_cache(self) -> bool: ...
 
     def close(self) -> None: ...
 

@@ -1,47 +1,32 @@
-"""`LLM.embed`: requests for embeddings, and their outputs."""
+"""`LLM.embed` and `LLM.encode`: requests for embeddings, and their outputs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from longshore.deploy.llm.answer import Answer
+from longshore.deploy.llm.outputs import PooledT, PoolingRequestOutput
+from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.model.embedding import NOT_SAMPLED
 from longshore.protocol.arrays import Float32Array
 from longshore.protocol.requests import PoolingParams
 
 
-@dataclass(frozen=True, eq=False)
-class EmbeddingOutput:
-    """The embedding of one prompt.
-
-    embedding:         float32; empty if the request failed.
-    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    num_preemptions:   how often the request was preempted.
-    error:             why the request failed; None if it did not.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    embedding: Float32Array
-    num_cached_tokens: int
-    num_preemptions: int
-    error: str | None = None
+def pooled_answer(request_id: str, prompt: PromptInput, pooling: PoolingParams) -> Answer:
+    return Answer(request_id, prompt, NOT_SAMPLED, pooling=pooling)
 
 
-def pooled_answers(prompts: Sequence[list[int]], pooling: PoolingParams) -> list[Answer]:
-    return [Answer(ids, NOT_SAMPLED, pooling=pooling) for ids in prompts]
-
-
-def embedding_output(answer: Answer) -> EmbeddingOutput:
+def pooled_output(
+    answer: Answer, make: Callable[[Float32Array], PooledT]
+) -> PoolingRequestOutput[PooledT]:
     """The output; call it when the request has finished."""
     live = answer.live
     assert live is not None
     end = live.finished
     assert end is not None
-    return EmbeddingOutput(
+    return PoolingRequestOutput(
         live.request_id,
-        answer.prompt_token_ids,
-        end.pooled,
+        make(end.pooled),
+        answer.prompt.token_ids,
         end.num_cached_tokens,
-        end.num_preemptions,
-        end.message,
+        num_preemptions=end.num_preemptions,
+        error=end.message,
     )

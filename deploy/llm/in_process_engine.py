@@ -35,7 +35,7 @@ from longshore.protocol.requests import (
     ContinueSession,
     StopFound,
 )
-from longshore.protocol.statistics import DescribeEngine
+from longshore.protocol.statistics import DescribeEngine, SchedulerStats
 from longshore.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -121,6 +121,15 @@ class InProcessEngine:
     @property
     def num_blocks(self) -> int:
         return self.worker.kv_cache.num_blocks
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.make_stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Uncache all prefixes; False while a request holds blocks. Raises EngineDead."""
+        self._check_alive()
+        with self._uninterrupted():
+            return self.scheduler.reset_prefix_cache(time.monotonic())
 
     def send(self, message: ClientRequest) -> None:
         self._check_alive()

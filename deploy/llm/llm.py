@@ -4,62 +4,72 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import msgspec
 from tqdm import tqdm
 
 from longshore.deploy.cli.options import engine_options
-from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
-from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, run_answers
-from longshore.deploy.llm.beams import beam_output, run_searches
+from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, request_output, run_answers
+from longshore.deploy.llm.beams import BeamSearchParams, beam_sequence, run_searches
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
-from longshore.deploy.llm.embeddings import (
-    EmbeddingOutput,
-    embedding_output,
-    pooled_answers,
-)
+from longshore.deploy.llm.chats import Message
+from longshore.deploy.llm.embeddings import pooled_answer
 from longshore.deploy.llm.in_process_engine import InProcessEngine
+from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import (
     BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
     TranscriptionOutput,
 )
-from longshore.deploy.llm.prompts import TOKEN_IDS_KEY, Prompt, prompt_token_ids
+from longshore.deploy.llm.pooler import Pooler
+from longshore.deploy.llm.pooling_params import PoolingParams
+from longshore.deploy.llm.progress import Progress, progress_bar
+from longshore.deploy.llm.prompts import Prompt, PromptInput
 from longshore.deploy.llm.remote_engine import RemoteEngine
-from longshore.deploy.llm.scores import (
-    ClassificationRequestOutput,
-    ScoringRequestOutput,
-    classified,
-    compared,
-    scored,
-    text_pairs,
-)
+from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
+from longshore.deploy.llm.sampling_params import SamplingParams
+from longshore.deploy.llm.scores import text_pairs
+from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
     transcribe,
 )
-from longshore.deploy.model.classifier import CLASSIFIED
-from longshore.deploy.model.folder import ModelFolder, read_model_folder
+from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.audio import Audio
-from longshore.deploy.requests.beam_search import BeamSearch, BeamSearchParams
+from longshore.deploy.requests.beam_search import BeamSearch
+from longshore.deploy.requests.beam_search import BeamSearchParams as EngineBeamSearchParams
 from longshore.deploy.requests.live_requests import LiveRequests, seed_source
-from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.speech import SpeechModel, Task
-from longshore.deploy.requests.validation import plain_params, sampling_problem
 from longshore.deploy.supervisor.engine_config import plan_engine
 from longshore.protocol.errors import EngineDead
-from longshore.protocol.requests import PoolingKind, PoolingParams
-from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
-DEFAULT_MAX_TOKENS: Final = 16
+NOT_METHODS: Final = {
+    "apply_model": "the model runs in worker processes, which take no functions",
+    "collective_rpc": "the model runs in worker processes, which take no functions",
+    "init_weight_transfer_engine": "weights do not change while an engine runs",
+    "llm_engine": "an LLM has no other engine object; see its own methods",
+    "reward": "use classify with use_activation=False",
+    "set_tokenizer": "the tokenizer is that of the model folder",
+    "sleep": "an engine keeps its memory until it is closed; close the LLM and make another one",
+    "start_profile": "serve the model and use `longshore admin profile`",
+    "stop_profile": "serve the model and use `longshore admin profile`",
+    "update_weights": "weights do not change while an engine runs",
+    "wake_up": "an engine does not sleep",
+}
+"""Names of vLLM's `LLM` that do not exist here, and why."""
 
 
 class LLM:
@@ -80,27 +90,42 @@ class LLM:
         """
         options = engine_options({"log_level": "warning", **settings})
         self._model = read_model_folder(model)
-        self._tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
+        tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
         plan = plan_engine(options, self._model)
         self._plan = plan
         self._max_model_len = plan.identity.max_model_len
-        self._decoder: TokenDecoder | None = self._tokenizer
+        decoder: TokenDecoder | None = tokenizer
         self._speech: SpeechModel | None = None
         if self._model.audio is not None:
             self._speech = SpeechModel(
                 self._model.path,
                 self._model.audio,
-                self._tokenizer,
+                tokenizer,
                 vocab_size=self._model.vocab_size,
                 max_model_len=self._max_model_len,
             )
-            self._decoder = self._speech.tokenizer
+            decoder = self._speech.tokenizer
+        self._reader = RequestReader(
+            self._model,
+            tokenizer,
+            decoder,
+            max_model_len=self._max_model_len,
+            compiles_grammars=not in_process,
+        )
         self._requests = LiveRequests(seed_source(options.seed))
         # No generator: an interrupt inside one would end it.
         self._request_ids = map("llm-{}".format, itertools.count(1))
         self._engine: EngineConnection = InProcessEngine(plan) if in_process else RemoteEngine(plan)
         self._client = BlockingClient(self._requests, self._engine)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
+
+    def __getattr__(self, name: str) -> NoReturn:
+        reason = NOT_METHODS.get(name)
+        raise AttributeError(
+            f"LLM has no attribute {name!r}"
+            if reason is None
+            else f"LLM.{name} is not supported: {reason}"
+        )
 
     @property
     def settings_in_force(self) -> dict[str, Any]:
@@ -116,43 +141,126 @@ class LLM:
             },
         }
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ValueError if the model folder has none."""
+        tokenizer = self._reader.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self._model.path} has no tokenizer.json")
+        return Tokenizer(tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
+        return self._reader.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics, with the names on /metrics; they can be a second old. Empty before
+        the first."""
+        self._check_open()
+        with self._cleaned_up():
+            stats = self._engine.stats()
+        return [] if stats is None else metrics_of(stats)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; False if a request or transfer holds blocks."""
+        self._check_open()
+        with self._cleaned_up():
+            return self._engine.reset_prefix_cache()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        n: int = 1,
-        stop: str | Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        progress: bool = True,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more prompts, all at once; returns outputs in the order of the prompts.
 
-        prompts: texts, or `{"prompt_token_ids": [...]}`.
-        params:  for all prompts, or one per prompt. None: the model's defaults, and 16 tokens if
-                 the model sets no limit.
-        n:       answers per prompt, which are consecutive. They share the prompt's blocks. Each has
-                 its own seed, derived from the seed in `params`, if any.
-        stop:    strings that end an answer, after at least `min_tokens` tokens. The answer excludes
-                 them, unless `include_stop_str_in_output`.
+        prompts:         texts, lists of token ids, `{"prompt": ...}` or
+                         `{"prompt_token_ids": [...]}`, the latter two also with `cache_salt`.
+        sampling_params: for all prompts, or one per prompt. None: the model's defaults.
+        use_tqdm:        show a progress bar, or how to make one: a class like `tqdm`.
+        lora_request:    None: LoRA adapters are not supported.
+        priority:        of each prompt, for the scheduling policy `priority`; lower is earlier.
         Raises ValueError for an invalid prompt, EngineDead if the engine dies or is closed. An
         interrupt aborts running requests; the LLM stays usable.
         """
         self._check_takes(text=True)
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1")
-        token_ids = self._token_ids(prompts)
-        params_list = self._params_per_prompt(params, len(token_ids))
-        texts = tuple([stop] if isinstance(stop, str) else stop)
-        answers: list[Answer] = []
-        for ids, sampling in zip(token_ids, params_list, strict=True):
-            first = None
-            stops = StopStrings(texts, include_stop_str_in_output, sampling.min_tokens)
-            for index, sample in enumerate(sample_params(sampling, n)):
-                answers.append(Answer(ids, sample, index, first, self._watched(ids, stops)))
-                first = first or answers[-1]
-        with _progress_bar("generate", len(answers), is_shown=progress) as bar:
-            return self._answer_all(answers, bar)
+        check_no_lora(lora_request)
+        inputs = self._reader.read_all(prompts)
+        params = self._reader.check_each(sampling_params, len(inputs))
+        return self._generate(inputs, params, use_tqdm=use_tqdm, priority=priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto"] = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one or more chats; each is rendered to a prompt with the model's chat template.
+
+        messages:      a chat or a list of chats, each a list of messages in OpenAI's format.
+        chat_template: Jinja source of a template to use instead of the model's.
+        chat_template_content_format: templates get the content of a message as text.
+        add_generation_prompt: the prompt ends where the assistant's answer begins.
+        continue_final_message: the prompt ends with the last message, to be continued.
+        tools:         descriptions of tools, in OpenAI's format, for the template. The answer is
+                       the model's text, including its calls.
+        chat_template_kwargs: variables of the template.
+        Other arguments and errors as in `generate`.
+        """
+        self._check_takes(text=True)
+        check_no_lora(lora_request)
+        if chat_template_content_format != "auto":
+            raise ValueError(
+                f"chat_template_content_format={chat_template_content_format!r} is not supported; "
+                "templates get the content of a message as text"
+            )
+        inputs = self._reader.read_chats(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs,
+        )
+        params = self._reader.check_each(sampling_params, len(inputs))
+        return self._generate(inputs, params, use_tqdm=use_tqdm)
+
+    def _generate(
+        self,
+        inputs: Sequence[PromptInput],
+        params: Sequence[CheckedParams],
+        *,
+        use_tqdm: Progress,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        priorities = [0] * len(inputs) if priority is None else priority
+        if len(priorities) != len(inputs):
+            raise ValueError(f"{len(priorities)} priorities for {len(inputs)} prompts")
+        request_ids = [next(self._request_ids) for _ in inputs]
+        by_prompt = [
+            self._reader.answers(request_id, prompt, checked, priority=importance)
+            for request_id, prompt, checked, importance in zip(
+                request_ids, inputs, params, priorities, strict=True
+            )
+        ]
+        answers = [answer for group in by_prompt for answer in group]
+        with progress_bar("generate", len(answers), use_tqdm) as bar:
+            self._answer_all(answers, bar)
+        return [
+            request_output(request_id, group)
+            for request_id, group in zip(request_ids, by_prompt, strict=True)
+        ]
 
     def transcribe(
         self,
@@ -161,8 +269,8 @@ class LLM:
         language: str | None = None,
         task: Task = "transcribe",
         prompt: str | None = None,
-        params: SamplingParams | None = None,
-        progress: bool = True,
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: Progress = True,
     ) -> list[TranscriptionOutput]:
         """Transcribe one or more audio inputs, with a speech model.
 
@@ -171,7 +279,7 @@ class LLM:
         language: code of the spoken language, such as `en`. None: it is detected per input.
         task:     `translate` returns English text.
         prompt:   preceding text, which sets the style and the spelling of names.
-        params:   None: greedy, without a token limit.
+        sampling_params: None: greedy, without a token limit.
         Raises ValueError for invalid audio; otherwise as `generate`.
         """
         self._check_takes(text=False)
@@ -179,28 +287,23 @@ class LLM:
 
         def answer(requests: Sequence[SpeechRequest]) -> list[RequestOutput]:
             answers = [
-                Answer(
-                    each.prompt_token_ids,
-                    each.sampling,
-                    multimodal=(each.feature,),
-                    num_primed=each.num_primed,
-                )
-                for each in requests
+                self._reader.speech_answer(next(self._request_ids), request) for request in requests
             ]
             bar.total += len(answers)
-            return self._answer_all(answers, bar)
+            self._answer_all(answers, bar)
+            return [request_output(answer.request_id, [answer]) for answer in answers]
 
-        if params is None:
-            params = SamplingParams(temperature=0, max_tokens=None)
-        (params,) = self._params_per_prompt(params, 1)
-        with _progress_bar("transcribe", 0, is_shown=progress) as bar:
+        if sampling_params is None:
+            sampling_params = SamplingParams(temperature=0, max_tokens=None)
+        params = self._reader.check(sampling_params)
+        with progress_bar("transcribe", 0, use_tqdm) as bar:
             return transcribe(
                 self._speech,
                 as_list(audio),
                 language=language,
                 task=task,
                 prompt=prompt,
-                params=params,
+                params=params.engine_params,
                 answer=answer,
             )
 
@@ -208,99 +311,98 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        kind: PoolingKind | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        progress: bool = True,
-    ) -> list[EmbeddingOutput]:
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
         """An embedding of each prompt, pooled from the hidden states after the model's last norm.
-
-        kind:       `last`, `mean` or `cls`. None: the model folder's setting, else `last`.
-        normalize:  normalize to length 1. None: the model folder's setting, else True.
-        dimensions: number of leading elements to keep.
-        Other arguments and errors as in `generate`.
-        """
+        Arguments and errors as in `generate`."""
         self._check_takes(text=True, vectors=True)
-        assert self._model.embedding is not None
-        pooling = self._model.embedding.pooling(
-            kind=kind, normalize=normalize, dimensions=dimensions
-        )
-        return self._pooled("embed", prompts, pooling, progress=progress)
+        check_no_lora(lora_request)
+        return self._pooler.embed(prompts, pooling_params or PoolingParams(), use_tqdm)
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_activation: bool = True,
-        progress: bool = True,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The label of each prompt, with a model for sequence classification.
-
-        use_activation: False returns scores before the head's activation, as `probs`.
-        Other arguments and errors as in `generate`.
-        """
+        """The label of each prompt, with a model for sequence classification. Arguments and errors
+        as in `generate`."""
         self._check_takes(text=True, vectors=True, labels=True)
-        classifier = self._model.classifier
-        if classifier is None:
-            raise ValueError(f"{self._model.name} has no classification head")
-        ends = self._pooled("classify", prompts, CLASSIFIED, progress=progress)
-        return [classified(end, classifier, use_activation=use_activation) for end in ends]
+        check_no_lora(lora_request)
+        return self._pooler.classify(prompts, pooling_params or PoolingParams(), use_tqdm)
 
     def score(
         self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
         *,
-        use_activation: bool = True,
-        progress: bool = True,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts fit each other: one `text_1` with each of `text_2`, or as many of each.
+        """How well texts fit each other: one of `data_1` with each of `data_2`, or as many of each.
 
         A model with a classification head of one label scores each pair in one prompt, other
-        models give the cosine of the two embeddings.
-        use_activation: False returns scores before the head's activation.
-        Other arguments and errors as in `generate`.
+        models give the cosine of the two embeddings. Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True, vectors=True, labels=True)
-        pairs = text_pairs(text_1, text_2)
-        classifier, tokenizer = self._model.classifier, self._tokenizer
-        if classifier is None:
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            vectors = self.embed(texts, normalize=True, progress=progress)
-            ends = dict(zip(texts, vectors, strict=True))
-            return [compared(ends[one], ends[other]) for one, other in pairs]
-        if len(classifier.labels) > 1:
-            raise ValueError(
-                f"{self._model.name} has {len(classifier.labels)} labels, so no single score: use "
-                "LLM.classify"
-            )
-        if tokenizer is None:
-            raise ValueError(f"{self._model.path} has no tokenizer.json, which pairs need")
-        prompts = [
-            {TOKEN_IDS_KEY: tokenizer.join(tokenizer.part(one), tokenizer.part(other))}
-            for one, other in pairs
-        ]
-        outputs = self.classify(prompts, use_activation=use_activation, progress=progress)
-        return [scored(output) for output in outputs]
+        check_no_lora(lora_request)
+        pairs = text_pairs(data_1, data_2)
+        return self._pooler.score(pairs, pooling_params or PoolingParams(), use_tqdm)
 
-    def _pooled(
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: Literal["embed", "classify"] | None = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What `embed` or `classify` return, as arrays in `outputs.data`. pooling_task: None: what
+        the model is made for."""
+        self._check_takes(text=True, vectors=True, labels=True)
+        check_no_lora(lora_request)
+        if pooling_task not in (None, "embed", "classify"):
+            raise ValueError(f"pooling_task={pooling_task!r} is not supported; use embed, classify")
+        if pooling_task is None:
+            pooling_task = "embed" if self._model.classifier is None else "classify"
+        params = pooling_params or PoolingParams()
+        if pooling_task == "classify":
+            return self._pooler.encode_labels(prompts, params, use_tqdm)
+        self._check_takes(text=True, vectors=True)
+        return self._pooler.encode(prompts, params, use_tqdm)
+
+    @property
+    def _pooler(self) -> Pooler:
+        """A new one each time: kept here, it would keep this object alive after its last use."""
+        return Pooler(self._model, self._reader, self._pool)
+
+    def _pool(
         self,
         what: str,
-        prompts: Prompt | Sequence[Prompt],
-        pooling: PoolingParams,
-        *,
-        progress: bool,
-    ) -> list[EmbeddingOutput]:
-        answers = pooled_answers(self._token_ids(prompts, gives_tokens=False), pooling)
-        with _progress_bar(what, len(answers), is_shown=progress) as bar, self._cleaned_up():
-            run_answers(answers, self._client, self._request_ids, bar)
-        return [embedding_output(answer) for answer in answers]
+        prompts: Sequence[PromptInput],
+        pooling: EnginePoolingParams,
+        use_tqdm: Progress,
+    ) -> list[Answer]:
+        answers = [pooled_answer(next(self._request_ids), prompt, pooling) for prompt in prompts]
+        with progress_bar(what, len(answers), use_tqdm) as bar:
+            self._answer_all(answers, bar)
+        return answers
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineDead("this LLM has been closed")
 
     def _check_takes(self, *, text: bool, vectors: bool = False, labels: bool = False) -> None:
         """Raise EngineDead if this LLM is closed, ValueError if the model does not support the
         call."""
-        if not self._finalizer.alive:
-            raise EngineDead("this LLM has been closed")
+        self._check_open()
         if text and self._speech is not None:
             raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
         if not text and self._speech is None:
@@ -312,44 +414,36 @@ class LLM:
             raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        beam_width: int,
-        max_tokens: int,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        ignore_eos: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely answers to each prompt, found by a beam search equal to
-        transformers' `generate(num_beams=...)`; see `BeamSearchParams`.
-
-        max_tokens: limit of output tokens; the model's length limits them too.
-        Other arguments and errors as in `generate`.
-        """
+        """The most likely answers to each prompt, found by a beam search equal to transformers'
+        `generate(num_beams=...)`. Prompts and errors as in `generate`."""
         self._check_takes(text=True)
         searches = []
-        for ids in self._token_ids(prompts):
-            params = BeamSearchParams(
-                beam_width,
-                min(max_tokens, self._max_model_len - len(ids)),
-                length_penalty,
-                early_stopping,
-                frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
+        for prompt in self._reader.read_all(prompts):
+            ids = prompt.token_ids
+            search_params = EngineBeamSearchParams(
+                params.beam_width,
+                min(params.max_tokens, self._max_model_len - len(ids)),
+                params.length_penalty,
+                params.early_stopping,
+                frozenset() if params.ignore_eos else frozenset(self._model.eos_token_ids),
             )
             request_id = next(self._request_ids)
             searches.append(
-                BeamSearch(self._client, request_id, ids, params, on_change=lambda: None)
+                BeamSearch(self._client, request_id, ids, search_params, on_change=lambda: None)
             )
         with self._cleaned_up():
-            max_live = max(1, MAX_LIVE_REQUESTS // beam_width)
+            max_live = max(1, MAX_LIVE_REQUESTS // params.beam_width)
             errors = run_searches(searches, self._client, max_live=max_live)
         return [
-            BeamSearchOutput(list(search.prompt_token_ids), [], errors[search])
+            BeamSearchOutput([], errors[search])
             if search in errors
             else BeamSearchOutput(
-                list(search.prompt_token_ids),
-                [beam_output(self._decoder, search, finished) for finished in search.finished],
+                [
+                    beam_sequence(self._reader.decoder, search, finished)
+                    for finished in search.finished
+                ]
             )
             for search in searches
         ]
@@ -367,53 +461,9 @@ class LLM:
             self._abort_all()
             raise
 
-    def _params_per_prompt(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if params is None:
-            params = default_params(self._model)
-        if isinstance(params, SamplingParams):
-            params = [params] * num_prompts
-        if len(params) != num_prompts:
-            raise ValueError(f"{len(params)} params for {num_prompts} prompts; pass one per prompt")
-        params = [plain_params(sampling) for sampling in params]
-        for sampling in params:
-            problem = sampling_problem(sampling, vocab_size=self._model.vocab_size)
-            if problem is not None:
-                raise ValueError(problem)
-        return params
-
-    def _token_ids(
-        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
-    ) -> list[list[int]]:
-        """Token ids of each prompt. Raises ValueError naming an invalid prompt."""
-        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        limits = {"vocab_size": self._model.vocab_size, "max_model_len": self._max_model_len}
-        return [
-            prompt_token_ids(
-                prompt,
-                index,
-                self._tokenizer,
-                self._model.path,
-                gives_tokens=gives_tokens,
-                **limits,
-            )
-            for index, prompt in enumerate(prompt_list)
-        ]
-
-    def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> list[RequestOutput]:
+    def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
         with self._cleaned_up():
-            run_answers(answers, self._client, self._request_ids, bar)
-        return [answer.output(self._decoder) for answer in answers]
-
-    def _watched(self, prompt_token_ids: list[int], stops: StopStrings) -> AnswerText | None:
-        if not stops.texts:
-            return None
-        if self._tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
-        if not all(stops.texts):
-            raise ValueError("stop has an empty string")
-        return AnswerText(self._tokenizer, prompt_token_ids, stops)
+            run_answers(answers, self._client, bar)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
@@ -428,23 +478,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _progress_bar(what: str, num_requests: int, *, is_shown: bool) -> "tqdm[Any]":
-    return tqdm(total=num_requests, desc=what, unit="req", disable=not is_shown, file=sys.stderr)
-
-
-def default_params(model: ModelFolder) -> SamplingParams:
-    """The defaults of the model's generation_config.json."""
-    defaults = model.sampling_defaults
-    return SamplingParams(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        max_tokens=DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
-    )
 
 
 def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:

@@ -1,60 +1,133 @@
-"""Prompts of an `LLM`: texts or token ids."""
+"""Prompts of `LLM` and `AsyncLLM`: texts or token ids, in the forms that vLLM takes."""
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, NotRequired, TypeAlias, TypedDict
+
+import numpy as np
 
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.requests.validation import prompt_problem
 
-Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
-
-TOKEN_IDS_KEY: Final = "prompt_token_ids"
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
-def prompt_token_ids(
-    prompt: Prompt,
-    index: int,
-    tokenizer: ModelTokenizer | None,
-    model_dir: Path,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    gives_tokens: bool,
-) -> list[int]:
-    """The prompt's token ids. index: its index in the list. gives_tokens: an output token must fit
-    too. Raises ValueError."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
+class TextPrompt(TypedDict):
+    """A text; see `Prompt`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids. prompt: their text, which outputs repeat."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+FORMS: Final = 'a text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
+_KEYS: Final = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_UNSUPPORTED: Final = {
+    "multi_modal_data": "this method takes no images, audio or video; audio goes to LLM.transcribe",
+    "mm_processor_kwargs": "this method takes no images, audio or video",
+    "prompt_embeds": "pass the text or the token ids",
+    "encoder_prompt": "audio goes to LLM.transcribe",
+}
+
+
+@dataclass(frozen=True)
+class PromptInput:
+    """A prompt that has been parsed.
+
+    text:       None if only its token ids were given.
+    cache_salt: only prompts with the same salt share cached prefixes.
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of one or more prompts. Integers are the token ids of one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PromptParser:
+    """Parses prompts for one model.
+
+    tokenizer: None: prompts must be token ids.
+    """
+
+    tokenizer: ModelTokenizer | None
+    model_dir: Path
+    vocab_size: int
+    max_model_len: int
+
+    def parse(self, prompt: Prompt, where: str, *, gives_tokens: bool = True) -> PromptInput:
+        """The prompt's tokens. where: name of the prompt in errors. gives_tokens: at least one
+        output token must fit too. Raises ValueError."""
+        text: str | None = None
+        salt: str | None = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            for name in sorted(prompt.keys() - _KEYS):
+                reason = _UNSUPPORTED.get(name, f"a prompt is {FORMS}")
+                raise ValueError(f"{where}: {name} is not supported; {reason}")
+            text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+            if not isinstance(text, str | None) or not isinstance(salt, str | None):
+                raise ValueError(f"{where}: prompt and cache_salt must be texts")
+        elif not isinstance(prompt, Sequence | np.ndarray):
+            raise ValueError(f"{where} must be {FORMS}, not a {type(prompt).__name__}")
+        given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if given is None or given is text:
+            if text is None:
+                raise ValueError(f"{where} must be {FORMS}")
+            ids = self._encode(text)
+        else:
+            ids = _as_ids(given, where)
+        return self.checked(PromptInput(ids, text, salt), where, gives_tokens=gives_tokens)
+
+    def parse_rendered(self, text: str, where: str) -> PromptInput:
+        """A rendered chat, whose template has added the special tokens."""
+        assert self.tokenizer is not None
+        return self.checked(PromptInput(self.tokenizer.encode_rendered(text), text), where)
+
+    def checked(self, prompt: PromptInput, where: str, *, gives_tokens: bool = True) -> PromptInput:
+        """Raises ValueError if the model cannot compute it."""
+        problem = prompt_problem(
+            prompt.token_ids,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            gives_tokens=gives_tokens,
+        )
+        if problem is not None:
+            raise ValueError(f"{where}: {problem}")
+        return prompt
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
             raise ValueError(
-                f'{model_dir} has no tokenizer.json: pass prompts as {{"{TOKEN_IDS_KEY}": [...]}}'
+                f'{self.model_dir} has no tokenizer.json: pass prompts as {{"prompt_token_ids": '
+                "[...]}"
             )
-        prompt.encode()  # raises ValueError for a lone surrogate
-        token_ids = tokenizer.encode(prompt)
-    elif not isinstance(prompt, Mapping):
-        raise ValueError(
-            f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-            f"not a {type(prompt).__name__}"
-        )
-    elif set(prompt) == {TOKEN_IDS_KEY}:
-        token_ids = _as_ids(prompt[TOKEN_IDS_KEY], index)
-    else:
-        raise ValueError(
-            f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-            f"not a mapping with the keys {sorted(prompt)}"
-        )
-    problem = prompt_problem(
-        token_ids, vocab_size=vocab_size, max_model_len=max_model_len, gives_tokens=gives_tokens
-    )
-    if problem is not None:
-        raise ValueError(f"prompts[{index}]: {problem}")
-    return token_ids
+        text.encode()  # raises ValueError for a lone surrogate
+        return self.tokenizer.encode(text)
 
 
-def _as_ids(values: Sequence[int], index: int) -> list[int]:
+def _as_ids(values: Any, where: str) -> list[int]:
     """Token ids from a list or array of Python's or numpy's integers."""
     try:
         return list(map(operator.index, values))
     except TypeError as error:
-        raise ValueError(f"prompts[{index}]: token ids must be integers: {error}") from error
+        raise ValueError(f"{where}: token ids must be integers: {error}") from error

@@ -1,18 +1,13 @@
-"""An engine in its own processes, for `LLM`: starts them, exchanges messages and stops them."""
+"""An engine in its own processes, for `LLM`: exchanges messages with it."""
 
-import sys
 from collections import deque
 from typing import Final, assert_never
 
 import zmq
 
-from longshore.deploy.supervisor.engine_config import (
-    EnginePlan,
-    engine_processes,
-)
-from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
-from longshore.deploy.supervisor.runtime_dir import RuntimeDir
-from longshore.deploy.supervisor.supervisor import Supervisor
+from longshore.deploy.llm.engine_processes import EngineProcesses
+from longshore.deploy.supervisor.engine_config import EnginePlan
+from longshore.protocol.commands import ResetCache
 from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (
@@ -23,12 +18,19 @@ from longshore.protocol.outputs import (
     EnginePaused,
 )
 from longshore.protocol.requests import ClientRequest
-from longshore.protocol.statistics import BlockSnapshot, DescribeBlocks, EngineReport
+from longshore.protocol.statistics import (
+    BlockSnapshot,
+    DescribeBlocks,
+    EngineReport,
+    SchedulerStats,
+)
 from longshore.protocol.transport.channel import ClientChannel, open_socket
 
 HELLO_TIMEOUT_S: Final = 10.0
 # Interval of checks that the processes are alive, while no message arrives.
 DEATH_CHECK_S: Final = 0.2
+# The scheduler answers a command at once, between two steps.
+COMMAND_POLL_S: Final = 0.005
 # A failing engine reports before its process ends. Wait this long to learn how the process ended.
 DEATH_TIMEOUT_S: Final = 2.0
 
@@ -39,13 +41,13 @@ class RemoteEngine:
     def __init__(self, plan: EnginePlan) -> None:
         """Raises ConfigError or StartFailed if the engine cannot start, after cleaning up."""
         self._outputs: deque[EngineOutputs] = deque()  # received, but not returned yet
-        self._supervisor = Supervisor(RuntimeDir(), sys.stderr)
+        self._stats: SchedulerStats | None = None
+        self._processes = EngineProcesses(plan)
         self._context = zmq.Context()
         try:
-            specs, clients = engine_processes(plan, self._supervisor.runtime_dir)
-            self._supervisor.start(specs, timeout_s=plan.options.startup_timeout_s)
             self._channel: ClientChannel[ToEngine, ToClient] = ClientChannel(
-                open_socket(self._context, zmq.DEALER, clients, bind=False), ToClient
+                open_socket(self._context, zmq.DEALER, self._processes.endpoint, bind=False),
+                ToClient,
             )
             self.ready = self._greet(plan)
         except BaseException:
@@ -78,6 +80,24 @@ class RemoteEngine:
         message = self._receive()
         return message if isinstance(message, EngineOutputs) else None
 
+    def stats(self) -> SchedulerStats | None:
+        """The latest statistics; None before the first. Raises EngineDead."""
+        while (message := self._receive(0.0)) is not None:
+            if isinstance(message, EngineOutputs):
+                self._outputs.append(message)
+        return self._stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Uncache all prefixes; False while a request holds blocks. Raises EngineDead."""
+        answer = self._processes.send_command(ResetCache("prefix"))
+        while not answer.done():
+            if isinstance(message := self._receive(COMMAND_POLL_S), EngineOutputs):
+                self._outputs.append(message)
+        try:
+            return answer.result().ok
+        except OSError as error:
+            raise self._dead(f"the scheduler did not answer: {error}") from error
+
     def describe_blocks(self) -> BlockSnapshot:
         """What each block is used for. Raises EngineDead. `receive` returns outputs that arrive
         meanwhile."""
@@ -87,21 +107,22 @@ class RemoteEngine:
                 self._outputs.append(message)
         return message
 
-    def _receive(self) -> EngineOutputs | BlockSnapshot | None:
+    def _receive(self, timeout_s: float = DEATH_CHECK_S) -> EngineOutputs | BlockSnapshot | None:
         try:
-            message = self._channel.receive(DEATH_CHECK_S)
+            message = self._channel.receive(timeout_s)
         except MessagesLost as error:
             raise self._dead(str(error)) from None
         match message:
-            case EngineOutputs() | BlockSnapshot():
+            case EngineOutputs():
+                self._stats = message.stats or self._stats
+                return message
+            case BlockSnapshot():
                 return message
             case None:
-                death = self._supervisor.find_death()
-                if death is not None:
-                    raise self._dead(death)
+                self._check_alive()
                 return None
             case EngineFailed(reason):
-                raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
+                raise self._dead(self._processes.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case EngineReady() | Rejected() | EngineReport() | AdmissionChanged():
                 return None  # a second handshake; not requested; no operator pauses this engine
             case EnginePaused() | EngineContinues():
@@ -109,11 +130,15 @@ class RemoteEngine:
             case _:
                 assert_never(message)
 
+    def _check_alive(self) -> None:
+        if (death := self._processes.find_death()) is not None:
+            raise self._dead(death)
+
     def _dead(self, reason: str) -> EngineDead:
-        self._supervisor.stop_now()
+        self._processes.stop_now()
         return EngineDead(f"the engine has stopped: {reason}")
 
     def close(self) -> None:
         """Stop the processes and remove their files. May be called twice."""
-        self._supervisor.stop(drain_timeout_s=STOP_TIMEOUT_S)
+        self._processes.close()
         self._context.destroy(linger=0)

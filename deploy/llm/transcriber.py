@@ -92,11 +92,12 @@ def _detect(
     codes: list[str | None] = []
     for index, output in enumerate(answers, first_index):
         with _numbered(index):
-            if output.error is not None:
+            (found,) = output.outputs
+            if found.error is not None:
                 raise BadSpeechRequest(
-                    "language", f"the language could not be detected: {output.error}"
+                    "language", f"the language could not be detected: {found.error}"
                 )
-            codes.append(speech.detected(output.token_ids))
+            codes.append(speech.detected(found.token_ids))
     return codes
 
 
@@ -117,10 +118,12 @@ def _transcribe(
     outputs = []
     for code, features in zip(codes, group, strict=True):
         own, answers = answers[: len(features)], answers[len(features) :]
-        errors = [output.error for output in own if output.error is not None]
-        text = join_texts([output.text for output in own])
+        texts = [output.outputs[0].text for output in own]
+        errors = [error for output in own if (error := output.outputs[0].error) is not None]
         outputs.append(
-            TranscriptionOutput(text, code or ONLY_LANGUAGE, own, errors[0] if errors else None)
+            TranscriptionOutput(
+                join_texts(texts), code or ONLY_LANGUAGE, own, errors[0] if errors else None
+            )
         )
     return outputs
 

@@ -1,6 +1,6 @@
 """Log probabilities per token, read from the columns of a message."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,10 +10,14 @@ from longshore.protocol.outputs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log probability of one token at one position; rank 1 is the most likely token."""
+    """Natural log probability of one token at one position; rank 1 is the most likely token.
+
+    decoded_token: the token's text; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -28,14 +32,17 @@ class TokenScore(msgspec.Struct, frozen=True):
     rank: int
     best: tuple[tuple[int, float], ...]
 
-    def by_token(self) -> dict[int, Logprob]:
+    def by_token(
+        self, decode: Callable[[Sequence[int]], str | None] = lambda _: None
+    ) -> dict[int, Logprob]:
         """The token itself, then the most likely ones."""
-        ranked = {self.token_id: Logprob(self.logprob, self.rank)}
+        ranked = {self.token_id: Logprob(self.logprob, self.rank, decode([self.token_id]))}
         rank, before = 1, None
         for position, (token_id, logprob) in enumerate(self.best, start=1):
             rank = rank if logprob == before else position
             before = logprob
-            ranked.setdefault(token_id, Logprob(logprob, rank))
+            if token_id not in ranked:
+                ranked[token_id] = Logprob(logprob, rank, decode([token_id]))
         return ranked
 
 

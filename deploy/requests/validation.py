@@ -1,6 +1,6 @@
 """Validates a prompt and its settings for a model, before they are sent to an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,12 +27,12 @@ def prompt_problem(
     return None
 
 
-def plain_params(sampling: SamplingParams) -> SamplingParams:
-    """The same settings as plain Python numbers: users may pass numpy's, or floats for integers.
+def plain_params(settings: Mapping[str, Any]) -> SamplingParams:
+    """Settings as users write them, who may pass numpy's numbers, or floats for integers.
 
-    Raises ValueError naming a setting of the wrong type.
+    Raises ValueError naming a setting that is out of range or of the wrong type.
     """
-    values = {name: _plain(value) for name, value in msgspec.structs.asdict(sampling).items()}
+    values = {name: _plain(value) for name, value in settings.items()}
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as error:

@@ -148,9 +148,11 @@ def check_tokens_of_demo_model(**connector: Any) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(100, 130, 60, 150)]
     greedy = longshore.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with longshore.LLM(DEMO_MODEL_DIR, in_process=True, num_blocks=100, **shared) as plain:
-        wanted = [each.token_ids for each in plain.generate(prompts, greedy, progress=False)]
+        wanted = [
+            each.outputs[0].token_ids for each in plain.generate(prompts, greedy, use_tqdm=False)
+        ]
     with longshore.LLM(DEMO_MODEL_DIR, num_blocks=18, **shared, **connector) as llm:
         for _ in range(2):
-            outputs = [llm.generate([each], greedy, progress=False)[0] for each in prompts]
-            assert [output.token_ids for output in outputs] == wanted
+            outputs = [llm.generate([each], greedy, use_tqdm=False)[0] for each in prompts]
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
     assert [output.num_cached_tokens for output in outputs] == [96, 128, 48, 144]

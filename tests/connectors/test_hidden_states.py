@@ -127,7 +127,7 @@ def test_llm_gives_the_answer_and_closes_when_files_are_written(tmp_path: Path) 
         kv_connector_config=options,
         **settings,
     ) as llm:
-        (output,) = llm.generate("What?", SamplingParams(max_tokens=2), progress=False)
+        (output,) = llm.generate("What?", SamplingParams(max_tokens=2), use_tqdm=False)
     params = output.kv_transfer_params
     assert params is not None
     states = load_file(params["hidden_states_path"])["hidden_states"]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.llm.llm import LLM
-from longshore.protocol.sampling import SamplingParams
+from longshore import LLM, SamplingParams
 from longshore.scheduler.queue.outside_policies import CheckedPolicy, load_policy
 from longshore.scheduler.queue.policies import POLICIES, OrderedPolicy, SchedulingPolicy
 from tests.conftest import ROOT
@@ -99,6 +98,6 @@ def test_example_serves_in_a_scheduler_process_of_its_own(
         model_dir, device="cpu", num_blocks=64, threads=1, scheduling_policy="shortest-first"
     ) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": [7] * length} for length in (9, 4)], params, progress=False
+            [{"prompt_token_ids": [7] * length} for length in (9, 4)], params, use_tqdm=False
         )
-    assert [len(output.token_ids) for output in outputs] == [2, 2]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 2]

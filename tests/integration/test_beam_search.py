@@ -2,13 +2,14 @@
 blocks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, BeamSearchParams, SamplingParams
 from longshore.deploy.requests.sample_params import sample_params
 from tests.deploy.tiny_tokenizer import EOS_ID
 from tests.integration.deployment import Deployment
@@ -57,18 +58,22 @@ def llm(tiny_model: tuple[Path, Any]) -> Iterator[LLM]:
 def test_answers_and_scores_are_those_of_transformers(
     llm: LLM, tiny_model: tuple[Path, Any], width: int, settings: dict[str, Any]
 ) -> None:
-    outputs = llm.beam_search(PROMPTS, beam_width=width, max_tokens=9, ignore_eos=True, **settings)
+    outputs = llm.beam_search(
+        PROMPTS, BeamSearchParams(beam_width=width, max_tokens=9, ignore_eos=True, **settings)
+    )
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         answers, scores = reference(
             tiny_model[1], prompt, width, max_new_tokens=9, eos_token_id=None, **settings
         )
         assert output.error is None
-        assert [beam.token_ids for beam in output.beams] == answers
+        assert [beam.tokens for beam in output.sequences] == [
+            prompt["prompt_token_ids"] + answer for answer in answers
+        ]
         if width > 1:
-            assert [beam.score for beam in output.beams] == pytest.approx(
+            assert [beam.score for beam in output.sequences] == pytest.approx(
                 scores, rel=1e-5, abs=1e-4
             )
-        assert {beam.finish_reason for beam in output.beams} == {"length"}
+        assert {beam.finish_reason for beam in output.sequences} == {"length"}
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +100,12 @@ def test_beams_end_at_end_tokens_as_in_transformers(
         for penalty in (1.0, 0.0, 1.7, -0.5):
             outputs = llm.beam_search(
                 EAGER_PROMPTS,
-                beam_width=width,
-                max_tokens=12,
-                length_penalty=penalty,
-                early_stopping=early_stopping,
+                BeamSearchParams(
+                    beam_width=width,
+                    max_tokens=12,
+                    length_penalty=penalty,
+                    early_stopping=early_stopping,
+                ),
             )
             for prompt, output in zip(EAGER_PROMPTS, outputs, strict=True):
                 answers, scores = reference(
@@ -110,10 +117,11 @@ def test_beams_end_at_end_tokens_as_in_transformers(
                     length_penalty=penalty,
                     early_stopping=early_stopping,
                 )
-                got = [beam.token_ids for beam in output.beams]
-                num_ended += sum(beam.finish_reason == "stop" for beam in output.beams)
+                ids = prompt["prompt_token_ids"]
+                got = [beam.tokens[len(ids) :] for beam in output.sequences]
+                num_ended += sum(beam.finish_reason == "stop" for beam in output.sequences)
                 num_unlike += got != answers
-                assert [beam.score for beam in output.beams] == pytest.approx(
+                assert [beam.score for beam in output.sequences] == pytest.approx(
                     scores, rel=1e-5, abs=1e-4
                 )
     assert num_ended > 10
@@ -140,16 +148,16 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
 
         scheduler.schedule = counted
         (output,) = llm.beam_search(
-            prompt, beam_width=width, max_tokens=max_tokens, ignore_eos=True
+            prompt, BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
         )
-        assert len(output.beams) == width
+        assert len(output.sequences) == width
         # Each beam computes one token after the other; no token is computed twice.
         assert num_computed == 160 + width * (max_tokens - 1)
         assert 0 < num_copies <= width * (max_tokens - 1)
         depth = -(-(160 + max_tokens) // size)
         assert depth <= most <= depth + 4 * width < width * depth
         llm.generate(
-            "x", SamplingParams(max_tokens=1), progress=False
+            "x", SamplingParams(max_tokens=1), use_tqdm=False
         )  # the last beams end in this step
         assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_blocks - 1
         scheduler.check()
@@ -157,13 +165,15 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
 
 def test_processes_of_their_own_find_the_same_beams(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
     """With one rank; test_parallel.py has several."""
-    wanted = llm.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)
+    wanted = llm.beam_search([*PROMPTS, "the berth"], BeamSearchParams(beam_width=3, max_tokens=6))
     with LLM(tiny_model[0], **SETTINGS) as separate:
-        got = separate.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)
-        assert [[beam.token_ids for beam in output.beams] for output in got] == [
-            [beam.token_ids for beam in output.beams] for output in wanted
+        got = separate.beam_search(
+            [*PROMPTS, "the berth"], BeamSearchParams(beam_width=3, max_tokens=6)
+        )
+        assert [[beam.tokens for beam in output.sequences] for output in got] == [
+            [beam.tokens for beam in output.sequences] for output in wanted
         ]
-        assert all(beam.text for beam in got[-1].beams)
+        assert all(beam.text.strip().startswith("the berth") for beam in got[-1].sequences)
 
 
 def test_beams_survive_a_pool_that_is_too_small(tiny_model: tuple[Path, Any]) -> None:
@@ -171,25 +181,32 @@ def test_beams_survive_a_pool_that_is_too_small(tiny_model: tuple[Path, Any]) ->
         {"prompt_token_ids": [30 + (5 * i + n) % 190 for i in range(40)]} for n in range(4)
     ]
     with LLM(tiny_model[0], in_process=True, **SETTINGS) as roomy:
-        wanted = roomy.beam_search(prompts, beam_width=4, max_tokens=20, ignore_eos=True)
+        wanted = roomy.beam_search(
+            prompts, BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True)
+        )
     tight: dict[str, Any] = {"num_blocks": 14, "max_num_seqs": 8, "max_model_len": 128}
     with LLM(tiny_model[0], in_process=True, threads=1, **tight) as llm:
-        got = llm.beam_search(prompts, beam_width=4, max_tokens=20, ignore_eos=True)
+        got = llm.beam_search(
+            prompts, BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True)
+        )
     for one, other in zip(got, wanted, strict=True):  # batches differ, and so do the last digits
-        assert [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
-        scores = [beam.score for beam in other.beams]
-        assert [beam.score for beam in one.beams] == pytest.approx(scores, abs=1e-3)
+        assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in other.sequences]
+        scores = [beam.score for beam in other.sequences]
+        assert [beam.score for beam in one.sequences] == pytest.approx(scores, abs=1e-3)
 
 
 def test_a_prompt_that_fails_fails_alone_and_leaves_nothing(llm: LLM) -> None:
     with pytest.raises(ValueError, match="beam_width"):
-        llm.beam_search("x", beam_width=0, max_tokens=3)
+        llm.beam_search("x", BeamSearchParams(beam_width=0, max_tokens=3))
     with pytest.raises(ValueError, match="prompts\\[1\\]"):
-        llm.beam_search(["x", {"prompt_token_ids": []}], beam_width=2, max_tokens=3)
+        llm.beam_search(
+            ["x", {"prompt_token_ids": []}], BeamSearchParams(beam_width=2, max_tokens=3)
+        )
     (output,) = llm.beam_search(
-        {"prompt_token_ids": [7] * 4090}, beam_width=2, max_tokens=50, ignore_eos=True
+        {"prompt_token_ids": [7] * 4090},
+        BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True),
     )
-    assert [len(beam.token_ids) for beam in output.beams] == [6, 6]
+    assert [len(beam.tokens) for beam in output.sequences] == [4096, 4096]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -197,13 +214,14 @@ def test_eight_samples_of_a_thousand_tokens_compute_them_once(
     tiny_model: tuple[Path, Any], caching: bool
 ) -> None:
     prompt: Any = {"prompt_token_ids": [20 + 13 * i % 200 for i in range(1000)]}
-    params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, temperature=1.0)
+    params = SamplingParams(n=8, seed=5, max_tokens=12, ignore_eos=True, temperature=1.0)
     with LLM(tiny_model[0], in_process=True, enable_prefix_caching=caching, **SETTINGS) as llm:
-        samples = llm.generate(prompt, params, n=8, progress=False)
+        samples = llm.generate(prompt, params, use_tqdm=False)[0].outputs
         found = [sample.num_cached_tokens for sample in samples]
         assert found == [0] + [999] * 7
-        seeds = sample_params(params, 8)
-        alone = [llm.generate(prompt, each, progress=False)[0] for each in seeds]
+        seeds = [each.seed for each in sample_params(params.engine_params(None), 8)]
+        each_alone = [replace(params, n=1, seed=seed) for seed in seeds]
+        alone = [llm.generate(prompt, each, use_tqdm=False)[0].outputs[0] for each in each_alone]
     assert [each.token_ids for each in samples] == [each.token_ids for each in alone]
     assert len({tuple(each.token_ids) for each in samples}) == 8
 

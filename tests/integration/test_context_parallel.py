@@ -72,7 +72,9 @@ def test_ragged_batches_and_prefix_hits_equal_the_reference(
     llm, checkpoint = shared
     for _ in range(2):
         outputs = generate(llm, checkpoint.prompts)
-        assert_greedy_equal([output.token_ids for output in outputs], checkpoint.references)
+        assert_greedy_equal(
+            [output.outputs[0].token_ids for output in outputs], checkpoint.references
+        )
     of_both_ranks = 2 * BLOCK_SIZE
     assert [output.num_cached_tokens for output in outputs] == [
         (len(prompt) - 1) // of_both_ranks * of_both_ranks for prompt in checkpoint.prompts
@@ -84,11 +86,12 @@ def test_samples_that_share_a_block_in_part_are_those_of_one_rank(
     shared: tuple[LLM, Checkpoint],
 ) -> None:
     llm, checkpoint = shared
-    params = SamplingParams(temperature=0.8, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=7, n=2, max_tokens=NUM_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in checkpoint.prompts[:7]]
     with make_llm(checkpoint.path, in_process=True, block_size=BLOCK_SIZE) as alone:
         samples, wanted = (
-            each.generate(prompts, params, n=2, progress=False) for each in (llm, alone)
+            [sample for output in outputs for sample in output.outputs]
+            for outputs in (each.generate(prompts, params, use_tqdm=False) for each in (llm, alone))
         )
     assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in wanted]
     assert [sample.num_cached_tokens for sample in samples[1::2]] == [
@@ -113,8 +116,8 @@ def test_chunks_and_preemptions_change_no_token_in_half_the_blocks(
         **SHARED,
     ) as llm:
         outputs = generate(llm, checkpoint.prompts)
-    assert sum(output.num_preemptions for output in outputs) > 0
-    assert_greedy_equal([output.token_ids for output in outputs], checkpoint.references)
+    assert sum(output.outputs[0].num_preemptions for output in outputs) > 0
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], checkpoint.references)
 
 
 @pytest.mark.req("FEA-06")
@@ -125,9 +128,9 @@ def test_two_pairs_of_four_shards_share_a_kv_head_each(tmp_path: Path) -> None:
     settings = {"kv_cache_dtype": "fp8_e4m3", "max_num_batched_tokens": 33}
     four = SHARED | {"tensor_parallel_size": 4}
     with make_llm(tmp_path, in_process=True, **settings) as llm:
-        wanted = [output.token_ids for output in generate(llm, prompts)]
+        wanted = [output.outputs[0].token_ids for output in generate(llm, prompts)]
     with make_llm(tmp_path, **settings, **four) as llm:
-        assert [output.token_ids for output in generate(llm, prompts)] == wanted
+        assert [output.outputs[0].token_ids for output in generate(llm, prompts)] == wanted
 
 
 @pytest.mark.req("FEA-06")
@@ -143,7 +146,7 @@ def test_a_request_that_one_rank_cannot_hold_fits_where_two_share_it(
     with make_llm(checkpoint.path, **settings, **SHARED) as llm:
         (output,) = generate(llm, [longest], GREEDY)
     reference = checkpoint.references[checkpoint.prompts.index(longest)]
-    assert_greedy_equal([output.token_ids], [reference])
+    assert_greedy_equal([output.outputs[0].token_ids], [reference])
 
 
 @pytest.mark.parametrize(

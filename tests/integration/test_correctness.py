@@ -45,7 +45,7 @@ def references(checkpoint: tuple[Path, Any], prompts: list[list[int]]) -> list[R
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[RequestOutput]:
     return llm.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY, progress=False
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY, use_tqdm=False
     )
 
 
@@ -64,7 +64,7 @@ def test_ragged_batch_of_64_equals_the_reference(
     llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
 ) -> None:
     outputs = generate(llm, prompts)
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 def test_prefix_hits_change_no_token(
@@ -74,14 +74,14 @@ def test_prefix_hits_change_no_token(
     outputs = generate(llm, prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 def test_requests_alone_equal_the_reference(
     llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
 ) -> None:
     outputs = [output for prompt in prompts[:12] for output in generate(llm, [prompt])]
-    assert_greedy_equal([output.token_ids for output in outputs], references[:12])
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references[:12])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_settings_change_no_token(
 ) -> None:
     with make_llm(checkpoint, **settings) as llm:
         outputs = generate(llm, prompts)
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_preemption_changes_no_token(
     no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
     with make_llm(checkpoint, num_blocks=61, **settings, **no_gates) as llm:
         outputs = generate(llm, prompts)
-    assert sum(output.num_preemptions for output in outputs) > 10
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert sum(output.outputs[0].num_preemptions for output in outputs) > 10
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 def test_seeded_sampling_depends_on_nothing_but_seed_and_prompt(
@@ -142,9 +142,9 @@ def test_seeded_sampling_depends_on_nothing_but_seed_and_prompt(
                 )
                 for index in chosen
             ],
-            progress=False,
+            use_tqdm=False,
         )
-        return [output.token_ids for output in outputs]
+        return [output.outputs[0].token_ids for output in outputs]
 
     together = sample(llm, range(NUM_PROMPTS))
     assert [sample(llm, [index])[0] for index in range(6)] == together[:6]

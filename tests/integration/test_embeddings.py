@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, processors
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, PoolingParams, SamplingParams
 from tests.deploy.tiny_tokenizer import BOS, BOS_ID, EOS, EOS_ID, VOCAB_SIZE, byte_level_tokenizer
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment
@@ -211,24 +211,25 @@ def test_a_folder_of_sentence_transformers_is_pooled_as_it_says(
 def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path, Any]) -> None:
     with LLM(tiny_model[0], in_process=in_process, **SETTINGS) as llm:
         prompts = [TEXTS[0], {"prompt_token_ids": list(range(20, 90))}]
-        outputs = llm.embed(prompts, progress=False)
+        outputs = llm.embed(prompts, use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == [
             ids_of(TEXTS[0]),
             list(range(20, 90)),
         ]
         for output in outputs:
             assert output.error is None
-            assert output.embedding.dtype == np.float32
-            assert_close(output.embedding, vector_of(tiny_model[1], output.prompt_token_ids))
+            assert_close(
+                output.outputs.embedding, vector_of(tiny_model[1], output.prompt_token_ids)
+            )
         for kind, num_cached in (("last", 64), ("mean", 0), ("cls", 0)):
-            (again,) = llm.embed(prompts[1], kind=kind, dimensions=9, progress=False)
+            (again,) = llm.embed(prompts[1], pooling_params=PoolingParams(kind=kind, dimensions=9))
             assert again.num_cached_tokens == num_cached
             expected = vector_of(tiny_model[1], again.prompt_token_ids, kind)[:9]
-            assert_close(again.embedding, expected / np.linalg.norm(expected))
+            assert_close(again.outputs.embedding, expected / np.linalg.norm(expected))
         with pytest.raises(ValueError, match=r"dimensions=65 must be between 1 and 64"):
-            llm.embed(TEXTS, dimensions=65)
+            llm.embed(TEXTS, pooling_params=PoolingParams(dimensions=65))
         (answer,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert len(answer.token_ids) == 3
+        assert len(answer.outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -259,9 +260,9 @@ def test_several_ranks_give_the_vectors_of_one(layout: dict[str, Any], tmp_path:
         **layout,
     ) as llm:
         for kind in ("last", "mean"):
-            outputs = llm.embed(as_given, kind=kind, progress=False)
+            outputs = llm.embed(as_given, pooling_params=PoolingParams(kind=kind))
             for prompt, output in zip(prompts, outputs, strict=True):
-                assert_close(output.embedding, vector_of(reference, prompt, kind))
+                assert_close(output.outputs.embedding, vector_of(reference, prompt, kind))
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +301,7 @@ def test_llm_of_a_decoder_without_a_head_embeds_with_every_layout(bare: tuple[Pa
         {"pipeline_parallel_size": 2},
     ):
         with LLM(path, **SETTINGS, **layout) as llm:
-            (output,) = llm.embed({"prompt_token_ids": ids}, progress=False)
-            assert_close(output.embedding, vector_of(reference, ids))
+            (output,) = llm.embed({"prompt_token_ids": ids}, use_tqdm=False)
+            assert_close(output.outputs.embedding, vector_of(reference, ids))
             with pytest.raises(ValueError, match=r"no output head: use LLM\.embed"):
                 llm.generate({"prompt_token_ids": ids})

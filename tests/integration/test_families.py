@@ -134,10 +134,10 @@ def test_chunks_prefix_hits_and_preemptions_on_two_ranks_change_no_token(
     ) as llm:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = [
-            output for _ in range(2) for output in llm.generate(inputs, params, progress=False)
+            output for _ in range(2) for output in llm.generate(inputs, params, use_tqdm=False)
         ]
-    assert_greedy_equal([output.token_ids for output in outputs], references * 2)
-    assert any(output.num_preemptions for output in outputs)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references * 2)
+    assert any(output.outputs[0].num_preemptions for output in outputs)
     assert any(output.num_cached_tokens >= 2 * BLOCK_SIZE for output in outputs)
 
 

@@ -62,8 +62,8 @@ def test_windows_far_beyond_hits_and_preemptions_change_no_token(
         **ranks,
     ) as llm:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs[:1], GREEDY, progress=False)
-        outputs += llm.generate(inputs, GREEDY, progress=False)
-    assert_greedy_equal([output.token_ids for output in outputs], [wanted[0], *wanted])
+        outputs = llm.generate(inputs[:1], GREEDY, use_tqdm=False)
+        outputs += llm.generate(inputs, GREEDY, use_tqdm=False)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], [wanted[0], *wanted])
     assert outputs[1].num_cached_tokens >= 96
-    assert any(output.num_preemptions for output in outputs)
+    assert any(output.outputs[0].num_preemptions for output in outputs)

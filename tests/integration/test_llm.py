@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,51 +35,48 @@ def llm(tiny_model: tuple[Path, Any]) -> Iterator[LLM]:
 def test_both_modes_give_the_tokens_of_transformers(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
     import torch
 
-    separate = llm.generate(TOKEN_PROMPTS, GREEDY, progress=False)
+    separate = llm.generate(TOKEN_PROMPTS, GREEDY, use_tqdm=False)
     with LLM(tiny_model[0], in_process=True, **SETTINGS) as in_process:
-        together = in_process.generate(TOKEN_PROMPTS, GREEDY, progress=False)
+        together = in_process.generate(TOKEN_PROMPTS, GREEDY, use_tqdm=False)
     for prompt, ours, theirs in zip(TOKEN_PROMPTS, separate, together, strict=True):
         ids = prompt["prompt_token_ids"]
         expected = tiny_model[1].generate(
             torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None
         )
-        assert ours.token_ids == theirs.token_ids == expected[0, len(ids) :].tolist()
-        assert ours.text == theirs.text
+        assert ours.outputs[0].token_ids == expected[0, len(ids) :].tolist()
+        assert ours.outputs == theirs.outputs
 
 
 def test_outputs_stand_in_the_order_of_the_prompts(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (9, 1, 5)]
-    outputs = llm.generate(["one", {"prompt_token_ids": [5, 6]}, "three"], params, progress=False)
-    assert [len(output.token_ids) for output in outputs] == [9, 1, 5]
-    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    outputs = llm.generate(["one", {"prompt_token_ids": [5, 6]}, "three"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 3
     assert len({output.request_id for output in outputs}) == 3
-    (again,) = llm.generate("three", params[2], progress=False)
-    assert again.token_ids == outputs[2].token_ids
+    (again,) = llm.generate("three", params[2], use_tqdm=False)
+    assert again.outputs[0].token_ids == outputs[2].outputs[0].token_ids
 
 
 def test_a_stop_string_ends_each_answer_where_it_first_appears(
     llm: LLM, tiny_model: tuple[Path, Any]
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3, logprobs=0)
-    (whole,) = llm.generate("berth", params, progress=False)
+    whole = llm.generate("berth", params, use_tqdm=False)[0].outputs[0]
     stop = whole.text[15:18]
+    stopping = replace(params, stop=[stop, "never said"])
     with LLM(tiny_model[0], in_process=True, **SETTINGS) as in_process:
         for each in (llm, in_process):
-            (cut, other) = each.generate(
-                ["berth", "pier"], params, stop=[stop, "never said"], progress=False
-            )
+            outputs = each.generate(["berth", "pier"], stopping, use_tqdm=False)
+            cut, other = (output.outputs[0] for output in outputs)
             assert cut.text == whole.text[: whole.text.index(stop)]
-            assert cut.finish_reason == "stop"
+            assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
             assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
             assert cut.logprobs is not None
             assert len(cut.logprobs) == len(cut.token_ids) < 60
             assert stop not in other.text
-    (shown,) = llm.generate(
-        "berth", params, stop=stop, include_stop_str_in_output=True, progress=False
-    )
-    assert shown.text == cut.text + stop
-    with pytest.raises(ValueError, match="stop has an empty string"):
-        llm.generate("berth", stop=["a", ""], progress=False)
+    showing = replace(params, stop=stop, include_stop_str_in_output=True)
+    (shown,) = llm.generate("berth", showing, use_tqdm=False)
+    assert shown.outputs[0].text == cut.text + stop
 
 
 def test_more_prompts_than_are_sent_at_once_are_all_answered(
@@ -87,15 +85,17 @@ def test_more_prompts_than_are_sent_at_once_are_all_answered(
     monkeypatch.setattr("longshore.deploy.llm.answer.MAX_LIVE_REQUESTS", 3)
     params = [SamplingParams(max_tokens=1 + n % 5, ignore_eos=True, seed=n) for n in range(20)]
     prompts = [{"prompt_token_ids": [20 + n]} for n in range(20)]
-    outputs = llm.generate(prompts, params, progress=False)
-    assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(20)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [
+        1 + n % 5 for n in range(20)
+    ]
 
 
 @pytest.mark.parametrize(
     ("prompt", "params"),
     [
         ({"prompt_token_ids": [1.5]}, GREEDY),
-        ([[1, 2, 3]], GREEDY),
+        ([[1, 2.5, 3]], GREEDY),
         ("\ud800", GREEDY),
         ("text", SamplingParams(stop_token_ids=(1 << 20,))),
     ],
@@ -105,28 +105,28 @@ def test_prompt_that_cannot_be_answered_is_a_value_error(
     llm: LLM, prompt: Any, params: SamplingParams
 ) -> None:
     with pytest.raises(ValueError, match=r"."):
-        llm.generate(prompt, params, progress=False)
+        llm.generate(prompt, params, use_tqdm=False)
 
 
 def test_token_ids_may_be_an_array(llm: LLM) -> None:
     prompts = [{"prompt_token_ids": np.arange(20, 30)}, {"prompt_token_ids": list(range(20, 30))}]
-    from_array, from_list = llm.generate(prompts, GREEDY, progress=False)
-    assert from_array.token_ids == from_list.token_ids
+    from_array, from_list = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert from_array.outputs == from_list.outputs
 
 
 def test_cached_prefix_is_counted(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(200, 280))}
-    cached = [llm.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens for _ in range(2)]
+    cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
     assert cached == [0, 64]
 
 
 def test_prompts_that_do_not_fit_are_rejected_by_number(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[1\].*5000 tokens.*4096"):
-        llm.generate(["x", {"prompt_token_ids": [5] * 5000}], progress=False)
-    with pytest.raises(ValueError, match=r"prompts\[0\].*text"):
-        llm.generate([{"text": [5]}], progress=False)
-    with pytest.raises(ValueError, match="2 params for 1 prompts"):
-        llm.generate(["x"], [GREEDY, GREEDY], progress=False)
+        llm.generate(["x", {"prompt_token_ids": [5] * 5000}], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"prompts\[0\]: text is not supported"):
+        llm.generate([{"text": [5]}], use_tqdm=False)
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate(["x"], [GREEDY, GREEDY], use_tqdm=False)
 
 
 @pytest.mark.parametrize("in_process", [False, True])
@@ -138,8 +138,8 @@ def test_interrupt_aborts_and_leaves_the_llm_usable(
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(["x"] * 4, long, progress=False)
-        assert len(llm.generate("x", GREEDY, progress=False)[0].token_ids) == 12
+            llm.generate(["x"] * 4, long, use_tqdm=False)
+        assert len(llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
 def test_dying_engine_raises_and_leaves_nothing(tiny_model: tuple[Path, Any]) -> None:
@@ -149,10 +149,10 @@ def test_dying_engine_raises_and_leaves_nothing(tiny_model: tuple[Path, Any]) ->
     (worker,) = (child for child in children if "longshore.worker" in child.cmdline())
     threading.Timer(0.3, worker.kill).start()
     with pytest.raises(EngineDead, match=r"worker 0 was killed \(SIGKILL\)"):
-        llm.generate("x", SamplingParams(max_tokens=4000, ignore_eos=True), progress=False)
+        llm.generate("x", SamplingParams(max_tokens=4000, ignore_eos=True), use_tqdm=False)
     assert not any(child.is_running() for child in children)
     with pytest.raises(EngineDead, match="closed"):
-        llm.generate("x", progress=False)
+        llm.generate("x", use_tqdm=False)
 
 
 def test_closing_ends_what_another_thread_generates(tiny_model: tuple[Path, Any]) -> None:
@@ -162,7 +162,7 @@ def test_closing_ends_what_another_thread_generates(tiny_model: tuple[Path, Any]
     def generate() -> None:
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         try:
-            llm.generate([{"prompt_token_ids": [5] * 40}] * 500, params, progress=False)
+            llm.generate([{"prompt_token_ids": [5] * 40}] * 500, params, use_tqdm=False)
         except EngineDead as error:
             ended.append(error)
 
@@ -208,7 +208,7 @@ from longshore import LLM, SamplingParams
 llm = LLM(sys.argv[1], num_blocks=600, threads=1)
 (output,) = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
 import psutil
-print(len(output.token_ids), "torch" in sys.modules, flush=True)
+print(len(output.outputs[0].token_ids), "torch" in sys.modules, flush=True)
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 import os, signal, time
 if "fork" in sys.argv[2] and os.fork() == 0:

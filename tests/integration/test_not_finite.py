@@ -42,14 +42,14 @@ def poisoned(tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFact
 
 
 def generate(llm: LLM, *prompts: list[int]) -> list[RequestOutput]:
-    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, progress=False)
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
 def calm(tiny_model: tuple[Path, Any]) -> list[list[int]]:
     """The tokens of GOOD and POISONED with the good weights."""
     with LLM(tiny_model[0], in_process=True, **SETTINGS) as llm:
-        return [list(output.token_ids) for output in generate(llm, *GOOD, POISONED)]
+        return [list(output.outputs[0].token_ids) for output in generate(llm, *GOOD, POISONED)]
 
 
 @pytest.mark.parametrize("max_num_scheduled_tokens", [None, 16], ids=["whole", "chunked"])
@@ -66,14 +66,14 @@ def test_blocks_of_a_request_with_nan_are_not_found_again(
         # The first one computes the common prefix, so the others find blocks of a bad request.
         failed, *good, failed_too = generate(llm, POISONED, *GOOD, POISONED)
         for output in (failed, failed_too):
-            assert output.finish_reason == "error"
-            assert output.error is not None
-            assert "logits that are not finite numbers" in output.error
-            assert output.token_ids == []
-        assert [list(output.token_ids) for output in good] == calm[:-1]
+            assert output.outputs[0].finish_reason == "error"
+            assert output.outputs[0].error is not None
+            assert "logits that are not finite numbers" in output.outputs[0].error
+            assert output.outputs[0].token_ids == []
+        assert [list(output.outputs[0].token_ids) for output in good] == calm[:-1]
         embedding.weight[BAD] = row
         (again,) = generate(llm, POISONED)
-        assert list(again.token_ids) == calm[-1]
+        assert list(again.outputs[0].token_ids) == calm[-1]
         # At most the prefix that the good ones share with it.
         assert again.num_cached_tokens <= len(COMMON)
 

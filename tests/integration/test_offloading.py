@@ -288,8 +288,8 @@ def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> N
 
     def tokens(**more: Any) -> tuple[list[list[int]], int]:
         with LLM(tmp_path, **settings, **more) as llm:
-            outputs = [llm.generate([each], greedy, progress=False)[0] for each in asked]
-            return [list(output.token_ids) for output in outputs], sum(
+            outputs = [llm.generate([each], greedy, use_tqdm=False)[0] for each in asked]
+            return [list(output.outputs[0].token_ids) for output in outputs], sum(
                 output.num_cached_tokens or 0 for output in outputs
             )
 

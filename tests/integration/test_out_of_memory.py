@@ -60,13 +60,13 @@ def lack_memory(llm: LLM, max_tokens: int, fail: Callable[[], object]) -> list[i
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, progress=False)
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
 def calm(tiny_model: tuple[Path, Any]) -> list[list[int]]:
     with LLM(tiny_model[0], **SETTINGS) as llm:
-        return [list(output.token_ids) for output in generate(llm, PROMPTS)]
+        return [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -81,10 +81,10 @@ def test_steps_that_do_not_fit_are_computed_in_smaller_parts(
     with LLM(tiny_model[0], enable_prefix_caching=is_cached, **SETTINGS) as llm:
         sizes = lack_memory(llm, 70, FAILURES[failure])
         outputs = generate(llm, PROMPTS)
-        assert [list(output.token_ids) for output in outputs] == calm
+        assert [list(output.outputs[0].token_ids) for output in outputs] == calm
         assert max(sizes) > 128
         del sizes[:]
-        assert [list(output.token_ids) for output in generate(llm, PROMPTS)] == calm
+        assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)] == calm
         assert max(sizes) <= 64  # it stays lower
     limits = [r.getMessage() for r in caplog.records if "no memory for a step" in r.getMessage()]
     assert [("128 tokens" in limit, "64 tokens" in limit) for limit in limits] == [
@@ -100,7 +100,7 @@ def test_memory_that_is_lacking_while_others_decode_does_not_change_their_tokens
     settings = {**SETTINGS, "max_num_seqs": 2}
     with LLM(tiny_model[0], **settings) as llm:
         sizes = lack_memory(llm, 100, FAILURES["gpu"])
-        assert [list(output.token_ids) for output in generate(llm, PROMPTS)] == calm
+        assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)] == calm
         assert max(sizes) > 100
 
 
@@ -112,10 +112,10 @@ def test_requests_that_do_not_fit_alone_end_with_an_error_and_the_engine_goes_on
         run_layers = engine.worker.model.run_layers
         lack_memory(llm, 0, FAILURES["gpu"])
         for output in generate(llm, PROMPTS):
-            assert output.finish_reason == "error"
-            assert "no memory to compute this request" in str(output.error)
+            assert output.outputs[0].finish_reason == "error"
+            assert "no memory to compute this request" in str(output.outputs[0].error)
         engine.worker.model.run_layers = run_layers
-        assert [list(output.token_ids) for output in generate(llm, PROMPTS)] == calm
+        assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)] == calm
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, BeamSearchParams, SamplingParams
 from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.model.folder import read_model_folder
@@ -79,7 +79,7 @@ def generate(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Any = GREEDY
 ) -> list[RequestOutput]:
     return llm.generate(
-        [{"prompt_token_ids": list(ids)} for ids in prompts], params, progress=False
+        [{"prompt_token_ids": list(ids)} for ids in prompts], params, use_tqdm=False
     )
 
 
@@ -102,7 +102,7 @@ def test_ragged_batch_and_prefix_hits_equal_the_reference(
 ) -> None:
     for _ in range(2):
         outputs = generate(llm, prompts)
-        assert_greedy_equal([output.token_ids for output in outputs], references)
+        assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
     assert all(
         output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
         for prompt, output in zip(prompts, outputs, strict=True)
@@ -113,7 +113,7 @@ def test_a_request_alone_equals_the_reference(
     llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
 ) -> None:
     outputs = [generate(llm, [prompt])[0] for prompt in prompts[:3]]
-    assert_greedy_equal([output.token_ids for output in outputs], references[:3])
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references[:3])
 
 
 def test_sampled_tokens_are_those_of_one_rank(
@@ -133,8 +133,8 @@ def test_sampled_tokens_are_those_of_one_rank(
         )
         for index in range(len(prompts))
     ]
-    wanted = [output.token_ids for output in generate(one_rank, prompts, params)]
-    assert [output.token_ids for output in generate(llm, prompts, params)] == wanted
+    wanted = [output.outputs[0].token_ids for output in generate(one_rank, prompts, params)]
+    assert [output.outputs[0].token_ids for output in generate(llm, prompts, params)] == wanted
 
 
 def test_an_interrupt_aborts_and_leaves_all_ranks_in_step(
@@ -145,7 +145,7 @@ def test_an_interrupt_aborts_and_leaves_all_ranks_in_step(
     with pytest.raises(KeyboardInterrupt):
         generate(llm, [[5 + n % 100] for n in range(1000)], long)
     outputs = generate(llm, prompts)
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 def test_chunks_and_preemptions_change_no_token_in_two_stages(
@@ -158,14 +158,19 @@ def test_chunks_and_preemptions_change_no_token_in_two_stages(
         checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **STAGES_2
     ) as llm:
         outputs = generate(llm, prompts)
-    assert sum(output.num_preemptions for output in outputs) > 5
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert sum(output.outputs[0].num_preemptions for output in outputs) > 5
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)
 
 
 def test_beams_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:4]]
-    found = [each.beam_search(inputs, beam_width=3, max_tokens=6) for each in (llm, one_rank)]
-    ours, alone = ([[beam.token_ids for beam in output.beams] for output in each] for each in found)
+    found = [
+        each.beam_search(inputs, BeamSearchParams(beam_width=3, max_tokens=6))
+        for each in (llm, one_rank)
+    ]
+    ours, alone = (
+        [[beam.tokens for beam in output.sequences] for output in each] for each in found
+    )
     assert ours == alone
 
 
@@ -183,9 +188,9 @@ def test_logprobs_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[l
     )
     scored = [generate(each, prompts[:6], params) for each in (llm, one_rank)]
     for ours, alone in zip(*scored, strict=True):
-        assert ours.token_ids == alone.token_ids
-        for field in ("logprobs", "prompt_logprobs"):
-            _assert_close(getattr(ours, field), getattr(alone, field))
+        assert ours.outputs[0].token_ids == alone.outputs[0].token_ids
+        _assert_close(ours.outputs[0].logprobs, alone.outputs[0].logprobs)
+        _assert_close(ours.prompt_logprobs, alone.prompt_logprobs)
 
 
 def _assert_close(ours: Any, alone: Any) -> None:

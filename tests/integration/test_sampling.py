@@ -1,6 +1,7 @@
 """Sampling end to end: `LLM` and the official client, compared with transformers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def reference_logprobs(tiny_model: tuple[Path, Any], token_ids: Sequence[int]) -
 def told_logprobs(output: RequestOutput) -> list[float]:
     """Log probabilities of every token of prompt and answer except the first."""
     assert output.prompt_logprobs is not None
-    assert output.logprobs is not None
+    assert output.outputs[0].logprobs is not None
     assert output.prompt_logprobs[0] is None
-    told = [*output.prompt_logprobs[1:], *output.logprobs]
-    token_ids = [*output.prompt_token_ids[1:], *output.token_ids]
+    told = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    token_ids = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
     return [
         entry[token_id].logprob
         for entry, token_id in zip(told, token_ids, strict=True)
@@ -54,18 +55,18 @@ def test_log_probabilities_are_those_of_transformers(
     params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     prompts = [LONG_PROMPT, {"prompt_token_ids": [5]}, "the berth"]
     for _ in range(2):  # the second time the prompt is in the prefix cache, and is scored again
-        for output in llm.generate(prompts, params, progress=False):
-            whole = [*output.prompt_token_ids, *output.token_ids]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
             assert told_logprobs(output) == pytest.approx(
                 reference_logprobs(tiny_model, whole), abs=1e-4
             )
-            assert output.logprobs is not None
-            assert all(len(entry) in (2, 3) for entry in output.logprobs)
+            assert output.outputs[0].logprobs is not None
+            assert all(len(entry) in (2, 3) for entry in output.outputs[0].logprobs)
 
 
 def test_nobody_is_told_what_he_did_not_ask_for(llm: LLM) -> None:
-    (output,) = llm.generate("x", SamplingParams(max_tokens=2), progress=False)
-    assert (output.logprobs, output.prompt_logprobs) == (None, None)
+    (output,) = llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert (output.outputs[0].logprobs, output.prompt_logprobs) == (None, None)
 
 
 def test_preemption_changes_neither_tokens_nor_scores(
@@ -86,14 +87,16 @@ def test_preemption_changes_neither_tokens_nor_scores(
         )
         for i in range(8)
     ]
-    calm = llm.generate(prompts, params, progress=False)
+    calm = llm.generate(prompts, params, use_tqdm=False)
     no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
     with LLM(
         tiny_model[0], in_process=True, num_blocks=16, max_num_seqs=8, threads=1, **no_gates
     ) as tight:
-        pressed = tight.generate(prompts, params, progress=False)
-    assert sum(output.num_preemptions for output in pressed) > 0
-    assert [output.token_ids for output in pressed] == [output.token_ids for output in calm]
+        pressed = tight.generate(prompts, params, use_tqdm=False)
+    assert sum(output.outputs[0].num_preemptions for output in pressed) > 0
+    assert [output.outputs[0].token_ids for output in pressed] == [
+        output.outputs[0].token_ids for output in calm
+    ]
     for one, other in zip(pressed, calm, strict=True):
         if one.prompt_logprobs is None:
             assert other.prompt_logprobs is None
@@ -104,16 +107,16 @@ def test_preemption_changes_neither_tokens_nor_scores(
 def test_samples_of_a_prompt_share_its_blocks_and_draw_with_their_own_seeds(llm: LLM) -> None:
     prompt = {"prompt_token_ids": [30 + 11 * i % 180 for i in range(80)]}
     params = SamplingParams(seed=12, max_tokens=8, ignore_eos=True)
-    samples = llm.generate([prompt, "other"], params, n=4, progress=False)
-    assert [sample.index for sample in samples] == [0, 1, 2, 3] * 2
-    assert [sample.num_cached_tokens for sample in samples[1:4]] == [79] * 3
-    assert len({tuple(sample.token_ids) for sample in samples[:4]}) == 4
-    again = llm.generate(prompt, params, n=3, progress=False)
-    assert [each.token_ids for each in again] == [each.token_ids for each in samples[:3]]
-    (alone,) = llm.generate(prompt, params, progress=False)
-    assert alone.token_ids == samples[0].token_ids
-    with pytest.raises(ValueError, match="n=0"):
-        llm.generate(prompt, params, n=0, progress=False)
+    four = replace(params, n=4)
+    outputs = llm.generate([prompt, "other"], four, use_tqdm=False)
+    assert [[each.index for each in output.outputs] for output in outputs] == [[0, 1, 2, 3]] * 2
+    samples = outputs[0].outputs
+    assert [sample.num_cached_tokens for sample in samples[1:]] == [79] * 3
+    assert len({tuple(sample.token_ids) for sample in samples}) == 4
+    (again,) = llm.generate(prompt, replace(params, n=3), use_tqdm=False)
+    assert [each.token_ids for each in again.outputs] == [each.token_ids for each in samples[:3]]
+    (alone,) = llm.generate(prompt, params, use_tqdm=False)
+    assert alone.outputs[0].token_ids == samples[0].token_ids
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -122,13 +125,13 @@ def test_the_model_s_own_end_waits_for_min_tokens(
 ) -> None:
     eager = SamplingParams(temperature=0, max_tokens=9, min_tokens=4, logit_bias={EOS_ID: 100})
     if in_process:
-        (output,) = llm.generate("x", eager, progress=False)
+        (output,) = llm.generate("x", eager, use_tqdm=False)
     else:
         with LLM(tiny_model[0], **SETTINGS) as separate:
-            (output,) = separate.generate("x", eager, progress=False)
-    assert output.finish_reason == "stop"
-    assert output.token_ids.index(EOS_ID) == 4
-    assert len(output.token_ids) == 5
+            (output,) = separate.generate("x", eager, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids.index(EOS_ID) == 4
+    assert len(output.outputs[0].token_ids) == 5
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_the_model_s_own_end_waits_for_min_tokens(
 )
 def test_an_id_outside_the_vocabulary_is_a_value_error(llm: LLM, params: SamplingParams) -> None:
     with pytest.raises(ValueError, match="320 is outside the vocabulary"):
-        llm.generate("x", params, progress=False)
+        llm.generate("x", params, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")

@@ -215,17 +215,17 @@ def test_a_model_without_a_head_compares_embeddings(deployment: Deployment) -> N
 def test_llm_scores_and_classifies(reranker: tuple[Path, Any], tmp_path: Path) -> None:
     path, model = reranker
     with LLM(path, **SETTINGS) as llm:
-        outputs = llm.score(QUERY, DOCUMENTS, progress=False)
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
         assert_close(
             [output.outputs.score for output in outputs], relevance(path, model, QUERY, DOCUMENTS)
         )
-        one, two = llm.score(["a", "b"], ["c", "d"], progress=False)
+        one, two = llm.score(["a", "b"], ["c", "d"], use_tqdm=False)
         assert_close(one.outputs.score, relevance(path, model, "a", ["c"])[0])
         assert_close(two.outputs.score, relevance(path, model, "b", ["d"])[0])
-        (label,) = llm.classify(QUERY, progress=False)
+        (label,) = llm.classify(QUERY, use_tqdm=False)
         assert_close(label.outputs.probs, logits_of(path, model, QUERY).sigmoid().numpy())
         assert (label.outputs.label, label.outputs.num_classes) == ("LABEL_0", 1)
-        with pytest.raises(ValueError, match="2 texts and text_2 has 3"):
+        with pytest.raises(ValueError, match="2 texts and data_2 has 3"):
             llm.score(["a"] * 2, ["b"] * 3)
         for call in (llm.generate, llm.embed):
             with pytest.raises(ValueError, match=r"classifies text: use LLM\.classify"):
@@ -234,10 +234,12 @@ def test_llm_scores_and_classifies(reranker: tuple[Path, Any], tmp_path: Path) -
 
 def test_llm_of_a_generating_model_compares_embeddings(tiny_model: tuple[Path, Any]) -> None:
     with LLM(tiny_model[0], in_process=True, **SETTINGS) as llm:
-        outputs = llm.score(QUERY, DOCUMENTS, progress=False)
-        query, *others = llm.embed([QUERY, *DOCUMENTS], progress=False)
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        query, *others = llm.embed([QUERY, *DOCUMENTS], use_tqdm=False)
         for output, other in zip(outputs, others, strict=True):
-            assert_close(output.outputs.score, query.embedding @ other.embedding)
+            assert_close(
+                output.outputs.score, np.dot(query.outputs.embedding, other.outputs.embedding)
+            )
         with pytest.raises(ValueError, match="no classification head"):
             llm.classify("x")
 
@@ -252,7 +254,7 @@ def test_several_ranks_give_the_scores_of_one(
 ) -> None:
     path, model = reranker
     with LLM(path, device="cpu", max_num_batched_tokens=32, **SETTINGS, **layout) as llm:
-        outputs = llm.score(QUERY, DOCUMENTS, progress=False)
+        outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
         assert_close(
             [output.outputs.score for output in outputs], relevance(path, model, QUERY, DOCUMENTS)
         )
@@ -292,9 +294,9 @@ def test_embeddings_of_an_encoder_are_those_of_transformers(shards: int, tmp_pat
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     with LLM(path, device="cpu", tensor_parallel_size=shards, **SETTINGS) as llm:
-        outputs = llm.embed(DOCUMENTS, progress=False)
+        outputs = llm.embed(DOCUMENTS, use_tqdm=False)
         for text, output in zip(DOCUMENTS, outputs, strict=True):
             states = encoded(path, model, text).last_hidden_state[0]
-            assert_close(output.embedding, states.mean(0).numpy())
+            assert_close(output.outputs.embedding, states.mean(0).numpy())
         with pytest.raises(ValueError, match="no output head"):
             llm.generate("x")

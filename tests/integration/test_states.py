@@ -33,5 +33,5 @@ def test_long_prompts_go_through_two_stages_on_the_fewest_blocks(tmp_path: Path)
         verify_plan=True,
     ) as llm:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, progress=False)
-    assert_greedy_equal([output.token_ids for output in outputs], references)
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    assert_greedy_equal([output.outputs[0].token_ids for output in outputs], references)

@@ -113,12 +113,14 @@ def test_both_modes_give_the_tokens_and_languages_of_transformers(
 ) -> None:
     sounds = some_sounds()
     audios = [(sound, SAMPLING_RATE) for sound in sounds]
-    separate = llm.transcribe(audios, params=GREEDY, progress=False)
+    separate = llm.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)
     with LLM(path, in_process=True, **SETTINGS) as in_process:
-        together = in_process.transcribe(audios, params=GREEDY, progress=False)
+        together = in_process.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)
     for sound, ours, theirs in zip(sounds, separate, together, strict=True):
         expected = reference.generate(sound, task="transcribe", max_new_tokens=NUM_TOKENS)
-        assert ours.pieces[0].token_ids == theirs.pieces[0].token_ids == expected
+        assert (
+            ours.pieces[0].outputs[0].token_ids == theirs.pieces[0].outputs[0].token_ids == expected
+        )
         assert ours.language == theirs.language == reference.language(sound)
         assert ours.text == theirs.text == reference.text([expected])
     assert len({output.language for output in separate}) > 1
@@ -134,7 +136,7 @@ def test_language_task_and_text_before_are_heeded_as_in_transformers(
 ) -> None:
     sound = some_sounds()[0]
     (output,) = llm.transcribe(
-        (sound, SAMPLING_RATE), language=language, task=task, prompt=prompt, progress=False
+        (sound, SAMPLING_RATE), language=language, task=task, prompt=prompt, use_tqdm=False
     )
     arguments: dict[str, Any] = {"language": language, "task": task}
     if prompt is not None:
@@ -142,9 +144,9 @@ def test_language_task_and_text_before_are_heeded_as_in_transformers(
     expected = reference.generate(sound, **arguments)
     (piece,) = output.pieces
     assert output.language == language
-    assert piece.token_ids == expected[-len(piece.token_ids) :]
-    assert len(piece.token_ids) == MAX_TARGET_POSITIONS - len(piece.prompt_token_ids)
-    assert piece.finish_reason == "length"
+    assert piece.outputs[0].token_ids == expected[-len(piece.outputs[0].token_ids) :]
+    assert len(piece.outputs[0].token_ids) == MAX_TARGET_POSITIONS - len(piece.prompt_token_ids)
+    assert piece.outputs[0].finish_reason == "length"
 
 
 def test_what_must_not_begin_an_answer_may_follow(
@@ -168,9 +170,9 @@ def test_what_must_not_begin_an_answer_may_follow(
     assert usual.intersection(expected)
     with LLM(tmp_path, in_process=True, **SETTINGS) as llm:
         (output,) = llm.transcribe(
-            (sound, SAMPLING_RATE), language="en", params=GREEDY, progress=False
+            (sound, SAMPLING_RATE), language="en", sampling_params=GREEDY, use_tqdm=False
         )
-    assert output.pieces[0].token_ids == expected
+    assert output.pieces[0].outputs[0].token_ids == expected
 
 
 def test_long_audio_is_transcribed_in_pieces_that_are_joined(
@@ -180,8 +182,8 @@ def test_long_audio_is_transcribed_in_pieces_that_are_joined(
     pieces = split_audio(sound, SAMPLING_RATE, MAX_AUDIO_S * SAMPLING_RATE)
     assert len(pieces) == 4
     expected = [reference.generate(piece, language="de", task="transcribe") for piece in pieces]
-    (output,) = llm.transcribe(as_file(sound), language="de", progress=False)
-    assert [piece.token_ids for piece in output.pieces] == expected
+    (output,) = llm.transcribe(as_file(sound), language="de", use_tqdm=False)
+    assert [piece.outputs[0].token_ids for piece in output.pieces] == expected
     assert output.text == reference.text(expected)
     answer = client.audio.transcriptions.create(model=model, file=as_file(sound), language="de")
     assert answer.text == output.text
@@ -194,17 +196,17 @@ def test_audios_in_groups_are_heard_as_together(
 ) -> None:
     sounds = some_sounds()
     audios = [(np.concatenate([each, *sounds[:3]]), SAMPLING_RATE) for each in sounds]
-    together = llm.transcribe(audios, params=GREEDY, progress=False)
+    together = llm.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)
     num_pieces = sum(len(output.pieces) for output in together)
     assert num_pieces > len(audios)
     monkeypatch.setattr("longshore.deploy.llm.transcriber.MAX_PIECES", 5)
-    grouped = llm.transcribe(audios, params=GREEDY)
+    grouped = llm.transcribe(audios, sampling_params=GREEDY)
     assert [output.text for output in grouped] == [output.text for output in together]
     assert [output.language for output in grouped] == [output.language for output in together]
     num_requests = num_pieces + len(audios)  # each language is detected
     assert f"transcribe: 100%|██████████| {num_requests}/{num_requests}" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"audio\[0\]: .*ndarray.*pair \(samples, rate\)"):
-        llm.transcribe(sounds[0], progress=False)  # type: ignore[arg-type]
+        llm.transcribe(sounds[0], use_tqdm=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.req("FEA-10")
@@ -287,11 +289,11 @@ def test_audio_is_rejected_by_a_model_for_text(deployment: Deployment) -> None:
 
 def test_llm_takes_what_its_model_takes(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
     with pytest.raises(ValueError, match=r"use LLM\.transcribe"):
-        llm.generate("x", progress=False)
+        llm.generate("x", use_tqdm=False)
     with pytest.raises(ValueError, match=r"use LLM\.transcribe"):
         llm.beam_search("x", beam_width=2, max_tokens=2)
     with pytest.raises(ValueError, match=r"audio\[1\].*cannot be read as audio"):
-        llm.transcribe([as_file(tone(0.1)), b"no sound"], progress=False)
+        llm.transcribe([as_file(tone(0.1)), b"no sound"], use_tqdm=False)
     with (
         LLM(tiny_model[0], in_process=True, num_blocks=600, threads=1) as text_llm,
         pytest.raises(ValueError, match=r"use LLM\.generate"),
@@ -301,20 +303,21 @@ def test_llm_takes_what_its_model_takes(llm: LLM, tiny_model: tuple[Path, Any]) 
 
 def test_many_audios_on_few_blocks_are_preempted_and_heard_alike(llm: LLM, path: Path) -> None:
     audios = [(tone(1.0, 150.0 + 100 * n, seed=n), SAMPLING_RATE) for n in range(12)]
-    calm = llm.transcribe(audios, language="en", progress=False)
+    calm = llm.transcribe(audios, language="en", use_tqdm=False)
     settings = {**SETTINGS, "num_blocks": 33, "max_num_encoder_input_tokens": 300}
     gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
     with LLM(path, in_process=True, verify_plan=True, **settings, **gates) as tight:
-        pressed = tight.transcribe(audios, language="en", progress=False)
+        pressed = tight.transcribe(audios, language="en", use_tqdm=False)
     assert [output.text for output in pressed] == [output.text for output in calm]
-    assert sum(output.pieces[0].num_preemptions for output in pressed) > 0
+    assert sum(output.pieces[0].outputs[0].num_preemptions for output in pressed) > 0
 
 
 def test_samples_are_drawn_alike_for_one_seed(llm: LLM) -> None:
     audio = (some_sounds()[0], SAMPLING_RATE)
     params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=20) for seed in (1, 1, 2)]
     texts = [
-        llm.transcribe(audio, language="en", params=each, progress=False)[0].text for each in params
+        llm.transcribe(audio, language="en", sampling_params=each, use_tqdm=False)[0].text
+        for each in params
     ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -333,8 +336,8 @@ def test_pipeline_stages_are_rejected_by_name(path: Path) -> None:
 
 def test_two_ranks_hear_what_one_hears(llm: LLM, path: Path) -> None:
     audios = [(sound, SAMPLING_RATE) for sound in some_sounds()]
-    alone = llm.transcribe(audios, params=GREEDY, progress=False)
+    alone = llm.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)
     with LLM(path, tensor_parallel_size=2, **SETTINGS) as pair:
-        shared = pair.transcribe(audios, params=GREEDY, progress=False)
+        shared = pair.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)
     assert [output.language for output in shared] == [output.language for output in alone]
     assert [output.text for output in shared] == [output.text for output in alone]

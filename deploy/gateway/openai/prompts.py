@@ -14,6 +14,7 @@ from longshore.deploy.gateway.openai.requests import (
     GenerationRequest,
 )
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.tokenizer import (
     MAX_INLINE_CHARACTERS,
     MAX_TOKENS_PER_CUT,
@@ -22,11 +23,9 @@ from longshore.deploy.gateway.text.tokenizer import (
 )
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.requests.validation import prompt_problem, sampling_problem
-from longshore.protocol.sampling import MAX_BAD_WORDS, SamplingParams
+from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-MAX_BAD_WORD_CHARACTERS: Final = 8192
-"""Limit of all bad words together, because they are tokenized on the event loop."""
 
 T = TypeVar("T")
 
@@ -166,22 +165,10 @@ class PromptReader:
             return ()
         if self._tokenizer is None:
             raise no_tokenizer("bad_words")
-        if len(words) > MAX_BAD_WORDS:
-            raise invalid(
-                f"bad_words has {len(words)} texts; at most {MAX_BAD_WORDS} are allowed",
-                param="bad_words",
-            )
-        num_characters = sum(map(len, words))
-        if num_characters > MAX_BAD_WORD_CHARACTERS:
-            raise invalid(
-                f"bad_words has {num_characters} characters; at most {MAX_BAD_WORD_CHARACTERS} in "
-                "all its texts are allowed",
-                param="bad_words",
-            )
-        if not all(word.strip() for word in words):
-            raise invalid("bad_words has an empty text", param="bad_words")
-        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-        return tuple(dict.fromkeys(map(tuple, self._tokenizer.encode_each(spellings))))
+        try:
+            return bad_word_token_ids(words, self._tokenizer)
+        except ValueError as error:
+            raise invalid(str(error), param="bad_words") from error
 
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         problem = prompt_problem(

@@ -67,6 +67,11 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The model's special tokens by name, such as `eos_token`."""
+        return self._special_tokens
+
     def twin(self) -> "ChatTemplate":
         """A copy for another thread."""
         return ChatTemplate(self.source, self._special_tokens)

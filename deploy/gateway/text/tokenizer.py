@@ -30,6 +30,7 @@ class ModelTokenizer:
     entries of the cache here never change.
 
     keeps_end: truncation removes the beginning of a text.
+    num_ids: number of token ids, including added tokens.
     added_tokens: ids of the tokens added to the vocabulary, including special tokens.
     is_bytewise: see TokenDecoder.
     """
@@ -47,7 +48,7 @@ class ModelTokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
         added_ids = self.added_tokens.values()
-        self._num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
+        self.num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
         self._texts: dict[int, str] = {}  # cache of single tokens' texts
 
     def encode(self, text: str) -> list[int]:
@@ -125,7 +126,7 @@ class ModelTokenizer:
         (token_id,) = token_ids
         if (text := self._texts.get(token_id)) is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            if token_id < self._num_ids:  # the number of unknown ids is unbounded
+            if token_id < self.num_ids:  # the number of unknown ids is unbounded
                 self._texts[token_id] = text
         return text
 

@@ -37,13 +37,13 @@ def ask(path: Path, prompts: list[list[int]], **settings: Any) -> tuple[list[lis
     """The tokens of one request after the other, then of all at once; and the external hits."""
     with LLM(path, **settings) as llm:
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = [llm.generate([each], GREEDY, progress=False)[0] for each in asked]
-        outputs += llm.generate(asked, GREEDY, progress=False)
+        outputs = [llm.generate([each], GREEDY, use_tqdm=False)[0] for each in asked]
+        outputs += llm.generate(asked, GREEDY, use_tqdm=False)
         engine = llm._engine
         assert isinstance(engine, InProcessEngine)
         engine.scheduler.check()
         num_hit_tokens = engine.scheduler.make_stats().num_external_hit_tokens
-        return [list(output.token_ids) for output in outputs], num_hit_tokens
+        return [list(output.outputs[0].token_ids) for output in outputs], num_hit_tokens
 
 
 @pytest.mark.req("OFF-10", "LDS-01", "WRK-01", "MET-08")

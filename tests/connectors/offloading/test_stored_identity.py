@@ -23,12 +23,12 @@ def ask(
     with LLM(
         path, in_process=True, block_size=16, max_model_len=max_model_len, **settings, **connector
     ) as llm:
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, progress=False)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)
         engine = llm._engine
         assert isinstance(engine, InProcessEngine)
         num_loaded = engine.scheduler.make_stats().num_external_hit_tokens
-        assert output.logprobs is not None
-        scores = zip(output.logprobs, output.token_ids, strict=True)
+        assert output.outputs[0].logprobs is not None
+        scores = zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
         return [each[token].logprob for each, token in scores], num_loaded
 
 

@@ -45,6 +45,11 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--watermark", "1.5"], ["watermark=1.5"]),
         (["serve", "--load-failure-policy", "hope"], ["--load-failure-policy", "recompute"]),
         (["serve", "--max-loras", "2"], ["--max-loras"]),
+        (
+            ["serve", "--gpu_memory_utilization=0.9"],
+            ["--gpu-memory-utilization", "kv_memory_fraction"],
+        ),
+        (["serve", "--max-model-len", "1.5"], ["--max-model-len", "32k (32,000)"]),
         (["serve", "--num-speculative-tokens", "2"], ["--num-speculative-tokens"]),
         (
             ["serve", "--max-num-encoder-input-tokens", "2"],

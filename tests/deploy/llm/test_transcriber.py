@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
-from longshore.deploy.llm.outputs import RequestOutput
+from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
@@ -61,7 +61,8 @@ class Ear:
     def _answer(self, request: SpeechRequest) -> RequestOutput:
         loudness = round(float(request.feature.data.view("<f4").max()) * 10)
         ids = [self._german if loudness else 0]
-        return RequestOutput("x", request.prompt_token_ids, ids, f" {loudness}", "stop", 0, 0)
+        output = CompletionOutput(0, f" {loudness}", ids, finish_reason="stop")
+        return RequestOutput("x", None, request.prompt_token_ids, [output], finished=True)
 
 
 def sound(*loudness: int) -> tuple[Samples, int]:

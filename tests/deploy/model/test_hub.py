@@ -168,8 +168,8 @@ sys.addaudithook(forbid)
 from longshore import LLM, SamplingParams
 
 with LLM(sys.argv[1], in_process=True, num_blocks=300, threads=1) as llm:
-    (output,) = llm.generate("C417", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
-print(len(output.token_ids), "huggingface_hub" in sys.modules)
+    (output,) = llm.generate("C417", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+print(len(output.outputs[0].token_ids), "huggingface_hub" in sys.modules)
 """
 
 

@@ -10,14 +10,14 @@ from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
-    given = SamplingParams(
-        temperature=np.float64(0.5),  # type: ignore[arg-type]
-        max_tokens=np.int64(4),  # type: ignore[arg-type]
-        stop_token_ids=[np.int32(5)],  # type: ignore[arg-type]
-        logit_bias={np.int64(6): np.float32(2)},  # type: ignore[dict-item]
-        bad_words_token_ids=[np.array([3, 4])],  # type: ignore[arg-type]
-        repetition=RepetitionDetection(np.int64(3)),  # type: ignore[arg-type]
-    )
+    given = {
+        "temperature": np.float64(0.5),
+        "max_tokens": np.int64(4),
+        "stop_token_ids": [np.int32(5)],
+        "logit_bias": {np.int64(6): np.float32(2)},
+        "bad_words_token_ids": [np.array([3, 4])],
+        "repetition": RepetitionDetection(np.int64(3)),  # type: ignore[arg-type]
+    }
     plain = plain_params(given)
     assert plain == SamplingParams(
         temperature=0.5,
@@ -44,4 +44,4 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 def test_a_setting_of_another_type_is_rejected_by_its_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ValueError, match=name):
-        plain_params(SamplingParams(**settings))
+        plain_params(settings)

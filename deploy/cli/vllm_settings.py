@@ -1,0 +1,235 @@
+"""vLLM's names of settings, on the command line and for `LLM`.
+
+A setting that means the same as one of ours is taken under its name. One that asks for what is
+always the case is taken with a warning. Every other one is rejected with what to do instead.
+docs/coming_from_vllm.md lists them; a test compares.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from longshore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+RENAMED: Final = {
+    "api_server_count": "gateways",
+    "data_parallel_size": "replicas",
+    "dcp_kv_cache_interleave_size": "cp_kv_cache_interleave_size",
+    "guided_decoding_backend": "structured_output_backend",
+    "num_gpu_blocks_override": "num_blocks",
+}
+"""vLLM's name: ours."""
+
+SHORT_FLAGS: Final = {
+    "-asc": "--api-server-count",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+}
+"""vLLM's short flags that are not ours, beside what they stand for."""
+
+RENAMED_VALUES: Final = {
+    ("dtype", "float"): "float32",
+    ("dtype", "half"): "float16",
+    ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("structured_output_backend", "guidance"): "llguidance",
+}
+"""Name and vLLM's value: ours."""
+
+_GRAPHS: Final = "steps are captured as CUDA graphs where that changes no token"
+_ALWAYS_SHOWN: Final = "statistics are always collected"
+
+WITHOUT_EFFECT: Final = {
+    "compilation_config": _GRAPHS,
+    "cuda_graph_sizes": _GRAPHS,
+    "disable_custom_all_reduce": "there is no other all-reduce than that of NCCL or Gloo",
+    "disable_log_requests": "requests are logged at level debug only",
+    "disable_log_stats": _ALWAYS_SHOWN,
+    "enable_auto_tool_choice": "calls are found in every chat with tools",
+    "enable_prompt_tokens_details": "usage always has the cached tokens",
+    "enforce_eager": _GRAPHS,
+    "max_seq_len_to_capture": _GRAPHS,
+    "swap_space": "it has no effect in vLLM either; connectors keep KV in host memory",
+    "trust_remote_code": "code from model folders is never run",
+}
+"""Name: why it has no effect."""
+
+FLAGS_WITHOUT_VALUE: Final = frozenset(
+    {
+        "disable_custom_all_reduce",
+        "disable_log_requests",
+        "disable_log_stats",
+        "enable_auto_tool_choice",
+        "enable_prompt_tokens_details",
+        "enforce_eager",
+        "trust_remote_code",
+    }
+)
+"""Those of WITHOUT_EFFECT that are switches on the command line."""
+
+_FOLDER: Final = "it is that of the model folder"
+_ROLE: Final = "the model folder says what the model computes"
+_ONE_MACHINE: Final = "a server runs on one machine"
+_PROXY: Final = "use a reverse proxy in front of the server (docs/security.md)"
+_LORA: Final = "LoRA adapters are not supported; merge them into the weights"
+_ORIGINS: Final = "use cors_allow_origins=ORIGIN, several times for several origins"
+_REVISION: Final = "use the model OWNER/NAME@REVISION"
+
+REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
+    "additional_config": (({},), "there are no other settings"),
+    "allowed_headers": ((), _ORIGINS),
+    "allowed_local_media_path": (("",), "audio is sent in the request"),
+    "allowed_methods": ((), _ORIGINS),
+    "allowed_origins": ((), _ORIGINS),
+    "attention_backend": ((), "the kernels are chosen for the device"),
+    "calculate_kv_scales": (
+        (False,),
+        "scales of keys and values are those of the checkpoint, or 1",
+    ),
+    "code_revision": ((), "code from model folders is never run"),
+    "config_format": (("auto", "hf"), _FOLDER),
+    "convert": (("auto", "none", "embed"), _ROLE),
+    "cpu_offload_gb": ((0,), "weights stay on the device; tensor_parallel_size splits them"),
+    "data_parallel_address": ((), _ONE_MACHINE),
+    "data_parallel_backend": (("mp",), _ONE_MACHINE),
+    "data_parallel_rank": ((), _ONE_MACHINE),
+    "data_parallel_size_local": ((), _ONE_MACHINE),
+    "disable_hybrid_kv_cache_manager": ((False,), "all KV cache groups share one pool"),
+    "disable_sliding_window": ((False,), "the model's windows are used"),
+    "distributed_executor_backend": (("mp", "uni"), "workers are processes of one machine"),
+    "download_dir": ((), "set HF_HOME"),
+    "enable_eplb": ((False,), "experts stay on their workers"),
+    "enable_expert_parallel": ((False,), "tensor_parallel_size splits experts"),
+    "enable_force_include_usage": ((False,), "use stream_options in requests"),
+    "enable_log_requests": ((False,), "use log_level=debug"),
+    "enable_lora": ((False,), _LORA),
+    "enable_prompt_embeds": ((False,), "pass the text or the token ids"),
+    "enable_sleep_mode": ((False,), "an engine keeps its memory until it ends"),
+    "generation_config": (("auto",), _FOLDER),
+    "gpu_memory_utilization": (
+        (),
+        "use kv_memory_fraction, the fraction of the memory left after loading that is used for "
+        "the KV cache, or num_blocks",
+    ),
+    "headless": ((False,), _ONE_MACHINE),
+    "hf_config_path": ((), _FOLDER),
+    "hf_overrides": (({},), "change config.json of the model folder"),
+    "hf_token": ((), "set HF_TOKEN"),
+    "ignore_patterns": ((), "only the files that are needed are downloaded"),
+    "kv_cache_memory_bytes": ((), "use num_blocks; `longshore doctor --plan MODEL` converts"),
+    "kv_events_config": ((), "use enable_kv_cache_events and the settings kv_events_*"),
+    "kv_offloading_backend": ((), "use kv_connector=offloading and kv_connector_config"),
+    "kv_offloading_size": ((), "use kv_connector=offloading and kv_connector_config"),
+    "kv_transfer_config": ((), "use kv_connector, kv_role and kv_connector_config"),
+    "limit_mm_per_prompt": (({},), "models with images are not supported"),
+    "load_format": (("auto", "safetensors"), "weights must be safetensors files"),
+    "log_config_file": ((), "use log_level and log_format"),
+    "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
+    "lora_modules": ((), _LORA),
+    "max_logprobs": ((20,), "the limit is 20"),
+    "max_long_partial_prefills": ((1,), "long_prefill_token_threshold lets prompts run together"),
+    "max_lora_rank": ((16,), _LORA),
+    "max_loras": ((1,), _LORA),
+    "max_num_partial_prefills": ((1,), "long_prefill_token_threshold lets prompts run together"),
+    "middleware": (([],), _PROXY),
+    "mm_processor_kwargs": (({},), "models with images are not supported"),
+    "model_impl": (("auto", "vllm"), "models run with the kernels here"),
+    "model_loader_extra_config": (({},), "weights are read from safetensors files"),
+    "nnodes": ((1,), _ONE_MACHINE),
+    "num_scheduler_steps": ((1,), "async_scheduling keeps the device busy between steps"),
+    "otlp_traces_endpoint": ((), "only the trace ids of requests are logged"),
+    "override_generation_config": (({},), "change generation_config.json of the model folder"),
+    "override_pooler_config": (
+        (),
+        "pooling settings are those of the model folder; requests can change them",
+    ),
+    "pooler_config": (
+        (),
+        "pooling settings are those of the model folder; requests can change them",
+    ),
+    "prefix_caching_hash_algo": (("sha256",), "block hashes are seeded sha256"),
+    "quantization": ((), "the format is that of the checkpoint"),
+    "response_role": (("assistant",), "answers have the role assistant"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids in requests"),
+    "revision": ((), _REVISION),
+    "root_path": (("",), _PROXY),
+    "rope_scaling": ((), "change config.json of the model folder"),
+    "rope_theta": ((), "change config.json of the model folder"),
+    "runner": (("auto", "generate", "pooling"), _ROLE),
+    "scheduler_cls": ((), "use scheduling_policy=package.module:Class"),
+    "skip_tokenizer_init": ((False,), "pass prompts as token ids, and detokenize=False"),
+    "speculative_config": ((), "speculative decoding is not supported"),
+    "ssl_ca_certs": ((), _PROXY),
+    "ssl_certfile": ((), _PROXY),
+    "ssl_keyfile": ((), _PROXY),
+    "stream_interval": ((1,), "tokens are sent as they are computed"),
+    "structured_outputs_config": (({},), "use structured_output_backend"),
+    "task": (("auto", "generate", "embed", "embedding", "score", "classify"), _ROLE),
+    "tokenizer": ((), _FOLDER),
+    "tokenizer_mode": (("auto", "hf"), "tokenizer.json of the model folder is used"),
+    "tokenizer_revision": ((), _REVISION),
+    "uvicorn_log_level": ((), "use log_level"),
+    "worker_cls": (("auto",), "workers are processes of Longshore"),
+    "worker_extension_cls": (("",), "workers are processes of Longshore"),
+}
+"""Name: values that are the case anyway, beside None, and what to do instead of others."""
+
+
+def translate_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with vLLM's names, by ours. Raises ConfigError for what does not exist here."""
+    translated: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _KNOWN:
+            _check(name, value, shown=name)
+            continue
+        own = RENAMED.get(name, name)
+        if own != name and own in settings:
+            raise ConfigError(f"{name} and {own} are the same setting; remove one of them")
+        if isinstance(value, str):
+            value = RENAMED_VALUES.get((own, value), value)
+        translated[own] = value
+    return translated
+
+
+def translate_flags(tokens: Sequence[str]) -> list[str]:
+    """The same for the arguments of a command. Underscores in flags become hyphens."""
+    translated: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        flag, equals, value = SHORT_FLAGS.get(token, token).partition("=")
+        if not flag.startswith("--") or flag == "--":
+            translated.append(token)
+            continue
+        name = flag[2:].replace("-", "_")
+        setting = name[3:] if name.startswith("no_") and name[3:] in _KNOWN else name
+        if setting in _KNOWN:
+            is_switch = setting in FLAGS_WITHOUT_VALUE or False in REJECTED.get(setting, ((),))[0]
+            if not is_switch and not equals:
+                value = rest.pop(0) if rest else ""
+            given = value if not is_switch else name == setting
+            _check(setting, given, shown=f"--{setting.replace('_', '-')}")
+            continue
+        own = RENAMED.get(name, name)
+        if not equals and rest and (own, rest[0]) in RENAMED_VALUES:
+            rest[0] = RENAMED_VALUES[own, rest[0]]
+        own_value = RENAMED_VALUES.get((own, value), value)
+        translated.append(f"--{own.replace('_', '-')}{equals}{own_value}")
+    return translated
+
+
+def _check(name: str, value: object, *, shown: str) -> None:
+    """name: of WITHOUT_EFFECT or REJECTED; `shown` in messages. value: on the command line a text,
+    or whether a switch is on. Raises ConfigError if it asks for what does not exist here."""
+    if name in WITHOUT_EFFECT:
+        if value not in (None, False):
+            logger.warning("%s has no effect: %s", shown, WITHOUT_EFFECT[name])
+        return
+    neutral, advice = REJECTED[name]
+    if value is not None and str(value) not in map(str, neutral):
+        raise ConfigError(f"{shown} is not supported: {advice}")
+
+
+_KNOWN: Final = REJECTED.keys() | WITHOUT_EFFECT.keys()

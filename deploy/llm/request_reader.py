@@ -1,0 +1,205 @@
+"""Turns prompts, chats and sampling settings into answers that can be submitted, for one model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from longshore.deploy.gateway.text.answer_text import AnswerText
+from longshore.deploy.gateway.text.detokenizer import TokenDecoder
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.llm.answer import Answer
+from longshore.deploy.llm.chats import (
+    Message,
+    as_chats,
+    chat_options,
+    other_template,
+    rendered_chat,
+)
+from longshore.deploy.llm.prompts import Prompt, PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.sampling_params import SamplingParams
+from longshore.deploy.llm.transcriber import SpeechRequest
+from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.requests.sample_params import sample_params
+from longshore.deploy.requests.validation import sampling_problem
+from longshore.protocol.requests import StructuredOutput
+from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
+
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+@dataclass(frozen=True)
+class CheckedParams:
+    """Settings of a prompt, and for the engine those of one answer to it and its constraint."""
+
+    settings: SamplingParams
+    engine_params: EngineSamplingParams
+    constraint: StructuredOutput | None
+
+
+class RequestReader:
+    """All methods raise ValueError for what is invalid.
+
+    tokenizer: None: prompts must be token ids.
+    decoder:   decodes answers; None: they have no text.
+    compiles_grammars: the engine does, so answers can be constrained.
+    """
+
+    def __init__(
+        self,
+        model: ModelFolder,
+        tokenizer: ModelTokenizer | None,
+        decoder: TokenDecoder | None,
+        *,
+        max_model_len: int,
+        compiles_grammars: bool = True,
+    ) -> None:
+        self._model = model
+        self._compiles_grammars = compiles_grammars
+        self.tokenizer = tokenizer
+        self.decoder = decoder
+        self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
+
+    def read_all(
+        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
+    ) -> list[PromptInput]:
+        """One or more prompts. gives_tokens: at least one output token must fit after each."""
+        return [
+            self.parser.parse(prompt, f"prompts[{index}]", gives_tokens=gives_tokens)
+            for index, prompt in enumerate(as_prompts(prompts))
+        ]
+
+    def read_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> list[PromptInput]:
+        """The prompts of one or more chats."""
+        if self.tokenizer is None:
+            raise ValueError(f"a chat needs a tokenizer, but {self._model.path} has none")
+        options = chat_options(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+        )
+        template = self.tokenizer.chat_template
+        if chat_template is not None:
+            template = other_template(chat_template, template)
+        prompts = []
+        for index, chat in enumerate(as_chats(messages)):
+            where = f"messages[{index}]"
+            text = rendered_chat(template, chat, options, where)
+            prompts.append(self.parser.parse_rendered(text, where))
+        return prompts
+
+    def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PromptInput]:
+        """A prompt of each pair of texts, for models that classify pairs."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"a pair needs a tokenizer, but {self._model.path} has none")
+        return [
+            self.parser.checked(
+                PromptInput(tokenizer.join(tokenizer.part(one), tokenizer.part(other))),
+                f"pair {index}",
+                gives_tokens=False,
+            )
+            for index, (one, other) in enumerate(pairs)
+        ]
+
+    def default_params(self) -> SamplingParams:
+        """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
+        defaults = self._model.sampling_defaults
+        return SamplingParams(
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+            max_tokens=DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
+        )
+
+    def check_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[CheckedParams]:
+        """The settings for each prompt."""
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [self.check(params)] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(
+                f"{len(params)} sampling_params for {num_prompts} prompts; pass one per prompt, or "
+                "one for all"
+            )
+        return [self.check(each) for each in params]
+
+    def check(self, params: SamplingParams) -> CheckedParams:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params must be longshore.SamplingParams, not a {type(params).__name__}"
+            )
+        engine_params = params.engine_params(self.tokenizer)
+        problem = sampling_problem(engine_params, vocab_size=self._model.vocab_size)
+        if problem is not None:
+            raise ValueError(problem)
+        if params.stops().texts and self.tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
+        constraint = params.constraint()
+        if constraint is not None and self.tokenizer is None:
+            raise ValueError(
+                f"structured_outputs needs a tokenizer, but {self._model.path} has none"
+            )
+        if constraint is not None and not self._compiles_grammars:
+            raise ValueError(
+                "structured_outputs needs a process that compiles grammars; remove in_process"
+            )
+        return CheckedParams(params, engine_params, constraint)
+
+    def answers(
+        self, request_id: str, prompt: PromptInput, params: CheckedParams, *, priority: int = 0
+    ) -> list[Answer]:
+        """The answers to one prompt."""
+        settings = params.settings
+        stops = settings.stops()
+        decoder = self.decoder if settings.detokenize else None
+        answers: list[Answer] = []
+        for index, sampling in enumerate(sample_params(params.engine_params, settings.n)):
+            answer = Answer(
+                request_id if settings.n == 1 else f"{request_id}-{index}",
+                prompt,
+                sampling,
+                index,
+                answers[0] if answers else None,
+                decoder,
+                None if decoder is None else AnswerText(decoder, prompt.token_ids, stops),
+                has_stops=bool(stops.texts),
+                structured_output=params.constraint,
+                skips_reading=bool(settings.skip_reading_prefix_cache),
+                priority=priority,
+            )
+            answers.append(answer)
+        return answers
+
+    def speech_answer(self, request_id: str, request: SpeechRequest) -> Answer:
+        """The answer to one piece of an audio input."""
+        ids = request.prompt_token_ids
+        return Answer(
+            request_id,
+            PromptInput(ids),
+            request.sampling,
+            decoder=self.decoder,
+            detokenizer=None if self.decoder is None else AnswerText(self.decoder, ids),
+            multimodal=(request.feature,),
+            num_primed=request.num_primed,
+        )
+
+
+def check_no_lora(lora_request: object) -> None:
+    """Raise ValueError for an adapter."""
+    if lora_request is not None:
+        raise ValueError("lora_request is not supported: merge the adapter into the weights")

@@ -1,0 +1,144 @@
+"""The forms in which prompts and chats are given."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.llm.chats import as_chats, chat_options, other_template, rendered_chat
+from longshore.deploy.llm.prompts import PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.tokenizer import Tokenizer
+from tests.deploy.tiny_tokenizer import byte_level_tokenizer
+
+CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ style }}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> ModelTokenizer:
+    return ModelTokenizer(byte_level_tokenizer(), ChatTemplate(TEMPLATE, {}))
+
+
+@pytest.fixture
+def parser(tokenizer: ModelTokenizer) -> PromptParser:
+    return PromptParser(tokenizer, Path("folder"), vocab_size=320, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_prompts"),
+    [
+        ("text", 1),
+        (["text", "other"], 2),
+        ({"prompt": "text"}, 1),
+        ([1, 2, 3], 1),
+        (np.arange(3), 1),
+        ([[1, 2, 3]], 1),
+        ([[1, 2], "text", {"prompt_token_ids": [3]}], 3),
+        ([], 0),
+    ],
+    ids=str,
+)
+def test_one_prompt_or_a_list_of_them(given: Any, num_prompts: int) -> None:
+    assert len(as_prompts(given)) == num_prompts
+
+
+def test_a_prompt_is_a_text_or_token_ids(parser: PromptParser, tokenizer: ModelTokenizer) -> None:
+    ids = tokenizer.encode("quay")
+    for text in ("quay", {"prompt": "quay"}):
+        assert parser.parse(text, "prompt") == PromptInput(ids, "quay")
+    for given in (ids, np.array(ids), {"prompt_token_ids": tuple(ids)}):
+        assert parser.parse(given, "prompt") == PromptInput(ids)
+    both = {"prompt": "shown", "prompt_token_ids": ids, "cache_salt": "s"}
+    assert parser.parse(both, "prompt") == PromptInput(ids, "shown", "s")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (7, "prompt must be a text, token ids"),
+        ([], "the prompt has no tokens"),
+        ([1.5], "token ids must be integers"),
+        ([400], "token id 400, outside the vocabulary"),
+        ([5] * 64, "maximum context length is 64 tokens"),
+        ({}, "prompt must be a text"),
+        ({"prompt": 3}, "prompt and cache_salt must be texts"),
+        ({"prompt": "x", "multi_modal_data": {}}, "multi_modal_data is not supported; .*images"),
+        ({"text": "x"}, "text is not supported; a prompt is a text"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_a_value_error(
+    parser: PromptParser, prompt: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        parser.parse(prompt, "prompt")
+
+
+def test_texts_need_a_tokenizer() -> None:
+    parser = PromptParser(None, Path("folder"), vocab_size=320, max_model_len=64)
+    assert parser.parse([5], "prompt") == PromptInput([5])
+    with pytest.raises(ValueError, match=r"folder has no tokenizer\.json"):
+        parser.parse("x", "prompt")
+
+
+def options(**given: Any) -> Any:
+    defaults = {"add_generation_prompt": True, "continue_final_message": False}
+    return chat_options(**{**defaults, "tools": None, "variables": None, **given})
+
+
+def test_a_chat_is_rendered_with_its_tools_and_variables(tokenizer: ModelTokenizer) -> None:
+    template = tokenizer.chat_template
+    assert as_chats(CHAT) == [CHAT]
+    assert as_chats([CHAT, CHAT]) == [CHAT, CHAT]
+    assert (
+        rendered_chat(template, CHAT, options(), "chat") == "<user>What?<assistant>That.<assistant>"
+    )
+    with_tools = rendered_chat(template, CHAT[:1], options(tools=TOOLS), "chat")
+    assert with_tools.startswith('tools: [{"type": "function", "function": {"name": "find"')
+    styled = rendered_chat(template, CHAT[:1], options(variables={"style": "!"}), "chat")
+    assert styled == "<user>What?<assistant>!"
+    open_end = options(add_generation_prompt=False, continue_final_message=True)
+    assert rendered_chat(template, CHAT, open_end, "chat") == "<user>What?<assistant>That."
+
+
+def test_what_is_no_chat_is_a_value_error(tokenizer: ModelTokenizer) -> None:
+    template = tokenizer.chat_template
+    with pytest.raises(ValueError, match=r"chat: .*role"):
+        rendered_chat(template, [{"content": "x"}], options(), "chat")
+    with pytest.raises(ValueError, match="chat: messages is empty"):
+        rendered_chat(template, [], options(), "chat")
+    with pytest.raises(ValueError, match="one of them to False"):
+        options(continue_final_message=True)
+    with pytest.raises(ValueError, match="must not have tools"):
+        options(variables={"tools": TOOLS})
+    refusing = other_template("{{ raise_exception('no such role') }}", template)
+    with pytest.raises(ValueError, match="no such role"):
+        rendered_chat(refusing, CHAT, options(), "chat")
+    with pytest.raises(ValueError, match="does not compile"):
+        other_template("{% if %}", template)
+
+
+def test_the_tokenizer_has_the_methods_of_hugging_face() -> None:
+    plain = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(PLAIN_TEMPLATE, {"bos_token": "B"}))
+    tokenizer = Tokenizer(plain)
+    ids = tokenizer.encode("the quay", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "the quay"
+    assert tokenizer.batch_decode([ids, ids[:1]]) == ["the quay", tokenizer.decode(ids[0])]
+    special = sorted(plain.special_token_ids)[0]
+    assert tokenizer.decode([special, *ids], skip_special_tokens=True) == "the quay"
+    assert tokenizer.decode([special, *ids]) != "the quay"
+    assert len(tokenizer) == tokenizer.vocab_size > max(ids)
+    text = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert text == "Buser: What?\nassistant:"
+    assert tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True) == tokenizer.encode(
+        text, add_special_tokens=False
+    )

@@ -1,0 +1,97 @@
+"""docs/coming_from_vllm.md says what the code does with each name of vLLM."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+
+import pytest
+
+import longshore
+from longshore import AsyncEngineArgs, AsyncLLM
+from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.cli.vllm_settings import REJECTED, RENAMED, RENAMED_VALUES, WITHOUT_EFFECT
+from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.llm import async_llm
+from longshore.deploy.llm.beams import UNSUPPORTED_IN_BEAM_SEARCH
+from longshore.deploy.llm.llm import LLM, NOT_METHODS
+from longshore.deploy.llm.pooling_params import UNSUPPORTED_POOLING
+from longshore.deploy.llm.sampling_params import UNSUPPORTED
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "coming_from_vllm.md").read_text()
+
+
+def rows_after(text: str) -> dict[str, str]:
+    """The rows of the first table after `text`."""
+    table = PAGE.split(text, 1)[1].split("|---|---|\n", 1)[1].split("\n\n", 1)[0]
+    rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    return {name.strip("`"): meaning for name, meaning in rows}
+
+
+def names_after(text: str) -> list[str]:
+    paragraph = PAGE.split(text, 1)[1].strip().split("\n\n", 1)[0]
+    return re.findall(r"`(\w+)`", paragraph)
+
+
+@pytest.mark.parametrize(
+    ("heading", "rows"),
+    [
+        ("These have another name.", {name: f"`{ours}`" for name, ours in RENAMED.items()}),
+        (
+            "So are these values:",
+            {f"{name}={theirs}": f"`{name}={o}`" for (name, theirs), o in RENAMED_VALUES.items()},
+        ),
+        ("These are accepted with a warning", WITHOUT_EFFECT),
+        ("These are rejected", {name: advice for name, (_, advice) in REJECTED.items()}),
+        (
+            "These settings of `SamplingParams` are rejected",
+            {name: advice for name, (_, advice) in UNSUPPORTED.items()},
+        ),
+        (
+            "These settings of `PoolingParams` are rejected",
+            {name: advice for name, (_, advice) in UNSUPPORTED_POOLING.items()},
+        ),
+        (
+            "These settings of `BeamSearchParams` are rejected",
+            {name: advice for name, (_, advice) in UNSUPPORTED_IN_BEAM_SEARCH.items()},
+        ),
+        ("These attributes of `LLM`", NOT_METHODS),
+        ("These attributes of `AsyncLLM`", async_llm.NOT_METHODS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_table_has_the_names_and_answers_of_the_code(
+    heading: str, rows: Mapping[str, str]
+) -> None:
+    assert rows_after(heading) == dict(rows)
+
+
+def test_settings_of_the_same_name_exist() -> None:
+    names = names_after("These settings have vLLM's name and meaning:")
+    assert len(names) > 20
+    assert set(names) <= {setting.name for setting in fields(ServeOptions)}
+
+
+def test_request_fields_of_the_same_name_exist() -> None:
+    names = names_after("These fields beyond the OpenAI API have vLLM's name and meaning:")
+    assert len(names) > 10
+    known = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert set(names) <= known
+
+
+def test_metrics_exist() -> None:
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    for name in rows_after("## Metrics").values():
+        assert f"| {name}<br>" in metrics
+
+
+def test_names_to_import_exist() -> None:
+    for names in re.findall(r"`from longshore import ([\w, ]+)`", PAGE):
+        assert all(hasattr(longshore, name) for name in names.split(", "))
+
+
+def test_methods_on_the_page_exist() -> None:
+    for name in re.findall(r"`llm\.(\w+)", PAGE):
+        assert callable(getattr(LLM, name))
+    assert callable(AsyncLLM.from_engine_args)
+    assert AsyncEngineArgs("model", seed=1).settings == {"seed": 1}
