@@ -351,6 +351,8 @@ class ServeOptions(EngineOptions):
             Without API keys, all requests share.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
+        strict_requests: Reject requests with unknown fields. Otherwise these fields are ignored,
+            and the response names them in the header x-longshore-ignored-fields.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
         unread_timeout_s: Seconds after which a client that reads none of the response data waiting
             for it is disconnected.
@@ -379,6 +381,7 @@ class ServeOptions(EngineOptions):
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
+    strict_requests: Annotated[bool, _SERVER] = False
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0

@@ -210,6 +210,7 @@ class _Deployment:
             api_keys=self.api_keys,
             key_usage_fd=key_usage_fd,
             cors_allow_origins=options.cors_allow_origins or (),
+            strict_requests=options.strict_requests,
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

@@ -38,6 +38,7 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
+from longshore.deploy.gateway.openai.unknown_fields import IGNORED_FIELDS_HEADER
 from longshore.deploy.gateway.request_log import note_failure
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
@@ -52,6 +53,7 @@ class Gateway:
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
+    is_strict: reject unknown fields of requests.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Gateway:
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
         cors_allow_origins: Sequence[str] = (),
+        is_strict: bool = False,
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
@@ -108,7 +111,9 @@ class Gateway:
         )
         app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths)
+        self.app: ASGIApp = RequestMiddleware(
+            app, api_keys, self.metrics, paths, is_strict=is_strict
+        )
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(
@@ -116,7 +121,11 @@ class Gateway:
                 allow_origins=cors_allow_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
+                expose_headers=[
+                    REQUEST_ID_HEADER.decode(),
+                    IGNORED_FIELDS_HEADER.decode(),
+                    "retry-after",
+                ],
             )
 
     def serve_with(self, service: Service) -> None:

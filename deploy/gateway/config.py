@@ -30,6 +30,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_key:         key for /admin; None: these paths do not exist.
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
+    strict_requests:   reject unknown fields of requests instead of ignoring them.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -60,6 +61,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys: tuple[ApiKey, ...] = ()
     key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    strict_requests: bool = False
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

@@ -118,6 +118,7 @@ class GatewayProcess:
             api_keys=config.api_keys,
             admin=_admin_routes(config),
             cors_allow_origins=config.cors_allow_origins,
+            is_strict=config.strict_requests,
         )
         self._key_usage = KeyUsage(
             config.api_keys,

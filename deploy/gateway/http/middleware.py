@@ -1,9 +1,11 @@
 """ASGI middleware for every HTTP request: request id, API key, access log, response metric.
 
 The client's `x-request-id` is used, or one is generated. It is part of the response's `id`, of
-engine reports and of logs, and is returned as a header, as are W3C trace context headers.
+engine reports and of logs, and is returned as a header, as are W3C trace context headers and the
+names of ignored fields.
 """
 
+import logging
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +18,11 @@ from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.unknown_fields import IgnoredFields, begin_request
 from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bug
+from longshore.protocol.logs.limits import LogLimit
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
@@ -36,6 +42,7 @@ class RequestMiddleware:
     api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required. Paths under
               /admin check a key of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
+    is_strict: reject unknown fields of requests instead of ignoring them.
     """
 
     def __init__(
@@ -44,12 +51,16 @@ class RequestMiddleware:
         api_keys: Sequence[ApiKey],
         metrics: GatewayMetrics,
         paths: Collection[str] = (),
+        *,
+        is_strict: bool = False,
     ) -> None:
         self.app = app
         self._paths = paths
         self._api_keys = api_keys
         self._metrics = metrics
         self._log = AccessLog()
+        self._is_strict = is_strict
+        self._ignored_log = LogLimit(logger, max_per_second=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,13 +78,14 @@ class RequestMiddleware:
         request = self._log.begin(
             scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
         )
+        ignored = begin_request(is_strict=self._is_strict)
         status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *extra]
+                message["headers"] = [*message.get("headers", ()), *extra, *ignored.headers()]
             await send(message)
 
         try:
@@ -91,12 +103,22 @@ class RequestMiddleware:
             raise
         finally:
             self._ended(scope, request, status)
+            self._log_ignored(ignored, request)
 
     def _ended(self, scope: Scope, request: HttpRequest, status: int | None) -> None:
         endpoint = scope["path"] if scope["path"] in self._paths else "other"
         label = "gone" if status is None else str(status)
         self._metrics.responses.labels(endpoint, label).inc()
         self._log.end(request, status)
+
+    def _log_ignored(self, ignored: IgnoredFields, request: HttpRequest) -> None:
+        if ignored.names:
+            self._ignored_log.warning(
+                "ignored unknown fields of a request: %s",
+                ", ".join(ignored.names),
+                request_id=request.request_id,
+                path=request.path,
+            )
 
     def _key(self, path: str, authorization: bytes) -> ApiKey:
         """The key of a request. Raises ApiError if it needs one and has none."""

@@ -147,6 +147,8 @@ def document() -> dict[str, Any]:
     for operation in _OPERATIONS:
         types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
+    for component in components.values():  # unknown fields are ignored
+        component.pop("additionalProperties", None)
     for kind in (ChatRequest, CompletionRequest):
         components[kind.__name__]["properties"] |= _accepted_besides(kind)
     embedding = components[EmbeddingRequest.__name__]

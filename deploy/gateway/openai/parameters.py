@@ -1,7 +1,8 @@
 """Reads the parameters of a request from its JSON body, within bounds.
 
 A parameter is a field of the request, or listed as unsupported with its neutral values, or unknown.
-An unsupported parameter that would change the answer is rejected by name, never ignored.
+An unsupported parameter that would change the answer is rejected by name. Unknown ones are ignored,
+and the response names them.
 
 Decoding JSON holds the interpreter lock, and many small objects take a hundred times longer than a
 text of the same size. So a body is first split into parameters, which stay bytes, and a parameter
@@ -11,15 +12,23 @@ is decoded only if the number of objects in it is known to be small.
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.lenient import lenient
+from longshore.deploy.gateway.openai.unknown_fields import (
+    are_rejected,
+    ignore_fields,
+    unknown_field,
+)
 from longshore.protocol.errors import shortened
 
 MAX_PARAMETER_BYTES: Final = 64 << 10
 """Limit of each parameter's JSON, except prompts, and parameters that are ignored."""
+MAX_UNKNOWN_BYTES: Final = 64 << 10
+"""Limit of all unknown parameters of a request together, with their JSON."""
 MAX_TOKEN_IDS: Final = 2 << 20
 """Limit of the token ids of all prompts of a request."""
 MAX_ITEMS: Final = 2048
@@ -90,29 +99,25 @@ JsonT = TypeVar("JsonT")
 
 _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
 _UNKNOWN_FIELD: Final = "Object contains unknown field `"
+_UNKNOWN_INSIDE: Final = re.compile(r"Object contains unknown field `(.*)` - at `\$\.(.*)`", re.DOTALL)
 _FIRST_ITEM: Final = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def read_parameters(
     kind: type[ParametersT], body: bytes, *, accepts_others: bool = True
 ) -> ParametersT:
-    """`body` as `kind`, without ignored parameters. All items of a prompt are of one kind. Raises
-    ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for a body of
-    16 MiB.
+    """`body` as `kind`, without ignored and unknown parameters. All items of a prompt are of one
+    kind. Raises ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for
+    a body of 16 MiB.
 
     accepts_others: accept parameters that have no effect.
     """
     fields = kind.__struct_fields__
     others = (*IGNORED, *UNSUPPORTED) if accepts_others else ()
     try:
-        given = msgspec.json.decode(body, type=_undecoded(fields, others))
-    except msgspec.ValidationError as error:
-        message = str(error)
-        if message.startswith(_UNKNOWN_FIELD):
-            raise _unknown(message[len(_UNKNOWN_FIELD) : -1]) from error
-        raise invalid(f"the JSON of the request body: {message}") from error
+        given = _split(body, fields, others)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
+        raise _not_read(error) from error
     served = {}
     for name, value in msgspec.structs.asdict(given).items():
         if value is msgspec.UNSET:
@@ -123,7 +128,45 @@ def read_parameters(
         elif name in UNSUPPORTED:
             _check_changes_nothing(name, value)
     # Not `body`, which may have a parameter several times.
-    return read_json(kind, msgspec.json.encode(served))
+    return _decoded(kind, msgspec.json.encode(served))
+
+
+def _split(body: bytes, fields: Sequence[str], others: Sequence[str]) -> msgspec.Struct:
+    """The known parameters, not decoded. Raises msgspec's errors."""
+    known = _undecoded(fields, others)
+    try:
+        return msgspec.json.decode(body, type=known)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if not message.startswith(_UNKNOWN_FIELD):
+            raise
+        if are_rejected():
+            raise unknown_field(message[len(_UNKNOWN_FIELD) : -1]) from error
+    given = msgspec.json.decode(body, type=lenient(known))
+    values = msgspec.structs.astuple(given)
+    num_known = sum(memoryview(value).nbytes for value in values if value is not msgspec.UNSET)
+    # Bounds the number of names that are decoded.
+    if len(body) - num_known > MAX_UNKNOWN_BYTES:
+        raise invalid(
+            f"the request has {len(body) - num_known} bytes of JSON besides the parameters that "
+            f"this server knows; at most {MAX_UNKNOWN_BYTES} are allowed"
+        )
+    names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    ignore_fields(name for name in names if name not in known.__struct_fields__)
+    return given
+
+
+def _decoded(kind: type[ParametersT], body: bytes) -> ParametersT:
+    """`body` as `kind`. An unknown field of an object in it is ignored; if there are several, the
+    first is reported. Raises ApiError naming the invalid parameter."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        unknown = _UNKNOWN_INSIDE.fullmatch(str(error))
+        if unknown is None or are_rejected():
+            raise _not_read(error) from error
+    ignore_fields((f"{unknown[2]}.{unknown[1]}",))
+    return cast(ParametersT, read_json(lenient(kind), body))
 
 
 @functools.cache
@@ -135,10 +178,6 @@ def _undecoded(fields: Sequence[str], others: Sequence[str]) -> type[msgspec.Str
     return msgspec.defstruct(
         "Undecoded", [(name, optional, msgspec.UNSET) for name in names], forbid_unknown_fields=True
     )
-
-
-def _unknown(name: str) -> ApiError:
-    return invalid(f"unknown parameter {shortened(name)!r}", param=name, code="unknown_parameter")
 
 
 def _check_bounds(name: str, value: bytes) -> None:
@@ -186,12 +225,17 @@ def read_json(kind: type[JsonT], body: bytes) -> JsonT:
     """`body` as `kind`. Raises ApiError (400) naming the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_read(error) from error
+
+
+def _not_read(error: Exception) -> ApiError:
+    """For an error of msgspec."""
+    if isinstance(error, msgspec.ValidationError):
         field = field_at_fault(error)
         where = "" if field else "the JSON of the request body: "
-        raise invalid(f"{where}{shortened(str(error))}", param=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
+        return invalid(f"{where}{shortened(str(error))}", param=field)
+    return invalid(f"the request body is not JSON: {error}")
 
 
 def field_at_fault(error: msgspec.ValidationError) -> str | None:

@@ -45,7 +45,7 @@ def test_every_parameter_that_is_accepted_is_named(kind: type[Any]) -> None:
     assert set(kind.__struct_fields__) <= properties.keys()
     assert properties["user"] == {}  # any value, without effect
     assert properties["parallel_tool_calls"] == {"enum": [None, True, False]}
-    assert SCHEMAS[kind.__name__]["additionalProperties"] is False
+    assert "additionalProperties" not in SCHEMAS[kind.__name__]  # unknown fields are ignored
 
 
 async def test_answers_have_what_the_document_requires_of_them(
