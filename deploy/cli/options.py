@@ -62,6 +62,7 @@ _MAXIMA: Final = {
     "threads": 1024,
     "kv_events_buffer": 1 << 20,
 }
+MAX_MODEL_NAMES: Final = 64
 MAX_RESTARTS: Final = 1000
 MAX_STANDBY_WORKERS: Final = 8
 MIN_HANG_TIMEOUT_S: Final = 3.0
@@ -330,8 +331,8 @@ class ServeOptions(EngineOptions):
             core.
         host: Address to listen on; 0.0.0.0 is every interface.
         port: Port to listen on; 0 selects a free one.
-        served_model_name: Model name in the API. Default: the name of the model's folder, or its id
-            on the hub.
+        served_model_name: Model names in the API. Responses have the first one, requests may use
+            any. Default: the name of the model's folder, or its id on the hub.
         chat_template: File with a Jinja chat template that replaces the model's own.
         max_body_mib: Maximum size of a request body without audio.
         max_audio_mib: Maximum size of an audio file.
@@ -370,7 +371,7 @@ class ServeOptions(EngineOptions):
     gateways: Annotated[int, _SERVER] = 1
     host: Annotated[str, _SERVER] = "127.0.0.1"
     port: Annotated[int, _SERVER] = 8000
-    served_model_name: Annotated[str | None, _SERVER] = None
+    served_model_name: Annotated[tuple[str, ...] | None, _SERVER] = None
     chat_template: Annotated[Path | None, _SERVER] = None
     max_body_mib: Annotated[int, _SERVER] = 16
     max_audio_mib: Annotated[int, _SERVER] = 25
@@ -407,6 +408,12 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}, "
                 "because an audio file is held in memory as a whole"
+            )
+        names = self.served_model_name
+        if names is not None and not (0 < len(names) <= MAX_MODEL_NAMES and all(names)):
+            raise ConfigError(
+                f"served_model_name must be 1 to {MAX_MODEL_NAMES} names, none of them empty. "
+                "Remove it to use the name of the model's folder."
             )
         check_at_least("max_live_requests", self.max_live_requests, 1)
         keys = self.api_key

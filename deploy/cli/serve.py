@@ -72,7 +72,7 @@ def serve(
             logger.info("stopped before startup was complete")
             return
         logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
-        name = options.served_model_name or model.name
+        name, *_ = options.served_model_name or (model.name,)
         announce(
             ready_message(
                 url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
@@ -187,9 +187,11 @@ class _Deployment:
         peers: tuple[str, ...],
     ) -> ProcessSpec:
         options, plan, model = self.options, self.plan, self.plan.model
+        name, *aliases = options.served_model_name or (model.name,)
         config = GatewayConfig(
             model=str(model.path),
-            served_model_name=options.served_model_name or model.name,
+            served_model_name=name,
+            model_aliases=tuple(aliases),
             model_fingerprint=plan.identity.model_fingerprint,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,

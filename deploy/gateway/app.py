@@ -40,6 +40,7 @@ from longshore.deploy.gateway.openai.transcriptions import (
 )
 from longshore.deploy.gateway.openai.unknown_fields import IGNORED_FIELDS_HEADER
 from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.gateway.server_routes import ServerRoutes
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -47,6 +48,7 @@ from longshore.protocol.errors import shortened
 class Gateway:
     """The ASGI application and its state.
 
+    models: the served model, by each of its names.
     not_ready_reason: returns why requests are not accepted, or None if they are.
     report_timeout_s: seconds that a scheduler has to answer.
     number, peers: see PeerGateways.
@@ -58,7 +60,7 @@ class Gateway:
 
     def __init__(
         self,
-        model: Model,
+        models: Sequence[Model],
         not_ready_reason: Callable[[], str | None],
         *,
         report_timeout_s: float,
@@ -80,7 +82,7 @@ class Gateway:
                 "ready": lambda: (not_ready_reason() or "").encode() or READY,
             },
         )
-        self._model = model
+        self._models = tuple(models)
         self._report_timeout_s = report_timeout_s
         self._endpoints: tuple[ApiEndpoint, ...] = (
             CompletionsEndpoint(),
@@ -105,6 +107,7 @@ class Gateway:
                 Route("/", _to_dashboard),
                 Route("/dashboard", dashboard.page),
                 Route("/dashboard/state", dashboard.state),
+                *ServerRoutes(not_ready_reason, self._num_live_requests).routes,
                 *(() if admin is None else admin.routes),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
@@ -138,14 +141,19 @@ class Gateway:
         """`serve_with` has been called."""
         return self._endpoints[0].service is not None
 
+    def _num_live_requests(self) -> int:
+        service = self._endpoints[0].service
+        return 0 if service is None else service.client.num_live_requests
+
     async def _list_models(self, request: Request) -> Response:
-        return _json(ModelList((self._model,)))
+        return _json(ModelList(self._models))
 
     async def _get_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model.id:
-            raise unknown_model(name, self._model.id)
-        return _json(self._model)
+        for model in self._models:
+            if model.id == name:
+                return _json(model)
+        raise unknown_model(name, self._models[0].id)
 
     async def _health(self, request: Request) -> Response:
         """Liveness: this process answers. Its answer says also what the engines lack."""

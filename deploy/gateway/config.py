@@ -13,6 +13,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model:             folder with the tokenizer.
     served_model_name: name of the model in the API.
+    model_aliases:     further names that requests may use.
     vocab_size:        token ids at or above it are rejected.
     eos_token_ids:     token ids that end an answer.
     engines:           endpoints of the schedulers.
@@ -47,6 +48,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling_defaults: SamplingDefaults
     engines: tuple[Endpoint, ...]
     listen_fd: int
+    model_aliases: tuple[str, ...] = ()
     awaits_all_engines: bool = True
     number: int = 0
     peers: tuple[str, ...] = ()

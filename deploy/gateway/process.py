@@ -109,8 +109,9 @@ class GatewayProcess:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
         )
+        aliases = (msgspec.structs.replace(model, id=name) for name in config.model_aliases)
         self._gateway = Gateway(
-            model,
+            (model, *aliases),
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
             number=config.number,
@@ -203,6 +204,7 @@ class GatewayProcess:
                 config.max_audio_bytes,
                 config.max_audio_s,
                 config.embedding,
+                model_aliases=config.model_aliases,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.

@@ -26,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/", "/dashboard"})
-"""No key is needed here: probes and scrapers have none, and the dashboard page asks for one."""
+OPEN_PATHS: Final = frozenset(
+    {"/health", "/ready", "/ping", "/metrics", "/load", "/version", "/docs", "/", "/dashboard"}
+)
+"""No key is needed here: probes, scrapers and browsers have none, and the dashboard page asks for
+one."""
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")

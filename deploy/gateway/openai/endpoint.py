@@ -45,6 +45,7 @@ _encode = msgspec.json.Encoder().encode
 class Service(msgspec.Struct, frozen=True):
     """The objects and limits with which endpoints serve requests; created once the engine is ready.
 
+    model_name: name in responses. model_aliases: further names that requests may use.
     embedding: how the model pools embeddings; None: it takes no text.
     speech: a speech model's features and prompts; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
@@ -70,6 +71,7 @@ class Service(msgspec.Struct, frozen=True):
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
     json: JsonThread = msgspec.field(default_factory=JsonThread)
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
+    model_aliases: tuple[str, ...] = ()
 
 
 class ResponseWriter(ABC):
@@ -196,7 +198,7 @@ async def read_in_turn(exchange: Exchange, service: Service) -> bytes:
 
 def check_model(name: str | None, service: Service) -> None:
     """Raise ApiError if a request is for another model."""
-    if name not in (None, service.model_name):
+    if name is not None and name not in (service.model_name, *service.model_aliases):
         raise unknown_model(name, service.model_name)
 
 

@@ -22,6 +22,8 @@ from longshore.deploy.gateway.openai.responses import (
     CompletionResponse,
     Model,
     ModelList,
+    ServerLoad,
+    ServerVersion,
     Transcript,
 )
 from longshore.deploy.gateway.openai.tokenization import (
@@ -59,9 +61,9 @@ class _Operation:
 
 _ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
 _OPERATIONS: Final = (
-    _Operation("get", "/v1/models", "The served model.", {JSON: ModelList}),
+    _Operation("get", "/v1/models", "The served model, by all its names.", {JSON: ModelList}),
     _Operation(
-        "get", "/v1/models/{name}", "The served model, by name.", {JSON: Model}, errors=(404,)
+        "get", "/v1/models/{name}", "The served model, by one name.", {JSON: Model}, errors=(404,)
     ),
     _Operation(
         "post",
@@ -120,6 +122,15 @@ _OPERATIONS: Final = (
     ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
     _Operation("get", "/ready", "Whether requests are accepted.", {TEXT: None}, errors=(503,)),
+    *(
+        _Operation(
+            method, "/ping", "Whether this gateway serves requests.", {TEXT: None}, errors=(503,)
+        )
+        for method in ("get", "post")
+    ),
+    _Operation("get", "/version", "The version of Longshore.", {JSON: ServerVersion}),
+    _Operation("get", "/load", "The number of requests in the engines.", {JSON: ServerLoad}),
+    _Operation("get", "/docs", "This API as a page.", {HTML: None}),
     _Operation("get", "/metrics", "Metrics for Prometheus.", {TEXT: None}),
     _Operation(
         "get",
@@ -165,7 +176,12 @@ def document() -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Longshore", "version": longshore.__version__},
+        "info": {
+            "title": "Longshore",
+            "version": longshore.__version__,
+            "description": "Unknown fields of a request are ignored, and the response header "
+            "x-longshore-ignored-fields names them. With --strict-requests they are rejected.",
+        },
         "paths": paths,
         "components": {
             "schemas": components,

@@ -160,6 +160,16 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "longshore"
 
 
+class ServerVersion(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """server_load: requests that run or wait in the engines, of all gateways."""
+
+    server_load: int
+
+
 class ModelList(msgspec.Struct, frozen=True):
     data: tuple[Model, ...]
     object: str = "list"
