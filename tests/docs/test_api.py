@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.openapi import document
-from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
+from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
 from tests.conftest import ROOT
 
@@ -30,13 +30,22 @@ def test_every_path_is_on_the_page() -> None:
         ("Completions only", COMPLETION - CHAT),
         ("Chat only", CHAT - COMPLETION),
         ("Accepted and ignored", IGNORED),
-        ("Rejected", UNSUPPORTED.keys() - COMPLETION - CHAT),
+        ("Ignored and named in the response", HINTS),
+        ("Rejected", UNSUPPORTED.keys() - COMPLETION - CHAT - HINTS),
     ],
 )
 def test_every_parameter_stands_where_the_code_has_it(heading: str, names: set[str]) -> None:
     match = re.search(rf"- \*\*{heading}\*\*: (.*?)\n(?:-|\n)", PAGE, re.DOTALL)
     assert match is not None
     assert set(re.findall(r"`(\w+)`", match[1])) == set(names)
+
+
+def test_every_rejected_parameter_has_its_reason() -> None:
+    _, _, rest = PAGE.partition("| rejected | because |\n|---|---|\n")
+    table, _, _ = rest.partition("\n\n")
+    first_cells = [row.split("|")[1] for row in table.splitlines()]
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == UNSUPPORTED.keys() - COMPLETION - CHAT - HINTS
 
 
 def test_every_value_that_asks_for_nothing_is_said() -> None:

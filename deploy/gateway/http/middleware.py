@@ -19,7 +19,7 @@ from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.unknown_fields import IgnoredFields, begin_request
-from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bug
+from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, current, note_bug
 from longshore.protocol.logs.limits import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ one."""
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")
 _ID_KEY: Final = "longshore.request_id"
+_IS_NAMED_KEY: Final = "longshore.is_named"
 _TRACE_KEY: Final = "longshore.trace_headers"
 _API_KEY_KEY: Final = "longshore.api_key"
 
@@ -76,8 +77,8 @@ class RequestMiddleware:
         given = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
         is_usable = _REQUEST_ID.fullmatch(given) is not None
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
+        scope[_IS_NAMED_KEY] = is_usable
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
-        extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
         request = self._log.begin(
             scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
         )
@@ -88,7 +89,9 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *extra, *ignored.headers()]
+                request_id = (REQUEST_ID_HEADER, scope[_ID_KEY].encode())
+                extra = [request_id, *trace.items(), *ignored.headers()]
+                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         try:
@@ -139,6 +142,18 @@ class RequestMiddleware:
                 headers=((b"www-authenticate", b"Bearer"),),
             )
         return key
+
+
+def use_request_id(scope: Scope, request_id: str | None) -> None:
+    """Use the id in a request's body, unless the request has the header. Raises ApiError."""
+    if request_id is None:
+        return
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id must be 1 to 128 visible ASCII characters", param="request_id")
+    if not scope[_IS_NAMED_KEY]:
+        scope[_ID_KEY] = request_id
+        if (request := current()) is not None:
+            request.request_id = request_id
 
 
 def request_id_of(scope: Scope, prefix: str) -> str:

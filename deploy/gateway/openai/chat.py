@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from longshore.deploy.gateway.openai.chat_messages import template_input
+from longshore.deploy.gateway.openai.continuous_usage import UsageSoFar
 from longshore.deploy.gateway.openai.endpoint import (
     GenerationEndpoint,
     ResponseWriter,
@@ -36,9 +38,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     async def specify(
         self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
     ) -> GenerationSpec:
+        prompt = await service.prompts.chat_prompt(request)
         return GenerationSpec(
             request_id=request_id,
-            prompts=[await service.prompts.chat_prompt(request)],
+            prompts=[prompt],
             sampling=service.prompts.sampling(
                 request,
                 chat_max_tokens(request, service.prompts.defaults),
@@ -50,10 +53,21 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             arrived_s=arrived_s,
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
+            num_echoed_characters=len(_echoed(request)),
+            num_returned_prompt_ids=len(prompt) if request.return_token_ids else 0,
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
         return ChatWriter(request, request_id, service.model_name, service.tokenizer)
+
+
+def _echoed(request: ChatRequest) -> str:
+    """The text that answers begin with: that of the last message, if it is to be echoed."""
+    if not request.echo:
+        return ""
+    (last,) = template_input(request.messages[-1:])
+    opens_no_answer = request.add_generation_prompt is False or request.continue_final_message
+    return str(last["content"] or "") if last["role"] == "assistant" or opens_no_answer else ""
 
 
 class ChatWriter(ResponseWriter):
@@ -67,22 +81,37 @@ class ChatWriter(ResponseWriter):
         tokenizer: ModelTokenizer | None,
     ) -> None:
         self._request = request
-        self._logprobs = LogprobsWriter(tokenizer)
+        self._logprobs = LogprobsWriter(None if request.return_tokens_as_token_ids else tokenizer)
+        self._echoed = _echoed(request)
+        self._usage_so_far = UsageSoFar() if request.includes_continuous_usage else None
+        self._prompt_ids_are_due = bool(request.return_token_ids)
         self._id = request_id
         self._created = int(time.time())
         self._model = model_name
-        self._chunk_usage = None if request.include_usage else msgspec.UNSET
+        self._chunk_usage: Usage | msgspec.UnsetType | None = (
+            None if request.include_usage else msgspec.UNSET
+        )
 
     def first_chunks(self) -> Sequence[msgspec.Struct]:
-        role = ChatDelta(role="assistant", content="")
-        return [self._chunk(index, role) for index in range(self._request.num_samples)]
+        deltas = [ChatDelta(role="assistant", content="")]
+        if self._echoed:
+            deltas.append(ChatDelta(content=self._echoed))
+        indices = range(self._request.num_samples)
+        return [self._chunk(index, delta) for index in indices for delta in deltas]
 
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         chunks = []
+        if self._usage_so_far is not None:
+            self._chunk_usage = self._usage_so_far.after(piece)
         logprobs = self._piece_logprobs(piece)
-        if piece.text or logprobs is not None:
+        token_ids = self._piece_token_ids(piece)
+        if piece.text or logprobs is not None or token_ids:
             delta = ChatDelta(content=piece.text)
-            chunks.append(self._chunk(piece.index, delta, logprobs=logprobs))
+            chunk = self._chunk(piece.index, delta, logprobs=logprobs, token_ids=token_ids)
+            if self._prompt_ids_are_due and piece.prompt is not None:
+                self._prompt_ids_are_due = False
+                chunk = msgspec.structs.replace(chunk, prompt_token_ids=piece.prompt.token_ids)
+            chunks.append(chunk)
         if piece.finish_reason is not None:
             chunks.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
         return chunks
@@ -95,10 +124,11 @@ class ChatWriter(ResponseWriter):
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
         choices = [
             ChatChoice(
-                ChatAnswer(piece.text),
+                ChatAnswer(self._echoed + piece.text),
                 piece.finish_reason,
                 piece.index,
                 self._piece_logprobs(piece),
+                self._piece_token_ids(piece),
             )
             for piece in pieces
         ]
@@ -110,10 +140,15 @@ class ChatWriter(ResponseWriter):
             usage=usage,
         )
         wanted, prompt = self._request.prompt_logprobs, pieces[0].prompt
+        if self._request.return_token_ids and prompt is not None:
+            response = msgspec.structs.replace(response, prompt_token_ids=prompt.token_ids)
         if wanted is None or prompt is None or prompt.scores is None:
             return response
         by_token = self._logprobs.prompt(prompt.scores, wanted)
         return msgspec.structs.replace(response, prompt_logprobs=by_token)
+
+    def _piece_token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
+        return piece.token_ids if self._request.return_token_ids else msgspec.UNSET
 
     def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         num_best = self._request.num_logprobs
@@ -127,11 +162,12 @@ class ChatWriter(ResponseWriter):
         delta: ChatDelta,
         finish_reason: str | None = None,
         logprobs: ChatLogprobs | None = None,
+        token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs),),
+            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs, token_ids),),
             usage=self._chunk_usage,
         )

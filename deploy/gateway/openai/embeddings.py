@@ -16,7 +16,12 @@ import numpy as np
 from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import (
+    api_key_of,
+    request_id_of,
+    trace_headers_of,
+    use_request_id,
+)
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
@@ -57,12 +62,13 @@ MAX_IN_FLIGHT: Final = 256
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`truncate_prompt_tokens`, `add_special_tokens`, `normalize` and `priority` as in vLLM.
+    """`truncate_prompt_tokens`, `truncation_side`, `add_special_tokens`, `normalize` and `priority`
+    as in vLLM.
 
     dimensions: number of leading elements to return, normalized again if the embedding is.
     truncate_prompt_tokens: truncate inputs to this many tokens; -1: to the model's maximum.
     normalize:  None: the model folder's setting.
-    cache_salt, deadline_s: as for completions.
+    cache_salt, deadline_s, request_id: as for completions.
     """
 
     input: str | list[str | int | TokenIds]
@@ -70,11 +76,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     normalize: bool | None = None
     priority: Int32 | None = None
     cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
+    request_id: str | None = None
 
     def inputs(self) -> list[str | TokenIds]:
         """The list of inputs. Raises ApiError as `each_of` does."""
@@ -118,6 +126,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         request = await service.json.run(len(body), read_parameters, EmbeddingRequest, body)
         check_deadline(request.deadline_s)
         check_model(request.model, service)
+        use_request_id(exchange.scope, request.request_id)
         key = api_key_of(exchange.scope)
         check_priority(request.priority or 0, key)
         try:
@@ -193,17 +202,21 @@ def _token_ids(
         )
     max_tokens = longest if cut == -1 else cut
     with_special = request.add_special_tokens is not False
+    keeps_end = tokenizer is not None and tokenizer.keeps_end
+    if request.truncation_side is not None:
+        keeps_end = request.truncation_side == "left"
     encoded = []
     for index, given in enumerate(inputs):
         if not given:
             raise invalid(f"input[{index}] is empty; there is nothing to embed", param="input")
         if not isinstance(given, str):
-            keeps_end = tokenizer is not None and tokenizer.keeps_end
             ids = given[-(max_tokens or 0) :] if keeps_end else given[:max_tokens]
         elif tokenizer is None:
             raise no_tokenizer("input")
         elif max_tokens is not None:
-            ids = tokenizer.encode_cut(given, max_tokens, with_special=with_special)
+            ids = tokenizer.encode_cut(
+                given, max_tokens, with_special=with_special, keeps_end=keeps_end
+            )
         else:
             prompts.reject_too_long(given, tokenizer, "input")
             ids = tokenizer.encode(given) if with_special else tokenizer.encode_rendered(given)

@@ -15,7 +15,12 @@ from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
 from longshore.deploy.gateway.http.json_body import JsonThread, read_json_body
-from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import (
+    api_key_of,
+    request_id_of,
+    trace_headers_of,
+    use_request_id,
+)
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.answer_size import check_prompt_size, piece_bytes
@@ -155,6 +160,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             )
         request = await service.json.run(len(body), parse_request, self.request_type, body)
         check_model(request.model, service)
+        use_request_id(exchange.scope, request.request_id)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
         key = api_key_of(exchange.scope)
@@ -167,6 +173,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 uuid.uuid4().hex if request.no_store else request.cache_salt
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
+            shows_special_tokens=request.shows_special_tokens,
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)

@@ -10,7 +10,7 @@ import longshore
 from longshore.deploy.gateway.dashboard.dashboard import DashboardState
 from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
-from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
+from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -197,8 +197,8 @@ def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
     fields = kind.__struct_fields__
     neutral = {name: list(values) for name, values in UNSUPPORTED.items() if name not in fields}
     return {
-        **{name: {} for name in sorted(IGNORED)},
         **{name: {"enum": [None, *values]} for name, values in neutral.items()},
+        **{name: {} for name in sorted(IGNORED | HINTS)},
     }
 
 

@@ -50,6 +50,8 @@ IGNORED: Final = frozenset(
         "user",
     }
 )
+# Ignored and named in the response: the answer is the same without them.
+HINTS: Final = frozenset({"prediction", "service_tier", "store"})
 # Not supported yet. The values here (and null) have no effect, so they are accepted.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -60,7 +62,7 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
+    "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -70,6 +72,8 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "length_penalty": (1,),
     "kv_transfer_params": (),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -77,20 +81,21 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
+    "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -99,23 +104,18 @@ JsonT = TypeVar("JsonT")
 
 _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
 _UNKNOWN_FIELD: Final = "Object contains unknown field `"
-_UNKNOWN_INSIDE: Final = re.compile(r"Object contains unknown field `(.*)` - at `\$\.(.*)`", re.DOTALL)
+_UNKNOWN_INSIDE: Final = re.compile(f"{_UNKNOWN_FIELD}(.*)` - at `\\$\\.(.*)`", re.DOTALL)
 _FIRST_ITEM: Final = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
-def read_parameters(
-    kind: type[ParametersT], body: bytes, *, accepts_others: bool = True
-) -> ParametersT:
+def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
     """`body` as `kind`, without ignored and unknown parameters. All items of a prompt are of one
     kind. Raises ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for
     a body of 16 MiB.
-
-    accepts_others: accept parameters that have no effect.
     """
     fields = kind.__struct_fields__
-    others = (*IGNORED, *UNSUPPORTED) if accepts_others else ()
     try:
-        given = _split(body, fields, others)
+        given = _split(body, fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_read(error) from error
     served = {}
@@ -125,15 +125,17 @@ def read_parameters(
         if name in fields:
             served[name] = value
             _check_bounds(name, bytes(value))
-        elif name in UNSUPPORTED:
-            _check_changes_nothing(name, value)
+        elif name in UNSUPPORTED and not _changes_nothing(name, value):
+            if name not in HINTS or are_rejected():
+                raise _unsupported(name)
+            ignore_fields((name,))
     # Not `body`, which may have a parameter several times.
     return _decoded(kind, msgspec.json.encode(served))
 
 
-def _split(body: bytes, fields: Sequence[str], others: Sequence[str]) -> msgspec.Struct:
+def _split(body: bytes, fields: Sequence[str]) -> msgspec.Struct:
     """The known parameters, not decoded. Raises msgspec's errors."""
-    known = _undecoded(fields, others)
+    known = _undecoded(fields)
     try:
         return msgspec.json.decode(body, type=known)
     except msgspec.ValidationError as error:
@@ -170,11 +172,11 @@ def _decoded(kind: type[ParametersT], body: bytes) -> ParametersT:
 
 
 @functools.cache
-def _undecoded(fields: Sequence[str], others: Sequence[str]) -> type[msgspec.Struct]:
-    """A struct that accepts these fields without decoding them. Decoding ends at the first unknown
-    name."""
+def _undecoded(fields: Sequence[str]) -> type[msgspec.Struct]:
+    """A struct that accepts these fields, and those that are ignored or unsupported, without
+    decoding them. Decoding ends at the first unknown name."""
     optional = msgspec.Raw | msgspec.UnsetType
-    names = dict.fromkeys((*fields, *others))
+    names = dict.fromkeys((*fields, *IGNORED, *UNSUPPORTED))
     return msgspec.defstruct(
         "Undecoded", [(name, optional, msgspec.UNSET) for name in names], forbid_unknown_fields=True
     )
@@ -244,17 +246,18 @@ def field_at_fault(error: msgspec.ValidationError) -> str | None:
     return match and (match[1] or match[2])
 
 
-def _check_changes_nothing(name: str, value: msgspec.Raw) -> None:
-    neutral = UNSUPPORTED[name]
+def _changes_nothing(name: str, value: msgspec.Raw) -> bool:
     given = read_json(Any, value) if len(value) <= MAX_NEUTRAL_BYTES else value
-    if given is None or any(
-        given == item and isinstance(given, bool) == isinstance(item, bool) for item in neutral
-    ):
-        return
+    return given is None or any(
+        given == item and isinstance(given, bool) == isinstance(item, bool)
+        for item in UNSUPPORTED[name]
+    )
+
+
+def _unsupported(name: str) -> ApiError:
+    neutral = UNSUPPORTED[name]
     advice = "remove it"
     if neutral:
         values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
         advice += f" or set it to {values}"
-    raise invalid(
-        f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
-    ) from None
+    return invalid(f"{name} is not supported; {advice}", param=name, code="unsupported_parameter")

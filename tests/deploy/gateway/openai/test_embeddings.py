@@ -156,6 +156,9 @@ async def test_without_a_tokenizer_token_ids_are_embedded_and_texts_rejected(
         assert (await gateway.post(PATH, {"input": [5]})).status == 200
         cut = await gateway.post(PATH, {"input": [5, 6, 7], "truncate_prompt_tokens": 2})
         assert json.loads(cut.body)["data"][0]["embedding"] == [2.0, 5.0]
+        body = {"input": [5, 6, 7], "truncate_prompt_tokens": 2, "truncation_side": "left"}
+        cut = await gateway.post(PATH, body)
+        assert json.loads(cut.body)["data"][0]["embedding"] == [2.0, 6.0]
         error = error_of(await gateway.post(PATH, {"input": "x"}))
         assert "input needs a tokenizer" in error["message"]
 

@@ -69,7 +69,6 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("stop", 5),
         ("logprobs", 0),
         ("top_logprobs", True),
-        ("echo", True),
         ("best_of", 3),
         ("suffix", "end"),
         ("tools", [{"type": "function"}]),
