@@ -192,7 +192,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         search does not support."""
         if not self.use_beam_search:
             for name, neutral in _OF_BEAMS.items():
-                if getattr(self, name) not in (None, neutral):
+                # All of the best n of n answers are returned.
+                also = self.n if name == "best_of" else None
+                if getattr(self, name) not in (None, neutral, also):
                     raise invalid(
                         f"{name} is not supported without use_beam_search=true; remove it",
                         param=name,

@@ -61,6 +61,12 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
     completion(**parameters)
 
 
+def test_all_of_the_answers_may_be_the_best() -> None:
+    completion(best_of=2, n=2).check_beams()
+    with pytest.raises(ApiError, match="best_of is not supported"):
+        completion(best_of=3, n=2).check_beams()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
