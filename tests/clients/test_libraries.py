@@ -1,0 +1,16 @@
+"""Client libraries with a real server. Each has a program that uses its features."""
+
+import pytest
+
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from tests.clients.conftest import HERE, RunClient
+from tests.integration.deployment import Deployment
+
+
+@pytest.mark.parametrize("name", ["langchain", "litellm", "llama_index"])
+def test_a_library_gets_what_it_asks_for(
+    server: Deployment, run_client: RunClient, name: str
+) -> None:
+    program = HERE / f"{name}_client.py"
+    output = run_client(name, "python", program, server.url, DEMO_MODEL_DIR.name)
+    assert output.count("\n") == program.read_text().count("\n@feature\n")
