@@ -48,7 +48,7 @@ ensure_clients() {
     .venv/bin/python -m venv --clear --without-pip "$env" || return
     echo "$site" >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/longshore.pth"
     .venv/bin/python -m pip --python "$env/bin/python" install --quiet --disable-pip-version-check \
-      --constraint <(.venv/bin/python -m pip freeze | grep '^torch==') --requirement "$file" || return
+      --constraint constraints.txt --requirement "$file" || return
     cp "$file" "$env/installed"
   done
 }
