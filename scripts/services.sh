@@ -1,7 +1,6 @@
 # Sourced by scripts/test: installs what the tests marked `services` need in addition to .venv.
 #
-# The programs are system packages, so the installation needs root. litellm pins an older version of
-# openai than Longshore's tests need, so it has its own environment. LMCache and NIXL are installed into
+# The programs are system packages, so the installation needs root. LMCache and NIXL are installed into
 # .venv without their dependencies: LMCache's are mostly for its server, NIXL's are two CUDA builds. Those
 # of xgrammar are torch, which is there, and triton, which is for GPUs.
 
@@ -27,10 +26,7 @@ ensure_services() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
       'xgrammar>=0.2.8,<0.3' 'apache-tvm-ffi>=0.1.11' || return
   fi
-  if [[ ! -x .venv-litellm/bin/litellm ]]; then
-    .venv/bin/python -m venv .venv-litellm || return
-    .venv-litellm/bin/python -m pip install --quiet --disable-pip-version-check 'litellm>=1.60' || return
-  fi
+  ensure_clients || return
   ensure_lmcache
 }
 
@@ -42,4 +38,22 @@ ensure_lmcache() {
     --constraint constraints.txt --editable '.[lmcache]' || return
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "lmcache==$version" || return
   .venv/bin/python -c 'import longshore.connectors.lmcache.storage'
+}
+
+# Client libraries pin versions of packages that others, or Longshore's tests, need in another version. So
+# each file of tests/clients/requirements has an environment, in which the packages of .venv can be imported
+# unless it has its own version. That includes torch, of which no other version is installed.
+ensure_clients() {
+  local file env site
+  site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
+  for file in tests/clients/requirements/*.txt; do
+    env=.venv-clients/$(basename "$file" .txt)
+    cmp --silent "$file" "$env/installed" && continue
+    echo "installing $(xargs <"$file") into $env" >&2
+    .venv/bin/python -m venv --clear --without-pip "$env" || return
+    echo "$site" >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/longshore.pth"
+    .venv/bin/python -m pip --python "$env/bin/python" install --quiet --disable-pip-version-check \
+      --constraint constraints.txt --requirement "$file" || return
+    cp "$file" "$env/installed"
+  done
 }

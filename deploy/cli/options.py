@@ -66,6 +66,7 @@ _MAXIMA: Final = {
     "threads": 1024,
     "kv_events_buffer": 1 << 20,
 }
+MAX_MODEL_NAMES: Final = 64
 MAX_RESTARTS: Final = 1000
 MAX_STANDBY_WORKERS: Final = 8
 MIN_HANG_TIMEOUT_S: Final = 3.0
@@ -337,8 +338,8 @@ class ServeOptions(EngineOptions):
             core.
         host: Address to listen on; 0.0.0.0 is every interface.
         port: Port to listen on; 0 selects a free one.
-        served_model_name: Model name in the API. Default: the name of the model's folder, or its id
-            on the hub.
+        served_model_name: Model names in the API. Responses have the first one, requests may use
+            any. Default: the name of the model's folder, or its id on the hub.
         chat_template: File with a Jinja chat template that replaces the model's own.
         tool_call_parser: Format in which the model writes tool calls: deepseek, harmony, hermes,
             llama, mistral, none, the name of an installed parser, or package.module:Class. auto
@@ -367,6 +368,8 @@ class ServeOptions(EngineOptions):
             temporary directory; 0: none are stored. Beyond it, the oldest response of the API key
             that has most is deleted.
         stored_response_ttl_s: Seconds after which a stored response is deleted.
+        strict_requests: Reject requests with unknown fields. Otherwise these fields are ignored,
+            and the response names them in the header x-longshore-ignored-fields.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
         access_log: Log a line for every HTTP request: method, path, status, durations, numbers of
             tokens, name of the API key. Prompts and answers are never logged.
@@ -388,7 +391,7 @@ class ServeOptions(EngineOptions):
     gateways: Annotated[int, _SERVER] = 1
     host: Annotated[str, _SERVER] = "127.0.0.1"
     port: Annotated[int, _SERVER] = 8000
-    served_model_name: Annotated[str | None, _SERVER] = None
+    served_model_name: Annotated[tuple[str, ...] | None, _SERVER] = None
     chat_template: Annotated[Path | None, _SERVER] = None
     tool_call_parser: Annotated[str, _SERVER] = "auto"
     reasoning_parser: Annotated[str, _SERVER] = "auto"
@@ -403,6 +406,7 @@ class ServeOptions(EngineOptions):
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     stored_responses_mib: Annotated[int, _SERVER] = 256
     stored_response_ttl_s: Annotated[float, _SERVER] = 86_400.0
+    strict_requests: Annotated[bool, _SERVER] = False
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     access_log: Annotated[bool, _OPERATION] = False
     metrics_names: Annotated[MetricsNames, _OPERATION] = "longshore"
@@ -430,6 +434,12 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}, "
                 "because an audio file is held in memory as a whole"
+            )
+        names = self.served_model_name
+        if names is not None and not (0 < len(names) <= MAX_MODEL_NAMES and all(names)):
+            raise ConfigError(
+                f"served_model_name must be 1 to {MAX_MODEL_NAMES} names, none of them empty. "
+                "Remove it to use the name of the model's folder."
             )
         check_at_least("max_live_requests", self.max_live_requests, 1)
         keys = self.api_key

@@ -80,7 +80,7 @@ def serve(
         except StopRequested:
             logger.info("stopped before startup was complete")
             return
-        name = options.served_model_name or model.name
+        name, *_ = options.served_model_name or (model.name,)
         logger.info("%s", model_line(name, ready, options.replicas))
         logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
         message = ready_message(
@@ -203,9 +203,11 @@ class _Deployment:
         peers: tuple[str, ...],
     ) -> ProcessSpec:
         options, plan, model = self.options, self.plan, self.plan.model
+        name, *aliases = options.served_model_name or (model.name,)
         config = GatewayConfig(
             model=str(model.path),
-            served_model_name=options.served_model_name or model.name,
+            served_model_name=name,
+            model_aliases=tuple(aliases),
             model_fingerprint=plan.identity.model_fingerprint,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
@@ -233,6 +235,7 @@ class _Deployment:
             stored_response_ttl_s=options.stored_response_ttl_s,
             access_log=options.access_log,
             vllm_metrics=options.metrics_names == "vllm",
+            strict_requests=options.strict_requests,
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

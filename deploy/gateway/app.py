@@ -43,10 +43,12 @@ from longshore.deploy.gateway.openai.transcriptions import (
     TranscriptionsEndpoint,
     TranslationsEndpoint,
 )
+from longshore.deploy.gateway.openai.unknown_fields import IGNORED_FIELDS_HEADER
 from longshore.deploy.gateway.request_log import AccessLog, note_failure
 from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
 from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
 from longshore.deploy.gateway.responses_api.store import ResponseStore
+from longshore.deploy.gateway.server_routes import ServerRoutes
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
@@ -54,6 +56,7 @@ from longshore.protocol.errors import shortened
 class Gateway:
     """The ASGI application and its state.
 
+    models: the served model, by each of its names.
     not_ready_reason: returns why requests are not accepted, or None if they are.
     report_timeout_s: seconds that a scheduler has to answer.
     number, peers: see PeerGateways.
@@ -63,11 +66,12 @@ class Gateway:
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     access_log: log a line at info for every HTTP request.
     vllm_metrics: return the metrics under vLLM's names, too.
+    is_strict: reject unknown fields of requests.
     """
 
     def __init__(
         self,
-        model: Model,
+        models: Sequence[Model],
         not_ready_reason: Callable[[], str | None],
         *,
         report_timeout_s: float,
@@ -79,8 +83,9 @@ class Gateway:
         cors_allow_origins: Sequence[str] = (),
         access_log: bool = False,
         vllm_metrics: bool = False,
+        is_strict: bool = False,
     ) -> None:
-        self.metrics = GatewayMetrics(model.id, vllm_names=vllm_metrics)
+        self.metrics = GatewayMetrics(models[0].id, vllm_names=vllm_metrics)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(
@@ -91,7 +96,7 @@ class Gateway:
                 "ready": lambda: (not_ready_reason() or "").encode() or READY,
             },
         )
-        self._model = model
+        self._models = tuple(models)
         self._report_timeout_s = report_timeout_s
         self._endpoints: tuple[ApiEndpoint, ...] = (
             CompletionsEndpoint(),
@@ -127,6 +132,7 @@ class Gateway:
                 Route("/", _to_dashboard),
                 Route("/dashboard", dashboard.page),
                 Route("/dashboard/state", dashboard.state),
+                *ServerRoutes(not_ready_reason, self._num_live_requests).routes,
                 *(() if admin is None else admin.routes),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
@@ -134,7 +140,9 @@ class Gateway:
         app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self.log = AccessLog(is_on=access_log)
-        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths, self.log)
+        self.app: ASGIApp = RequestMiddleware(
+            app, api_keys, self.metrics, paths, self.log, is_strict=is_strict
+        )
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(
@@ -142,7 +150,11 @@ class Gateway:
                 allow_origins=cors_allow_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
+                expose_headers=[
+                    REQUEST_ID_HEADER.decode(),
+                    IGNORED_FIELDS_HEADER.decode(),
+                    "retry-after",
+                ],
             )
 
     def serve_with(self, service: Service) -> None:
@@ -155,14 +167,19 @@ class Gateway:
         """`serve_with` has been called."""
         return self._endpoints[0].service is not None
 
+    def _num_live_requests(self) -> int:
+        service = self._endpoints[0].service
+        return 0 if service is None else service.client.num_live_requests
+
     async def _list_models(self, request: Request) -> Response:
-        return _json(ModelList((self._model,)))
+        return _json(ModelList(self._models))
 
     async def _get_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._model.id:
-            raise unknown_model(name, self._model.id)
-        return _json(self._model)
+        for model in self._models:
+            if model.id == name:
+                return _json(model)
+        raise unknown_model(name, self._models[0].id)
 
     async def _health(self, request: Request) -> Response:
         """Liveness: this process answers. Its answer says also what the engines lack."""

@@ -14,6 +14,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model:             folder with the tokenizer.
     served_model_name: name of the model in the API.
+    model_aliases:     further names that requests may use.
     vocab_size:        token ids at or above it are rejected.
     eos_token_ids:     token ids that end an answer.
     engines:           endpoints of the schedulers.
@@ -37,6 +38,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stored_response_ttl_s: seconds after which a stored response is deleted.
     access_log:        log a line at info for every HTTP request.
     vllm_metrics:      return the metrics under vLLM's names, too.
+    strict_requests:   reject unknown fields of requests instead of ignoring them.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -53,6 +55,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling_defaults: SamplingDefaults
     engines: tuple[Endpoint, ...]
     listen_fd: int
+    model_aliases: tuple[str, ...] = ()
     awaits_all_engines: bool = True
     number: int = 0
     peers: tuple[str, ...] = ()
@@ -74,6 +77,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stored_response_ttl_s: float = 86_400.0
     access_log: bool = False
     vllm_metrics: bool = False
+    strict_requests: bool = False
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

@@ -115,8 +115,9 @@ class GatewayProcess:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
         )
+        aliases = (msgspec.structs.replace(model, id=name) for name in config.model_aliases)
         self._gateway = Gateway(
-            model,
+            (model, *aliases),
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
             number=config.number,
@@ -127,6 +128,7 @@ class GatewayProcess:
             cors_allow_origins=config.cors_allow_origins,
             access_log=config.access_log,
             vllm_metrics=config.vllm_metrics,
+            is_strict=config.strict_requests,
         )
         self._key_usage = KeyUsage(
             config.api_keys,
@@ -215,6 +217,7 @@ class GatewayProcess:
                 config.classifier,
                 parsers=_answer_parsers(config, tokenizer),
                 has_score_template=config.chat_template is not None,
+                model_aliases=config.model_aliases,
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.

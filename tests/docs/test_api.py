@@ -13,7 +13,7 @@ from longshore.deploy.gateway.anthropic import requests as anthropic_requests
 from longshore.deploy.gateway.anthropic.requests import MessagesRequest
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.openapi import document
-from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
+from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
 from longshore.deploy.gateway.responses_api import requests as responses_requests
 from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
@@ -38,7 +38,8 @@ def test_every_path_is_on_the_page() -> None:
         ("Completions only", COMPLETION - CHAT),
         ("Chat only", CHAT - COMPLETION),
         ("Accepted and ignored", IGNORED),
-        ("Rejected", UNSUPPORTED.keys() - COMPLETION - CHAT),
+        ("Ignored and named in the response", HINTS),
+        ("Rejected", UNSUPPORTED.keys() - COMPLETION - CHAT - HINTS),
     ],
 )
 def test_every_parameter_stands_where_the_code_has_it(heading: str, names: set[str]) -> None:
@@ -63,6 +64,14 @@ def test_every_parameter_of_the_other_apis_is_named(
     named = set(re.findall(r"`(\w+)`", known)) - {"text"} | {"text"} & supported
     assert named == supported | ignored
     assert set(re.findall(r"`(\w+)`", rest)) == unsupported.keys()
+
+
+def test_every_rejected_parameter_has_its_reason() -> None:
+    _, _, rest = PAGE.partition("| rejected | because |\n|---|---|\n")
+    table, _, _ = rest.partition("\n\n")
+    first_cells = [row.split("|")[1] for row in table.splitlines()]
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == UNSUPPORTED.keys() - COMPLETION - CHAT - HINTS
 
 
 def test_every_value_that_asks_for_nothing_is_said() -> None:

@@ -199,8 +199,6 @@ def test_labels_and_hints_that_newer_clients_send_are_taken(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("store", True),
-        ("service_tier", "flex"),
         ("reasoning_effort", "high"),
         ("response_format", {"type": "yaml"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),

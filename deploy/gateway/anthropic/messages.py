@@ -173,9 +173,8 @@ def _whole_block(block: AnswerBlock) -> OutputBlock:
 
 
 def _usage(usage: Usage) -> AnthropicUsage:
-    num_cached = usage.prompt_tokens_details.cached_tokens
     return AnthropicUsage(
-        input_tokens=usage.prompt_tokens - num_cached,
+        input_tokens=usage.prompt_tokens - usage.num_cached_tokens,
         output_tokens=usage.completion_tokens,
-        cache_read_input_tokens=num_cached,
+        cache_read_input_tokens=usage.num_cached_tokens,
     )

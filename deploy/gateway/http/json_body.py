@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
@@ -26,11 +27,13 @@ class JsonThread:
     async def run(
         self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`function(*args, **kwargs)`, at once if the JSON that it works on is small."""
+        """`function(*args, **kwargs)` in the caller's context, at once if the JSON that it works on
+        is small."""
         if size_bytes <= MAX_INLINE_BYTES:
             return function(*args, **kwargs)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
+        work = partial(function, *args, **kwargs)
+        return await loop.run_in_executor(self._thread, partial(copy_context().run, work))
 
 
 async def read_json_body(exchange: Exchange, max_bytes: int) -> bytes:

@@ -1,9 +1,11 @@
 """ASGI middleware for every HTTP request: request id, API key, access log, response metric.
 
 The client's `x-request-id` is used, or one is generated. It is part of the response's `id`, of
-engine reports and of logs, and is returned as a header, as are W3C trace context headers.
+engine reports and of logs, and is returned as a header, as are W3C trace context headers and the
+names of ignored fields.
 """
 
+import logging
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -17,17 +19,25 @@ from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bug
+from longshore.deploy.gateway.openai.unknown_fields import IgnoredFields, begin_request
+from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, current, note_bug
+from longshore.protocol.logs.limits import LogLimit
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/", "/dashboard"})
-"""No key is needed here: probes and scrapers have none, and the dashboard page asks for one."""
+OPEN_PATHS: Final = frozenset(
+    {"/health", "/ready", "/ping", "/metrics", "/load", "/version", "/docs", "/", "/dashboard"}
+)
+"""No key is needed here: probes, scrapers and browsers have none, and the dashboard page asks for
+one."""
 
 _X_API_KEY: Final = b"x-api-key"
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")
 _ID_KEY: Final = "longshore.request_id"
+_IS_NAMED_KEY: Final = "longshore.is_named"
 _TRACE_KEY: Final = "longshore.trace_headers"
 _API_KEY_KEY: Final = "longshore.api_key"
 
@@ -40,6 +50,7 @@ class RequestMiddleware:
               of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
     log:      the access log; by default one that is off.
+    is_strict: reject unknown fields of requests instead of ignoring them.
     """
 
     def __init__(
@@ -49,12 +60,16 @@ class RequestMiddleware:
         metrics: GatewayMetrics,
         paths: Collection[str] = (),
         log: AccessLog | None = None,
+        *,
+        is_strict: bool = False,
     ) -> None:
         self.app = app
         self._paths = paths
         self._api_keys = api_keys
         self._metrics = metrics
         self._log = AccessLog() if log is None else log
+        self._is_strict = is_strict
+        self._ignored_log = LogLimit(logger, max_per_second=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,19 +82,22 @@ class RequestMiddleware:
         given = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
         is_usable = _REQUEST_ID.fullmatch(given) is not None
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
+        scope[_IS_NAMED_KEY] = is_usable
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
-        extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
-        if is_anthropic(scope["path"]):
-            extra.append((ANTHROPIC_REQUEST_ID_HEADER, scope[_ID_KEY].encode()))
         request = self._log.begin(
             scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
         )
+        ignored = begin_request(is_strict=self._is_strict)
         status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                request_id = scope[_ID_KEY].encode()
+                extra = [(REQUEST_ID_HEADER, request_id), *trace.items(), *ignored.headers()]
+                if is_anthropic(scope["path"]):
+                    extra.append((ANTHROPIC_REQUEST_ID_HEADER, request_id))
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -99,12 +117,22 @@ class RequestMiddleware:
             raise
         finally:
             self._ended(scope, request, status)
+            self._log_ignored(ignored, request)
 
     def _ended(self, scope: Scope, request: HttpRequest, status: int | None) -> None:
         endpoint = scope["path"] if scope["path"] in self._paths else "other"
         label = "gone" if status is None else str(status)
         self._metrics.responses.labels(endpoint, label).inc()
         self._log.end(request, status)
+
+    def _log_ignored(self, ignored: IgnoredFields, request: HttpRequest) -> None:
+        if ignored.names:
+            self._ignored_log.warning(
+                "ignored unknown fields of a request: %s",
+                ", ".join(ignored.names),
+                request_id=request.request_id,
+                path=request.path,
+            )
 
     def _key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey:
         """The key of a request. Raises ApiError if it needs one and has none."""
@@ -125,6 +153,18 @@ class RequestMiddleware:
                 headers=((b"www-authenticate", b"Bearer"),),
             )
         return key
+
+
+def use_request_id(scope: Scope, request_id: str | None) -> None:
+    """Use the id in a request's body, unless the request has the header. Raises ApiError."""
+    if request_id is None:
+        return
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id must be 1 to 128 visible ASCII characters", param="request_id")
+    if not scope[_IS_NAMED_KEY]:
+        scope[_ID_KEY] = request_id
+        if (request := current()) is not None:
+            request.request_id = request_id
 
 
 def request_id_of(scope: Scope, prefix: str) -> str:

@@ -12,12 +12,15 @@ from longshore.deploy.requests.token_scores import TokenScore
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 TOKEN_BYTES: Final = 4
+TOKEN_ID_BYTES: Final = 8
 SCORE_BYTES: Final = 128  # a token with its log probability
 
 
 def check_prompt_size(spec: GenerationSpec) -> None:
     """Raise ApiError if the parts of the response that repeat the prompts are too large."""
     num_bytes, param = spec.num_echoed_characters * spec.num_samples, "echo"
+    if num_bytes < (ids_bytes := spec.num_returned_prompt_ids * TOKEN_ID_BYTES):
+        num_bytes, param = ids_bytes, "return_token_ids"
     if (num_listed := spec.sampling.prompt_logprobs) is not None:
         num_tokens = sum(map(len, spec.prompts)) * spec.num_samples
         num_bytes, param = num_tokens * (1 + num_listed) * SCORE_BYTES, "prompt_logprobs"

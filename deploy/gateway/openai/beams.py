@@ -131,7 +131,9 @@ class BeamGeneration:
     def _text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        text = AnswerText(self._tokenizer, prompt_token_ids)
+        text = AnswerText(
+            self._tokenizer, prompt_token_ids, shows_special=self._spec.shows_special_tokens
+        )
         return text.append(token_ids) + text.finish()
 
     def usage(self) -> Usage:

@@ -7,7 +7,9 @@ from typing import Final
 import msgspec
 
 from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
+from longshore.deploy.gateway.openai.chat_messages import template_input
 from longshore.deploy.gateway.openai.chat_tools import tool_use
+from longshore.deploy.gateway.openai.continuous_usage import UsageSoFar
 from longshore.deploy.gateway.openai.endpoint import (
     GenerationEndpoint,
     ResponseWriter,
@@ -46,9 +48,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
     ) -> GenerationSpec:
         parsing = chat_parsing(service, request)
+        prompt = await service.prompts.chat_prompt(request)
         return GenerationSpec(
             request_id=request_id,
-            prompts=[await service.prompts.chat_prompt(request)],
+            prompts=[prompt],
             sampling=service.prompts.sampling(
                 request,
                 chat_max_tokens(request, service.prompts.defaults),
@@ -64,6 +67,8 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             structured_output=await read_constraint(
                 request, service.json, ignores_end=request.ignore_eos
             ),
+            num_echoed_characters=len(_echoed(request)),
+            num_returned_prompt_ids=len(prompt) if request.return_token_ids else 0,
         )
 
     def writer(
@@ -121,6 +126,15 @@ def shown_special_token_ids(
     return frozenset(added[token] for token in parsing.parsers.special_tokens & added.keys())
 
 
+def _echoed(request: ChatRequest) -> str:
+    """The text that answers begin with: that of the last message, if it is to be echoed."""
+    if not request.echo:
+        return ""
+    (last,) = template_input(request.messages[-1:])
+    opens_no_answer = request.add_generation_prompt is False or request.continue_final_message
+    return str(last["content"] or "") if last["role"] == "assistant" or opens_no_answer else ""
+
+
 class ChatWriter(ResponseWriter):
     """Chat completions. A stream has first the role, then text or calls, then the finish reason.
 
@@ -139,18 +153,28 @@ class ChatWriter(ResponseWriter):
         self._tokenizer = tokenizer
         self._parsing = parsing
         self._deltas: dict[int, ChatDeltas] = {}
-        self._logprobs = LogprobsWriter(tokenizer)
+        self._logprobs = LogprobsWriter(None if request.return_tokens_as_token_ids else tokenizer)
+        self._echoed = _echoed(request)
+        self._usage_so_far = UsageSoFar() if request.includes_continuous_usage else None
+        self._prompt_ids_are_due = bool(request.return_token_ids)
         self._id = request_id
         self._created = int(time.time())
         self._model = model_name
-        self._chunk_usage = None if request.include_usage else msgspec.UNSET
+        self._chunk_usage: Usage | msgspec.UnsetType | None = (
+            None if request.include_usage else msgspec.UNSET
+        )
 
     def first_chunks(self) -> Sequence[msgspec.Struct]:
-        role = ChatDelta(role="assistant", content="")
-        return [self._chunk(index, role) for index in range(self._request.num_samples)]
+        deltas = [ChatDelta(role="assistant", content="")]
+        if self._echoed:
+            deltas.append(ChatDelta(content=self._echoed))
+        indices = range(self._request.num_samples)
+        return [self._chunk(index, delta) for index in indices for delta in deltas]
 
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         chunks = []
+        if self._usage_so_far is not None:
+            self._chunk_usage = self._usage_so_far.after(piece)
         logprobs = self._piece_logprobs(piece)
         reason = piece.finish_reason
         delta = ChatDelta(content=piece.text) if piece.text else None
@@ -158,9 +182,14 @@ class ChatWriter(ResponseWriter):
             deltas = self._deltas_of(piece, self._parsing)
             delta = deltas.feed(piece.text, is_last=reason is not None)
             reason = reason and deltas.finish_reason(reason)
-        if delta is not None or logprobs is not None:
+        token_ids = self._piece_token_ids(piece)
+        if delta is not None or logprobs is not None or token_ids:
             delta = delta or ChatDelta(content="")
-            chunks.append(self._chunk(piece.index, delta, logprobs=logprobs))
+            chunk = self._chunk(piece.index, delta, logprobs=logprobs, token_ids=token_ids)
+            if self._prompt_ids_are_due and piece.prompt is not None:
+                self._prompt_ids_are_due = False
+                chunk = msgspec.structs.replace(chunk, prompt_token_ids=piece.prompt.token_ids)
+            chunks.append(chunk)
         if reason is not None:
             chunks.append(self._chunk(piece.index, ChatDelta(), reason))
         return chunks
@@ -192,6 +221,8 @@ class ChatWriter(ResponseWriter):
             usage=usage,
         )
         wanted, prompt = self._request.prompt_logprobs, pieces[0].prompt
+        if self._request.return_token_ids and prompt is not None:
+            response = msgspec.structs.replace(response, prompt_token_ids=prompt.token_ids)
         if wanted is None or prompt is None or prompt.scores is None:
             return response
         by_token = self._logprobs.prompt(prompt.scores, wanted)
@@ -203,7 +234,19 @@ class ChatWriter(ResponseWriter):
             deltas = self._deltas_of(piece, self._parsing)
             message = deltas.message(piece.text)
             reason = reason and deltas.finish_reason(reason)
-        return ChatChoice(message, reason, piece.index, self._piece_logprobs(piece))
+        if self._echoed:
+            content = self._echoed + (message.content or "")
+            message = msgspec.structs.replace(message, content=content)
+        return ChatChoice(
+            message,
+            reason,
+            piece.index,
+            self._piece_logprobs(piece),
+            self._piece_token_ids(piece),
+        )
+
+    def _piece_token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
+        return piece.token_ids if self._request.return_token_ids else msgspec.UNSET
 
     def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         num_best = self._request.num_logprobs
@@ -217,11 +260,12 @@ class ChatWriter(ResponseWriter):
         delta: ChatDelta,
         finish_reason: str | None = None,
         logprobs: ChatLogprobs | None = None,
+        token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs),),
+            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs, token_ids),),
             usage=self._chunk_usage,
         )

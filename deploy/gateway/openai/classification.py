@@ -78,6 +78,7 @@ class ClassifyEndpoint(PoolingEndpoint[ClassificationRequest]):
                 inputs,
                 service,
                 max_tokens=max_tokens,
+                keeps_end=request.keeps_end,
                 with_special=request.add_special_tokens is not False,
                 name_of="input[{}]".format,
             )

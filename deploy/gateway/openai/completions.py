@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from longshore.deploy.gateway.openai.continuous_usage import UsageSoFar
 from longshore.deploy.gateway.openai.endpoint import (
     GenerationEndpoint,
     ResponseWriter,
@@ -55,6 +56,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
                 param="n",
             )
         texts = [given if isinstance(given, str) else "" for given in request.prompts()]
+        num_ids = sum(map(len, prompts)) * num_samples if request.return_token_ids else 0
         return GenerationSpec(
             request_id=request_id,
             prompts=prompts,
@@ -70,6 +72,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             ),
             beams=self._beams(service, request, max(map(len, prompts))),
             num_echoed_characters=sum(map(len, texts)) if request.echo else 0,
+            num_returned_prompt_ids=num_ids,
         )
 
     def _beams(
@@ -130,7 +133,8 @@ class CompletionWriter(ResponseWriter):
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._logprobs = LogprobsWriter(tokenizer)
+        self._logprobs = LogprobsWriter(None if request.return_tokens_as_token_ids else tokenizer)
+        self._usage_so_far = UsageSoFar() if request.includes_continuous_usage else None
         self._offsets: dict[int, int] = {}  # text offset of the next token, by choice
         self._frame = CompletionResponse(
             id=request_id,
@@ -145,6 +149,9 @@ class CompletionWriter(ResponseWriter):
         return ()
 
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        if self._usage_so_far is not None:
+            usage = self._usage_so_far.after(piece)
+            self._frame = msgspec.structs.replace(self._frame, usage=usage)
         choice = self._choice(piece)
         says_nothing = not choice.text and choice.finish_reason is None and not choice.logprobs
         if says_nothing and not self._with_token_ids:
@@ -169,6 +176,8 @@ class CompletionWriter(ResponseWriter):
             token_ids=piece.token_ids if self._with_token_ids else msgspec.UNSET,
         )
         wanted, prompt = self._request.prompt_logprobs, piece.prompt
+        if self._request.return_token_ids and prompt is not None:
+            choice = msgspec.structs.replace(choice, prompt_token_ids=prompt.token_ids)
         if wanted is None or prompt is None or prompt.scores is None:
             return choice
         by_token = self._logprobs.prompt(prompt.scores, wanted)
@@ -176,9 +185,16 @@ class CompletionWriter(ResponseWriter):
 
     def _prompt_text(self, prompt: AnsweredPrompt) -> str:
         given = self._request.prompts()[prompt.number]
-        if isinstance(given, str):
+        is_cut = self._request.truncate_prompt_tokens is not None
+        if isinstance(given, str) and not is_cut:
             return given
-        return "" if self._tokenizer is None else self._tokenizer.decode(given)
+        if self._tokenizer is None:
+            return ""
+        token_ids = list(prompt.token_ids)
+        if isinstance(given, str):  # the tokenizer has added special tokens
+            special = self._tokenizer.special_token_ids
+            token_ids = [token_id for token_id in token_ids if token_id not in special]
+        return self._tokenizer.decode(token_ids)
 
     def _choice_logprobs(self, piece: Piece) -> CompletionLogprobs | None:
         num_best, prompt = self._request.logprobs, piece.prompt

@@ -127,6 +127,7 @@ def _token_ids(
         inputs,
         service,
         max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
+        keeps_end=request.keeps_end,
         with_special=request.add_special_tokens is not False,
         name_of="input[{}]".format,
     )

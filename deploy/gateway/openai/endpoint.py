@@ -15,7 +15,12 @@ from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange, server_sent_event
 from longshore.deploy.gateway.http.json_body import JsonThread, read_json_body
-from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import (
+    api_key_of,
+    request_id_of,
+    trace_headers_of,
+    use_request_id,
+)
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.answer_size import check_prompt_size, piece_bytes
@@ -51,6 +56,8 @@ class Service(msgspec.Struct, frozen=True):
     embedding: how the model pools embeddings; None: it has none.
     classifier: labels of a model for sequence classification; None: it is another one.
     has_score_template: the operator has given the chat template, so pairs are rendered with it.
+    model_name: name in responses. model_aliases: further names that requests may use.
+    embedding: how the model pools embeddings; None: it takes no text.
     speech: a speech model's features and prompts; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests.
@@ -79,6 +86,7 @@ class Service(msgspec.Struct, frozen=True):
     json: JsonThread = msgspec.field(default_factory=JsonThread)
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
     parsers: AnswerParsers = NO_PARSERS
+    model_aliases: tuple[str, ...] = ()
 
 
 class ResponseWriter(ABC):
@@ -206,6 +214,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         request = await self.read(exchange, service)
         check_model(request.model, service)
+        use_request_id(exchange.scope, request.request_id)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
         key = api_key_of(exchange.scope)
@@ -219,6 +228,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
             cache_hint=None if request.no_store else request.cache_hint(),
+            shows_special_tokens=request.shows_special_tokens,
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)
@@ -256,7 +266,7 @@ async def read_in_turn(exchange: Exchange, service: Service) -> bytes:
 
 def check_model(name: str | None, service: Service) -> None:
     """Raise ApiError if a request is for another model."""
-    if name not in (None, service.model_name):
+    if name is not None and name not in (service.model_name, *service.model_aliases):
         raise unknown_model(name, service.model_name)
 
 

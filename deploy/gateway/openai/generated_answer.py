@@ -48,7 +48,11 @@ class GeneratedAnswer:
         self._prompt = spec.prompts[self._prompt_number]
         if tokenizer is not None and spec.shown_special_token_ids:
             tokenizer = ShowingDecoder(tokenizer, spec.shown_special_token_ids)
-        self._text = None if tokenizer is None else AnswerText(tokenizer, self._prompt, spec.stops)
+        self._text = None
+        if tokenizer is not None:
+            self._text = AnswerText(
+                tokenizer, self._prompt, spec.stops, shows_special=spec.shows_special_tokens
+            )
         self._client = client
         self._metrics = metrics
         self._on_growth = on_growth
@@ -209,7 +213,7 @@ class GeneratedAnswer:
             return ""
         if self.end is None:
             return self._text.append(token_ids)
-        if self.end.reason is FinishReason.STOPPED:
+        if self.end.reason is FinishReason.STOPPED and not self._spec.stops.is_shown:
             token_ids = token_ids[:-1]  # the text excludes the token that stopped the answer
         return self._text.append(token_ids) + self._text.finish()
 

@@ -35,6 +35,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     cache_hint: how long the KV of the answers is worth keeping.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
+    num_returned_prompt_ids: number of the prompts' token ids in the response.
+    shows_special_tokens: texts include special tokens.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
     tenant:    whose request it is.
@@ -61,6 +63,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
     num_echoed_characters: int = 0
+    num_returned_prompt_ids: int = 0
+    shows_special_tokens: bool = False
     tenant: Tenant = NO_TENANT
     charge: Callable[[int], None] | None = None
 

@@ -19,7 +19,7 @@ from longshore.deploy.gateway.openai.classification import (
 )
 from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
-from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
+from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -31,6 +31,8 @@ from longshore.deploy.gateway.openai.responses import (
     CompletionResponse,
     Model,
     ModelList,
+    ServerLoad,
+    ServerVersion,
     Transcript,
 )
 from longshore.deploy.gateway.openai.scoring import (
@@ -83,9 +85,9 @@ class _Operation:
 
 _ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
 _OPERATIONS: Final = (
-    _Operation("get", "/v1/models", "The served model.", {JSON: ModelList}),
+    _Operation("get", "/v1/models", "The served model, by all its names.", {JSON: ModelList}),
     _Operation(
-        "get", "/v1/models/{name}", "The served model, by name.", {JSON: Model}, errors=(404,)
+        "get", "/v1/models/{name}", "The served model, by one name.", {JSON: Model}, errors=(404,)
     ),
     _Operation(
         "post",
@@ -222,6 +224,15 @@ _OPERATIONS: Final = (
     ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
     _Operation("get", "/ready", "Whether requests are accepted.", {TEXT: None}, errors=(503,)),
+    *(
+        _Operation(
+            method, "/ping", "Whether this gateway serves requests.", {TEXT: None}, errors=(503,)
+        )
+        for method in ("get", "post")
+    ),
+    _Operation("get", "/version", "The version of Longshore.", {JSON: ServerVersion}),
+    _Operation("get", "/load", "The number of requests in the engines.", {JSON: ServerLoad}),
+    _Operation("get", "/docs", "This API as a page.", {HTML: None}),
     _Operation("get", "/metrics", "Metrics for Prometheus.", {TEXT: None}),
     _Operation(
         "get",
@@ -249,6 +260,8 @@ def document() -> dict[str, Any]:
     for operation in _OPERATIONS:
         types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
+    for component in components.values():  # unknown fields are ignored
+        component.pop("additionalProperties", None)
     for kind in (ChatRequest, CompletionRequest):
         components[kind.__name__]["properties"] |= _accepted_besides(kind)
     for conversation in (Conversation, MessagesRequest):
@@ -272,7 +285,12 @@ def document() -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Longshore", "version": longshore.__version__},
+        "info": {
+            "title": "Longshore",
+            "version": longshore.__version__,
+            "description": "Unknown fields of a request are ignored, and the response header "
+            "x-longshore-ignored-fields names them. With --strict-requests they are rejected.",
+        },
         "paths": paths,
         "components": {
             "schemas": components,
@@ -296,8 +314,8 @@ def _neutral(
     fields = kind.__struct_fields__
     neutral = {name: list(values) for name, values in unsupported.items() if name not in fields}
     return {
-        **{name: {} for name in sorted(ignored)},
         **{name: {"enum": [None, *values]} for name, values in neutral.items()},
+        **{name: {} for name in sorted({*ignored, *(HINTS & neutral.keys())})},
     }
 
 

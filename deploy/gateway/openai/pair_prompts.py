@@ -52,9 +52,12 @@ class PairPrompts:
         tokenizer: ModelTokenizer,
         *,
         max_tokens: int | None,
+        keeps_end: bool | None,
     ) -> list[TokenIds]:
-        """Valid token ids of each pair. max_tokens: longer pairs lose the end of their document.
-        Raises ApiError."""
+        """Valid token ids of each pair. Raises ApiError.
+
+        max_tokens, keeps_end: documents of longer pairs are truncated (`ModelTokenizer.part`).
+        """
         if service.has_score_template:
             if max_tokens is not None:
                 raise invalid(
@@ -70,7 +73,7 @@ class PairPrompts:
             return await self._on_thread(render_all)
 
         def join_all() -> list[TokenIds]:
-            return _joined(pairs, service, tokenizer, max_tokens)
+            return _joined(pairs, service, tokenizer, max_tokens, keeps_end)
 
         size = sum(len(query.text) + len(document.text) for query, document in pairs)
         if size > MAX_INLINE_CHARACTERS or len(pairs) > MAX_INLINE_PAIRS:
@@ -86,6 +89,7 @@ def _joined(
     service: Service,
     tokenizer: ModelTokenizer,
     max_tokens: int | None,
+    keeps_end: bool | None,
 ) -> list[TokenIds]:
     prompts: list[TokenIds] = []
     num_tokens = 0
@@ -107,7 +111,7 @@ def _joined(
                     param=parameter_of(query.name),
                     code="context_length_exceeded",
                 )
-        ids = tokenizer.join(first, tokenizer.part(document.text, room))
+        ids = tokenizer.join(first, tokenizer.part(document.text, room, keeps_end=keeps_end))
         num_tokens += len(ids)
         _check(ids, document, num_tokens, service)
         prompts.append(ids)

@@ -1,7 +1,8 @@
 """Reads the parameters of a request from its JSON body, within bounds.
 
 A parameter is a field of the request, or listed as unsupported with its neutral values, or unknown.
-An unsupported parameter that would change the answer is rejected by name, never ignored.
+An unsupported parameter that would change the answer is rejected by name. Unknown ones are ignored,
+and the response names them.
 
 Decoding JSON holds the interpreter lock, and many small objects take a hundred times longer than a
 text of the same size. So a body is first split into parameters, which stay bytes, and a parameter
@@ -11,15 +12,23 @@ is decoded only if the number of objects in it is known to be small.
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.lenient import lenient
+from longshore.deploy.gateway.openai.unknown_fields import (
+    are_rejected,
+    ignore_fields,
+    unknown_field,
+)
 from longshore.protocol.errors import shortened
 
 MAX_PARAMETER_BYTES: Final = 64 << 10
 """Limit of each parameter's JSON, except prompts, tools, and parameters that are ignored."""
+MAX_UNKNOWN_BYTES: Final = 64 << 10
+"""Limit of all unknown parameters of a request together, with their JSON."""
 MAX_TOKEN_IDS: Final = 2 << 20
 """Limit of the token ids of all prompts of a request."""
 MAX_ITEMS: Final = 2048
@@ -46,6 +55,8 @@ IGNORED: Final = frozenset(
         "user",
     }
 )
+# Ignored and named in the response: the answer is the same without them.
+HINTS: Final = frozenset({"prediction", "service_tier", "store"})
 # Not supported yet. The values here (and null) have no effect, so they are accepted.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -56,12 +67,14 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
+    "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
     "kv_transfer_params": (),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -69,18 +82,19 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "prediction": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
-    "return_tokens_as_token_ids": (False,),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
@@ -89,6 +103,7 @@ JsonT = TypeVar("JsonT")
 
 _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
 _UNKNOWN_FIELD: Final = "Object contains unknown field `"
+_UNKNOWN_INSIDE: Final = re.compile(f"{_UNKNOWN_FIELD}(.*)` - at `\\$\\.(.*)`", re.DOTALL)
 _FIRST_ITEM: Final = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
@@ -96,28 +111,21 @@ def read_parameters(
     kind: type[ParametersT],
     body: bytes,
     *,
-    accepts_others: bool = True,
     ignored: frozenset[str] = IGNORED,
     unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
 ) -> ParametersT:
-    """`body` as `kind`, without ignored parameters. All items of a prompt are of one kind. Raises
-    ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for a body of
-    16 MiB.
+    """`body` as `kind`, without ignored and unknown parameters. All items of a prompt are of one
+    kind. Raises ApiError (400) naming the invalid parameter. Takes up to a quarter of a second for
+    a body of 16 MiB.
 
-    accepts_others: accept parameters that have no effect: those in `ignored`, and those in
-        `unsupported` with one of their neutral values.
+    ignored:     parameters that are accepted with any value.
+    unsupported: parameters that are accepted with one of these values, which have no effect.
     """
     fields = kind.__struct_fields__
-    others = (*ignored, *unsupported) if accepts_others else ()
     try:
-        given = msgspec.json.decode(body, type=_undecoded(fields, others))
-    except msgspec.ValidationError as error:
-        message = str(error)
-        if message.startswith(_UNKNOWN_FIELD):
-            raise _unknown(message[len(_UNKNOWN_FIELD) : -1]) from error
-        raise invalid(f"the JSON of the request body: {message}") from error
+        given = _split(body, _undecoded(fields, (*ignored, *unsupported)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
+        raise _not_read(error) from error
     served = {}
     for name, value in msgspec.structs.asdict(given).items():
         if value is msgspec.UNSET:
@@ -125,10 +133,49 @@ def read_parameters(
         if name in fields:
             served[name] = value
             _check_bounds(name, bytes(value))
-        elif name in unsupported:
-            _check_changes_nothing(name, value, unsupported[name])
+        elif name in unsupported and not _changes_nothing(value, unsupported[name]):
+            if name not in HINTS or are_rejected():
+                raise _unsupported(name, unsupported[name])
+            ignore_fields((name,))
     # Not `body`, which may have a parameter several times.
-    return read_json(kind, msgspec.json.encode(served))
+    return _decoded(kind, msgspec.json.encode(served))
+
+
+def _split(body: bytes, known: type[msgspec.Struct]) -> msgspec.Struct:
+    """The known parameters, not decoded. Raises msgspec's errors."""
+    try:
+        return msgspec.json.decode(body, type=known)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if not message.startswith(_UNKNOWN_FIELD):
+            raise
+        if are_rejected():
+            raise unknown_field(message[len(_UNKNOWN_FIELD) : -1]) from error
+    given = msgspec.json.decode(body, type=lenient(known))
+    values = msgspec.structs.astuple(given)
+    num_known = sum(memoryview(value).nbytes for value in values if value is not msgspec.UNSET)
+    # Bounds the number of names that are decoded.
+    if len(body) - num_known > MAX_UNKNOWN_BYTES:
+        raise invalid(
+            f"the request has {len(body) - num_known} bytes of JSON besides the parameters that "
+            f"this server knows; at most {MAX_UNKNOWN_BYTES} are allowed"
+        )
+    names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    ignore_fields(name for name in names if name not in known.__struct_fields__)
+    return given
+
+
+def _decoded(kind: type[ParametersT], body: bytes) -> ParametersT:
+    """`body` as `kind`. An unknown field of an object in it is ignored; if there are several, the
+    first is reported. Raises ApiError naming the invalid parameter."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        unknown = _UNKNOWN_INSIDE.fullmatch(str(error))
+        if unknown is None or are_rejected():
+            raise _not_read(error) from error
+    ignore_fields((f"{unknown[2]}.{unknown[1]}",))
+    return cast(ParametersT, read_json(lenient(kind), body))
 
 
 @functools.cache
@@ -140,10 +187,6 @@ def _undecoded(fields: Sequence[str], others: Sequence[str]) -> type[msgspec.Str
     return msgspec.defstruct(
         "Undecoded", [(name, optional, msgspec.UNSET) for name in names], forbid_unknown_fields=True
     )
-
-
-def _unknown(name: str) -> ApiError:
-    return invalid(f"unknown parameter {shortened(name)!r}", param=name, code="unknown_parameter")
 
 
 def _check_bounds(name: str, value: bytes) -> None:
@@ -197,12 +240,17 @@ def read_json(kind: type[JsonT], body: bytes) -> JsonT:
     """`body` as `kind`. Raises ApiError (400) naming the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_read(error) from error
+
+
+def _not_read(error: Exception) -> ApiError:
+    """For an error of msgspec."""
+    if isinstance(error, msgspec.ValidationError):
         field = field_at_fault(error)
         where = "" if field else "the JSON of the request body: "
-        raise invalid(f"{where}{shortened(str(error))}", param=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
+        return invalid(f"{where}{shortened(str(error))}", param=field)
+    return invalid(f"the request body is not JSON: {error}")
 
 
 def field_at_fault(error: msgspec.ValidationError) -> str | None:
@@ -211,16 +259,16 @@ def field_at_fault(error: msgspec.ValidationError) -> str | None:
     return match and (match[1] or match[2])
 
 
-def _check_changes_nothing(name: str, value: msgspec.Raw, neutral: Sequence[object]) -> None:
+def _changes_nothing(value: msgspec.Raw, neutral: Sequence[object]) -> bool:
     given = read_json(Any, value) if len(value) <= MAX_NEUTRAL_BYTES else value
-    if given is None or any(
+    return given is None or any(
         given == item and isinstance(given, bool) == isinstance(item, bool) for item in neutral
-    ):
-        return
+    )
+
+
+def _unsupported(name: str, neutral: Sequence[object]) -> ApiError:
     advice = "remove it"
     if neutral:
         values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
         advice += f" or set it to {values}"
-    raise invalid(
-        f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
-    ) from None
+    return invalid(f"{name} is not supported; {advice}", param=name, code="unsupported_parameter")

@@ -30,24 +30,31 @@ def token_ids_of(
     service: Service,
     *,
     max_tokens: int | None,
+    keeps_end: bool | None,
     with_special: bool,
     name_of: Callable[[int], str],
 ) -> list[TokenIds]:
-    """Valid token ids of each input. name_of: returns the parameter of an input, with its index in
-    brackets if it has one. Raises ApiError."""
+    """Valid token ids of each input. Raises ApiError.
+
+    keeps_end: truncation removes the beginning; None: as the tokenizer is configured.
+    name_of:   returns the parameter of an input, with its index in brackets if it has one.
+    """
     prompts, tokenizer = service.prompts, service.tokenizer
+    if keeps_end is None:
+        keeps_end = tokenizer is not None and tokenizer.keeps_end
     encoded, num_tokens = [], 0
     for index, given in enumerate(inputs):
         name = name_of(index)
         if not given:
             raise empty(name)
         if not isinstance(given, str):
-            keeps_end = tokenizer is not None and tokenizer.keeps_end
             ids = given[-(max_tokens or 0) :] if keeps_end else given[:max_tokens]
         elif tokenizer is None:
             raise no_tokenizer(parameter_of(name))
         elif max_tokens is not None:
-            ids = tokenizer.encode_cut(given, max_tokens, with_special=with_special)
+            ids = tokenizer.encode_cut(
+                given, max_tokens, with_special=with_special, keeps_end=keeps_end
+            )
         else:
             prompts.reject_too_long(given, tokenizer, parameter_of(name))
             ids = tokenizer.encode(given) if with_special else tokenizer.encode_rendered(given)

@@ -3,12 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import (
+    api_key_of,
+    request_id_of,
+    trace_headers_of,
+    use_request_id,
+)
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
     Service,
@@ -31,17 +36,25 @@ MAX_IN_FLIGHT: Final = 256
 
 
 class PoolingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`truncate_prompt_tokens` and `priority` as in vLLM.
+    """`truncate_prompt_tokens`, `truncation_side` and `priority` as in vLLM.
 
     truncate_prompt_tokens: truncate inputs to this many tokens; -1: to the model's maximum.
-    cache_salt, deadline_s: as for completions.
+    truncation_side: the side that is removed; None: as the tokenizer is configured.
+    cache_salt, deadline_s, request_id: as for completions.
     """
 
     model: str | None = None
     truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Int32 | None = None
     cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
+    request_id: str | None = None
+
+    @property
+    def keeps_end(self) -> bool | None:
+        """Truncation removes the beginning; None: as the tokenizer is configured."""
+        return None if self.truncation_side is None else self.truncation_side == "left"
 
 
 class PoolingUsage(msgspec.Struct, frozen=True):
@@ -93,6 +106,7 @@ class PoolingEndpoint(ApiEndpoint, Generic[PoolingRequestT]):
         request = await service.json.run(len(body), read_parameters, self.request_type, body)
         check_deadline(request.deadline_s)
         check_model(request.model, service)
+        use_request_id(exchange.scope, request.request_id)
         check_priority(request.priority or 0, api_key_of(exchange.scope))
         request_id = request_id_of(exchange.scope, self.id_prefix)
         call = PoolingCall(exchange, service, request, request_id, arrived_s)

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 from longshore.deploy.gateway.openai.chat_prompt import ChatRenderer, chat_prompt_options
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.parameters import MAX_TOKEN_IDS
+from longshore.deploy.gateway.openai.prompt_cut import PromptCut, prompt_cut
 from longshore.deploy.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -15,6 +16,7 @@ from longshore.deploy.gateway.openai.requests import (
 )
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
+from longshore.deploy.gateway.text.infilling import can_infill, infilling_prompt
 from longshore.deploy.gateway.text.tokenizer import (
     MAX_INLINE_CHARACTERS,
     MAX_TOKENS_PER_CUT,
@@ -54,27 +56,65 @@ class PromptReader:
 
     async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """One valid list of token ids per prompt."""
+        cut = prompt_cut(
+            request,
+            max_model_len=self.max_model_len,
+            max_output_tokens=completion_max_tokens(request, self.defaults),
+        )
+        if request.suffix:
+            self._check_infilling(request)
         prompts = request.prompts()
-        if sum(map(len, prompts)) > MAX_INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._encode_prompts, prompts)
-        return self._encode_prompts(prompts)
+        size = sum(map(len, prompts)) + len(prompts) * len(request.suffix or "")
+        if size > MAX_INLINE_CHARACTERS:
+            return await asyncio.to_thread(self._encode_prompts, request, cut)
+        return self._encode_prompts(request, cut)
 
-    def _encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    def _encode_prompts(self, request: CompletionRequest, cut: PromptCut | None) -> list[list[int]]:
         encoded = []
         num_tokens = 0
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                tokenizer = self._tokenizer
-                if tokenizer is None:
-                    raise no_tokenizer("prompt")
-                self.reject_too_long(prompt, tokenizer, "prompt")
-                prompt = tokenizer.encode(prompt)
+        for given in request.prompts():
+            if isinstance(given, str):
+                prompt = self._encode_text(given, request, cut)
+            else:
+                prompt = given if cut is None else cut.token_ids(given)
             self._check_prompt(prompt, "prompt")
             num_tokens += len(prompt)
             if num_tokens > MAX_TOKEN_IDS:
                 raise invalid(f"prompt has more than {MAX_TOKEN_IDS} tokens", param="prompt")
             encoded.append(prompt)
         return encoded
+
+    def _encode_text(
+        self, text: str, request: CompletionRequest, cut: PromptCut | None
+    ) -> list[int]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise no_tokenizer("prompt")
+        with_special = request.add_special_tokens is not False
+        if cut is not None:
+            return cut.encode(text, tokenizer, with_special=with_special)
+        self.reject_too_long(text, tokenizer, "prompt")
+        if request.suffix:
+            self.reject_too_long(request.suffix, tokenizer, "suffix")
+            return infilling_prompt(tokenizer, text, request.suffix, with_special=with_special)
+        return tokenizer.encode(text) if with_special else tokenizer.encode_rendered(text)
+
+    def _check_infilling(self, request: CompletionRequest) -> None:
+        """Raise ApiError if the model or the request does not allow a suffix."""
+        if self._tokenizer is None:
+            raise no_tokenizer("suffix")
+        if not can_infill(self._tokenizer):
+            raise invalid(
+                "suffix needs a model that fills in the middle, and this model's tokenizer has no "
+                "special tokens for that, such as <|fim_suffix|>; remove suffix",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        if not all(isinstance(prompt, str) for prompt in request.prompts()):
+            raise invalid("suffix needs prompts as text, not as token ids", param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(request, name):
+                raise invalid(f"{name} is not supported with suffix; remove it", param=name)
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
         """The chat as one prompt, rendered with the request's options."""
@@ -90,13 +130,26 @@ class PromptReader:
         text = await self.chat_renderer.text(
             tokenizer, request.messages, chat_prompt_options(request)
         )
+        cut = prompt_cut(
+            request,
+            max_model_len=self.max_model_len,
+            max_output_tokens=chat_max_tokens(request, self.defaults),
+        )
+        with_special = bool(request.add_special_tokens)
         if len(text) > MAX_INLINE_CHARACTERS:
-            return await asyncio.to_thread(self._encode_chat, text, tokenizer)
-        return self._encode_chat(text, tokenizer)
+            return await asyncio.to_thread(self._encode_chat, text, tokenizer, with_special, cut)
+        return self._encode_chat(text, tokenizer, with_special, cut)
 
-    def _encode_chat(self, text: str, tokenizer: ModelTokenizer) -> list[int]:
-        self.reject_too_long(text, tokenizer, "messages")
-        return tokenizer.encode_rendered(text)
+    def _encode_chat(
+        self, text: str, tokenizer: ModelTokenizer, with_special: bool, cut: PromptCut | None
+    ) -> list[int]:
+        if cut is not None:
+            token_ids = cut.encode(text, tokenizer, with_special=with_special)
+        else:
+            self.reject_too_long(text, tokenizer, "messages")
+            encode = tokenizer.encode if with_special else tokenizer.encode_rendered
+            token_ids = encode(text)
+        return token_ids
 
     def reject_too_long(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
         """Raise ApiError for text that cannot fit the model, counting slice by slice: tokenizing

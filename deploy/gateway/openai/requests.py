@@ -31,10 +31,12 @@ MAX_STOP_CHARACTERS: Final = 256
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_obfuscation` is accepted and ignored."""
+    """`include_obfuscation` is accepted and ignored. `continuous_usage_stats` has an effect with
+    `include_usage`, as in vLLM."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +52,14 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
     no_store:   the request neither reads nor fills the prefix cache.
     skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
+    request_id: used as `x-request-id` if that header is missing.
+    add_special_tokens: whether the prompt begins with the tokenizer's special tokens. Default: for
+                texts; a chat template adds its own.
+    skip_special_tokens: the text excludes special tokens, which is the default.
+    spaces_between_special_tokens: without effect, because tokenizer.json puts none there.
+    truncate_prompt_tokens, truncation_side: see `prompt_cut`.
+    return_token_ids: add the token ids of prompt and answer.
+    return_tokens_as_token_ids: log probabilities name tokens by their ids, as in `token_id:7`.
     """
 
     model: str | None = None
@@ -81,6 +91,14 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     skip_reading_prefix_cache: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def cache_hint(self) -> CacheHint | None:
         """Whether the prompt's KV is worth keeping. Raises ApiError."""
@@ -90,7 +108,17 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_continuous_usage(self) -> bool:
+        """Every chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        return self.skip_special_tokens is False
 
     @property
     def num_samples(self) -> int:
@@ -162,18 +190,18 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. One prompt or a list of them, each as text or as token ids.
 
-    `return_token_ids` (as in vLLM) adds the answer's token ids to every choice; it is the default
-    for a model without a tokenizer. `logprobs` is the number of most likely tokens to list. `echo`
-    puts the prompt before the answer's text and log probabilities; with it `max_tokens` may be 0,
-    to score a prompt.
+    The answer's token ids are part of every choice by default if the model has no tokenizer.
+    `logprobs` is the number of most likely tokens to list. `echo` puts the prompt before the
+    answer's text and log probabilities; with it `max_tokens` may be 0, to score a prompt. `suffix`
+    is the text after the answer, for models that fill in the middle.
 
     `use_beam_search` returns the `n` most likely answers of a search with `best_of` beams (default:
     `n`); `length_penalty` and `early_stopping` as in transformers.
     """
 
-    return_token_ids: bool | None = None
     logprobs: Int32 | None = None
     echo: bool | None = None
+    suffix: str | None = None
     use_beam_search: bool | None = None
     best_of: Int32 | None = None
     length_penalty: float | None = None
@@ -185,7 +213,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         search does not support."""
         if not self.use_beam_search:
             for name, neutral in _OF_BEAMS.items():
-                if getattr(self, name) not in (None, neutral):
+                # All of the best n of n answers are returned.
+                also = self.n if name == "best_of" else None
+                if getattr(self, name) not in (None, neutral, also):
                     raise invalid(
                         f"{name} is not supported without use_beam_search=true; remove it",
                         param=name,
@@ -234,6 +264,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatPromptOptions`.
     tools, tool_choice, parallel_tool_calls: see `ToolUse`.
     include_reasoning: False: the answer's reasoning is left out.
+    echo: the answer begins with the text of the last message, if it is the assistant's, or if
+        `add_generation_prompt` is false; as in vLLM.
     """
 
     messages: list[ChatMessage]
@@ -243,6 +275,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -1,5 +1,6 @@
 """Response bodies of the OpenAI API: whole answers, chunks of streams, the list of models."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -16,12 +17,18 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one HTTP request, summed over its prompts."""
+    """Token counts of one HTTP request, summed over its prompts. A stream knows the details at its
+    end."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def num_cached_tokens(self) -> int:
+        details = self.prompt_tokens_details
+        return 0 if details is msgspec.UNSET else details.cached_tokens
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -52,6 +59,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -101,11 +109,13 @@ class ChatChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     index: int = 0
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(ResponseOrigin, frozen=True, kw_only=True):
     choices: tuple[ChatChoice, ...]
     usage: Usage
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion"
 
@@ -125,10 +135,14 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     index: int = 0
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(ResponseOrigin, frozen=True, kw_only=True):
+    """prompt_token_ids: in the first chunk with tokens, if requested."""
+
     choices: tuple[ChatChunkChoice, ...]
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -188,6 +202,16 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     object: str = "model"
     owned_by: str = "longshore"
+
+
+class ServerVersion(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """server_load: requests that run or wait in the engines, of all gateways."""
+
+    server_load: int
 
 
 class ModelList(msgspec.Struct, frozen=True):

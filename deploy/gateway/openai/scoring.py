@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
@@ -192,11 +193,12 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
             raise no_tokenizer(self.param)
         max_tokens = max_tokens_of(request.truncate_prompt_tokens, service)
         if request.max_tokens_per_doc:
-            pairs = await asyncio.to_thread(_cut, pairs, tokenizer, request.max_tokens_per_doc)
+            cut = partial(_cut, keeps_end=request.keeps_end)
+            pairs = await asyncio.to_thread(cut, pairs, tokenizer, request.max_tokens_per_doc)
         if service.classifier is None:
             return await self._compared(call, pairs, max_tokens)
         prompts = await self._pair_prompts.token_ids(
-            pairs, service, tokenizer, max_tokens=max_tokens
+            pairs, service, tokenizer, max_tokens=max_tokens, keeps_end=request.keeps_end
         )
         ends = await self.pooled(call, prompts, CLASSIFIED)
         scores = label_scores(ends, service.classifier, use_activation=request.use_activation)
@@ -219,6 +221,7 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
                 [each.text for each in texts],
                 service,
                 max_tokens=max_tokens,
+                keeps_end=call.request.keeps_end,
                 with_special=True,
                 name_of=lambda index: texts[index].name,
             )
@@ -315,14 +318,19 @@ def _texts(given: str | list[str], name: str) -> list[Text]:
     return texts
 
 
-def _cut(pairs: Pairs, tokenizer: ModelTokenizer, max_tokens: int) -> Pairs:
+def _cut(
+    pairs: Pairs, tokenizer: ModelTokenizer, max_tokens: int, *, keeps_end: bool | None
+) -> Pairs:
     """Truncate the documents. Raises ApiError."""
     if max_tokens < 0:
         raise invalid(
             f"max_tokens_per_doc={max_tokens} must be at least 1", param="max_tokens_per_doc"
         )
     return [
-        (query, replace(document, text=tokenizer.cut(document.text, max_tokens)))
+        (
+            query,
+            replace(document, text=tokenizer.cut(document.text, max_tokens, keeps_end=keeps_end)),
+        )
         for query, document in pairs
     ]
 

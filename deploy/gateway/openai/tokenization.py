@@ -6,7 +6,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -37,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     add_special_tokens: add the special tokens that the model's text begins with. None: like the
         generation endpoints, only for `prompt`; a chat template adds its own.
-    return_token_strs: also return each token's text.
+    return_token_strs: also return the vocabulary's entry of each token.
     add_generation_prompt, continue_final_message, chat_template_kwargs, tools: as for chats.
     """
 
@@ -45,7 +44,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -85,7 +84,7 @@ class TokenizeEndpoint(ApiEndpoint):
             service.prompts.reject_too_long(text, tokenizer, param)
             encode = tokenizer.encode if with_special else tokenizer.encode_rendered
             ids = encode(text)
-            strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
+            strings = tokenizer.entries(ids) if request.return_token_strs else None
             return msgspec.json.encode(
                 TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
             )
@@ -146,9 +145,7 @@ async def _off_loop_if_long(
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
     body = await read_in_turn(exchange, service)
-    return await service.json.run(
-        len(body), partial(read_parameters, accepts_others=False), kind, body
-    )
+    return await service.json.run(len(body), read_parameters, kind, body)
 
 
 def _tokenizer(service: Service, param: str) -> ModelTokenizer:

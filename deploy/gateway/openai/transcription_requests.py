@@ -8,6 +8,7 @@ from longshore.deploy.gateway.http.multipart import Form
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import IGNORED, field_at_fault
 from longshore.deploy.gateway.openai.requests import Int32
+from longshore.deploy.gateway.openai.unknown_fields import ignore_fields
 from longshore.protocol.errors import shortened
 
 MAX_LANGUAGE_CHARACTERS: Final = 64
@@ -84,9 +85,7 @@ def read_request(form: Form) -> tuple[bytes, TranscriptionRequest]:
         if name in TranscriptionRequest.__struct_fields__:
             values[name] = value
         elif plain not in IGNORED:
-            raise invalid(
-                f"unknown parameter {shortened(name)!r}", param=name, code="unknown_parameter"
-            )
+            ignore_fields((name,))
     for name in form.files:
         if name != "file":
             raise invalid(f"unknown file {shortened(name)!r}; send the audio as `file`", param=name)

@@ -250,7 +250,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 def response_usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         usage.prompt_tokens,
-        usage.prompt_tokens_details,
+        PromptTokensDetails(usage.num_cached_tokens),
         usage.completion_tokens,
         OutputTokensDetails(),
         usage.total_tokens,

@@ -36,8 +36,12 @@ class AnswerText:
         tokenizer: TokenDecoder,
         prompt_token_ids: Sequence[int] = (),
         stops: StopStrings = NO_STOP_STRINGS,
+        *,
+        shows_special: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, shows_special=shows_special
+        )
         self._stops = stops
         self._matches = [_Match(text) for text in stops.texts]
         self._firsts = frozenset(text[0] for text in stops.texts)

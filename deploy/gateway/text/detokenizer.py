@@ -40,13 +40,20 @@ class ShowingDecoder:
 
 
 class IncrementalDetokenizer:
-    """The text of one output, without special tokens.
+    """The text of one output, without special tokens unless `shows_special`.
 
     prompt_token_ids: the prompt; only its last tokens are used.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenDecoder,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        shows_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._hidden = frozenset() if shows_special else tokenizer.special_token_ids
         self._held: list[int] = []
         self._shown = self._context(prompt_token_ids)
         self._shown_text = tokenizer.decode(self._shown)
@@ -104,10 +111,9 @@ class IncrementalDetokenizer:
         return added
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
-        special = self._tokenizer.special_token_ids
-        if special.isdisjoint(token_ids):
+        if self._hidden.isdisjoint(token_ids):
             return list(token_ids)
-        return [token_id for token_id in token_ids if token_id not in special]
+        return [token_id for token_id in token_ids if token_id not in self._hidden]
 
     @staticmethod
     def _is_whole(text: str) -> bool:

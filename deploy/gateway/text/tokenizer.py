@@ -69,22 +69,29 @@ class ModelTokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
         return encoding
 
-    def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
+    def encode_cut(
+        self, text: str, max_tokens: int, *, with_special: bool, keeps_end: bool | None = None
+    ) -> list[int]:
         """Encode and truncate to `max_tokens`, including special tokens, which are kept. The end
-        of the text is removed, or its beginning if `keeps_end`. Only the part of a text that may be
-        kept is encoded, because tokens need a hundred times the memory of their text."""
+        of the text is removed, or its beginning if `keeps_end`; None: as the tokenizer is
+        configured. Only the part of a text that may be kept is encoded, because tokens need a
+        hundred times the memory of their text."""
         num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
-        encoding = self.part(text, max(0, max_tokens - num_special))
+        encoding = self.part(text, max(0, max_tokens - num_special), keeps_end=keeps_end)
         return self._tokenizer.post_process(encoding, add_special_tokens=with_special).ids[
             :max_tokens
         ]
 
-    def part(self, text: str, max_tokens: int | None = None) -> Encoding:
+    def part(
+        self, text: str, max_tokens: int | None = None, *, keeps_end: bool | None = None
+    ) -> Encoding:
         """One text of a pair, without special tokens, truncated as by `encode_cut`."""
         if max_tokens is None:
             return self._encode(text, with_special=False)
-        encoding = self._encode(self._part_of(text, max_tokens), with_special=False)
-        encoding.truncate(max_tokens, direction="left" if self.keeps_end else "right")
+        keeps_end = self.keeps_end if keeps_end is None else keeps_end
+        part = self._part_of(text, max_tokens, keeps_end=keeps_end)
+        encoding = self._encode(part, with_special=False)
+        encoding.truncate(max_tokens, direction="left" if keeps_end else "right")
         return encoding
 
     @property
@@ -96,26 +103,31 @@ class ModelTokenizer:
         """Two texts as one prompt, with the special tokens that the model expects of a pair."""
         return self._tokenizer.post_process(first, second, add_special_tokens=True).ids
 
-    def cut(self, text: str, max_tokens: int) -> str:
+    def cut(self, text: str, max_tokens: int, *, keeps_end: bool | None = None) -> str:
         """The text of as many tokens, truncated as by `encode_cut`."""
-        part = self._part_of(text, max_tokens)
+        keeps_end = self.keeps_end if keeps_end is None else keeps_end
+        part = self._part_of(text, max_tokens, keeps_end=keeps_end)
         # The fast variant has no offsets.
         (encoding,) = self._tokenizer.encode_batch([part], add_special_tokens=False)
         if len(encoding) <= max_tokens and len(part) == len(text):
             return text
-        encoding.truncate(max_tokens, direction="left" if self.keeps_end else "right")
+        encoding.truncate(max_tokens, direction="left" if keeps_end else "right")
         return part[encoding.offsets[0][0] : encoding.offsets[-1][1]]
 
-    def _part_of(self, text: str, num_tokens: int) -> str:
+    def _part_of(self, text: str, num_tokens: int, *, keeps_end: bool) -> str:
         """The slices of the text, from the end that is kept, that hold at least `num_tokens`."""
         for num_slices in range(1, -(-len(text) // SLICE_CHARACTERS)):
             stop = num_slices * SLICE_CHARACTERS
             start = stop - SLICE_CHARACTERS
-            piece = text[-stop : len(text) - start] if self.keeps_end else text[start:stop]
+            piece = text[-stop : len(text) - start] if keeps_end else text[start:stop]
             num_tokens -= len(self.encode_rendered(piece)) - MAX_TOKENS_PER_CUT
             if num_tokens <= 0:
-                return text[-stop:] if self.keeps_end else text[:stop]
+                return text[-stop:] if keeps_end else text[:stop]
         return text
+
+    def entries(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's entry of each id, which may encode spaces and bytes by other letters."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode ids. Those outside the vocabulary have no text."""

@@ -9,6 +9,7 @@ from longshore.deploy.gateway.openai.answer_size import (
     MAX_ANSWER_BYTES,
     SCORE_BYTES,
     TOKEN_BYTES,
+    TOKEN_ID_BYTES,
     check_output_size,
     check_prompt_size,
 )
@@ -37,6 +38,14 @@ def test_scores_and_echoes_of_prompts_are_bounded() -> None:
     check_prompt_size(echoed)
     with pytest.raises(ApiError, match="64 MiB"):
         check_prompt_size(msgspec.structs.replace(echoed, num_samples=65))
+
+
+def test_returned_token_ids_of_prompts_are_bounded() -> None:
+    most = MAX_ANSWER_BYTES // TOKEN_ID_BYTES
+    check_prompt_size(msgspec.structs.replace(PLAIN, num_returned_prompt_ids=most))
+    with pytest.raises(ApiError, match="64 MiB") as caught:
+        check_prompt_size(msgspec.structs.replace(PLAIN, num_returned_prompt_ids=most + 1))
+    assert caught.value.body.param == "return_token_ids"
 
 
 def test_generated_tokens_are_bounded() -> None:

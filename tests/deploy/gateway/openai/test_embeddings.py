@@ -116,7 +116,6 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1"),
         ({"input": "a", "deadline_s": 0}, "deadline_s", "above 0"),
         ({"input": "a", "cache_salt": "s" * 1025}, "cache_salt", "length <= 1024"),
-        ({"input": "a", "messages": []}, "messages", "unknown parameter 'messages'"),
         ([], None, "Expected `object`, got `array`"),
         (b"{", None, "not JSON"),
     ],
@@ -157,6 +156,9 @@ async def test_without_a_tokenizer_token_ids_are_embedded_and_texts_rejected(
         assert (await gateway.post(PATH, {"input": [5]})).status == 200
         cut = await gateway.post(PATH, {"input": [5, 6, 7], "truncate_prompt_tokens": 2})
         assert json.loads(cut.body)["data"][0]["embedding"] == [2.0, 5.0]
+        body = {"input": [5, 6, 7], "truncate_prompt_tokens": 2, "truncation_side": "left"}
+        cut = await gateway.post(PATH, body)
+        assert json.loads(cut.body)["data"][0]["embedding"] == [2.0, 6.0]
         error = error_of(await gateway.post(PATH, {"input": "x"}))
         assert "input needs a tokenizer" in error["message"]
 

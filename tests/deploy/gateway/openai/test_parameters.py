@@ -1,6 +1,7 @@
 """What a body may hold is checked before it is decoded."""
 
 import json
+from contextvars import copy_context
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from longshore.deploy.gateway.openai.parameters import (
     read_parameters,
 )
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.unknown_fields import begin_request
 from longshore.protocol.errors import MAX_ECHOED_CHARACTERS
 
 LONG = "n" * 100_000
@@ -107,7 +109,8 @@ def test_a_parameter_that_occurs_twice_is_bounded_twice_over() -> None:
     assert (request.prompt, request.stop) == ("x", "y")  # the last one counts, and is decoded alone
 
 
-def use(kind: type[ChatRequest | CompletionRequest], body: dict[str, Any]) -> None:
+def use_strictly(kind: type[ChatRequest | CompletionRequest], body: dict[str, Any]) -> None:
+    begin_request(is_strict=True)
     request = read_parameters(kind, json.dumps(body).encode())
     request.biases()
     if isinstance(request, ChatRequest):
@@ -132,7 +135,7 @@ def test_names_are_echoed_up_to_a_length(
     kind: type[ChatRequest | CompletionRequest], body: dict[str, Any]
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        use(kind, body)
+        copy_context().run(use_strictly, kind, body)
     answer = caught.value.body
     assert LONG[: MAX_ECHOED_CHARACTERS + 1] not in answer.message
     assert len(answer.message) < 2 * MAX_ECHOED_CHARACTERS

@@ -61,6 +61,12 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
     completion(**parameters)
 
 
+def test_all_of_the_answers_may_be_the_best() -> None:
+    completion(best_of=2, n=2).check_beams()
+    with pytest.raises(ApiError, match="best_of is not supported"):
+        completion(best_of=3, n=2).check_beams()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -69,7 +75,6 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("stop", 5),
         ("logprobs", 0),
         ("top_logprobs", True),
-        ("echo", True),
         ("best_of", 3),
         ("suffix", "end"),
         ("tools", {"type": "function"}),
@@ -82,7 +87,6 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("bad_words", "one"),
         ("bad_words", [5]),
         ("use_beam_search", True),
-        ("no_such_thing", 1),
         ("max_tokens", "many"),
         ("max_tokens", 2**40),
         ("temperature", "hot"),

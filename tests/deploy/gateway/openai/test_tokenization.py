@@ -33,7 +33,8 @@ async def test_ids_are_those_that_a_generation_would_send(start_gateway: StartGa
         assert text["max_model_len"] == 64
         assert text["token_strs"] is None
         assert chat["tokens"][0] == BOS_ID  # from the template; a second one only on request
-        assert (await tokenize(gateway, prompt="x", return_token_strs=True))["token_strs"] == ["x"]
+        entries = await tokenize(gateway, prompt="x the", return_token_strs=True)
+        assert entries["token_strs"] == ["x", "Ġthe"]  # as in the vocabulary
 
 
 async def test_detokenize_undoes_it(start_gateway: StartGateway) -> None:
@@ -51,7 +52,7 @@ async def test_detokenize_undoes_it(start_gateway: StartGateway) -> None:
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "either"),
         ("/tokenize", {"messages": []}, "messages", "empty"),
         ("/tokenize", {"prompt": 5}, "prompt", "Expected `str"),
-        ("/tokenize", {"prompt": "a", "extra": 1}, "extra", "unknown parameter"),
+        ("/tokenize", {"messages": CHAT, "tools": [{}]}, "tools", "not supported"),
         ("/detokenize", {}, "tokens", "required"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1"),
         ("/detokenize", {"tokens": [2**31]}, "tokens", "2147483648"),

@@ -291,7 +291,6 @@ async def test_no_more_answers_are_under_way_than_are_taken(
         ({"seed": "1.5"}, "seed", "int"),
         ({"stream": "perhaps"}, "stream", "bool"),
         ({"prompt": "a <|de|> b"}, "prompt", "special token"),
-        ({"tempo": "1"}, "tempo", "unknown parameter"),
         ({"model": ["tiny", "tiny"]}, "model", "twice"),
     ],
     ids=str,
@@ -306,6 +305,16 @@ async def test_what_is_not_served_is_rejected_by_name(
         assert error["param"] == param
         assert reason in error["message"]
         assert error["type"] == "invalid_request_error"
+
+
+async def test_an_unknown_field_is_ignored_and_named(start: Start) -> None:
+    async with start() as gateway:
+        answer = await gateway.post_form(PATH, file=as_file(sound(0)), tempo="1")
+        assert answer.status == 200
+        assert answer.headers["x-longshore-ignored-fields"] == "tempo"
+    async with start(strict_requests=True) as gateway:
+        answer = await gateway.post_form(PATH, file=as_file(sound(0)), tempo="1")
+        assert (answer.status, error_of(answer)["param"]) == (400, "tempo")
 
 
 async def test_what_is_no_audio_is_rejected(start: Start) -> None:

@@ -1,0 +1,55 @@
+"""Small routes with vLLM's paths: the version, a probe, the load, and a page about the API."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+import longshore
+from longshore.deploy.gateway.openai.docs_page import CONTENT_SECURITY_POLICY, docs_page
+from longshore.deploy.gateway.openai.responses import ServerLoad, ServerVersion
+
+
+class ServerRoutes:
+    """not_ready_reason: returns why requests are not accepted, or None if they are.
+    num_live_requests: returns the number of requests in the engines.
+    """
+
+    def __init__(
+        self,
+        not_ready_reason: Callable[[], str | None],
+        num_live_requests: Callable[[], int],
+    ) -> None:
+        self._not_ready_reason = not_ready_reason
+        self._num_live_requests = num_live_requests
+        self.routes = (
+            Route("/version", self._version),
+            Route("/ping", self._ping, methods=["GET", "POST"]),
+            Route("/load", self._load),
+            Route("/docs", self._docs),
+        )
+
+    async def _version(self, request: Request) -> Response:
+        return _json(ServerVersion(longshore.__version__))
+
+    async def _ping(self, request: Request) -> Response:
+        """The probe of SageMaker: 200 when this process serves requests."""
+        reason = self._not_ready_reason()
+        if reason is None:
+            return Response("ready\n", media_type="text/plain")
+        return Response(f"{reason}\n", status_code=503, media_type="text/plain")
+
+    async def _load(self, request: Request) -> Response:
+        return _json(ServerLoad(self._num_live_requests()))
+
+    async def _docs(self, request: Request) -> Response:
+        page = await asyncio.to_thread(docs_page)
+        headers = {"content-security-policy": CONTENT_SECURITY_POLICY}
+        return HTMLResponse(page, headers=headers)
+
+
+def _json(content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
