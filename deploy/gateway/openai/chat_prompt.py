@@ -105,11 +105,24 @@ def _is_large(messages: Sequence[ChatMessage], others: object) -> bool:
             *(part.text for part in parts[:MAX_INLINE_PARTS]),
         )
         size += CHARACTERS_PER_STEP * (1 + len(parts) + len(calls))
-        size += len(msgspec.json.encode(calls[:MAX_INLINE_PARTS]))
+        size += sum(_size(call.function.arguments) for call in calls[:MAX_INLINE_PARTS])
         size += sum(len(text) for text in texts if isinstance(text, str))
         if size > MAX_INLINE_CHARACTERS:
             return True
     return False
+
+
+def _size(arguments: object) -> int:
+    """Characters and values of plain data; of large data, any number above
+    MAX_INLINE_CHARACTERS."""
+    size, pending = 0, [arguments]
+    while pending and size <= MAX_INLINE_CHARACTERS:
+        value = pending.pop()
+        size += len(value) if isinstance(value, str | list | dict) else 1
+        if size <= MAX_INLINE_CHARACTERS and isinstance(value, list | dict):
+            pending += value
+            pending += value.values() if isinstance(value, dict) else ()
+    return size
 
 
 def render_chat(

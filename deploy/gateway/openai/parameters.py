@@ -36,7 +36,9 @@ MAX_ITEMS: Final = 2048
 MAX_TOOLS_BYTES: Final = 1 << 20
 """Limit of the JSON of `tools`."""
 MAX_OBJECTS: Final = 256 << 10
-"""Limit of the messages of a chat and their parts, counted by the number of `{`."""
+"""Limit of the objects in the messages of a chat, and of the lists, counted by `{` and `[`."""
+MAX_MEMBERS: Final = 512 << 10
+"""Limit of the members of all these objects together, counted by `:`."""
 
 MAX_DOCUMENT_TEXTS: Final = 32 << 10
 """Limit of the texts in `documents` and their names, counted by the number of quotes."""
@@ -205,8 +207,13 @@ def _check_bounds(name: str, value: bytes) -> None:
         if value.count(b'"') - value.count(b'\\"') > 2 * MAX_DOCUMENT_TEXTS:
             raise invalid(f"documents has more than {MAX_DOCUMENT_TEXTS} texts", param=name)
     elif name == "messages" or (first is not None and first[1] == b"{"):
-        if value.count(b"{") > MAX_OBJECTS:
-            raise invalid(f"{name} has more than {MAX_OBJECTS} objects or braces", param=name)
+        for mark, maximum, what in (
+            (b"{", MAX_OBJECTS, "objects or braces"),
+            (b"[", MAX_OBJECTS, "lists or brackets"),
+            (b":", MAX_MEMBERS, "members of objects or colons"),
+        ):
+            if value.count(mark) > maximum:
+                raise invalid(f"{name} has more than {maximum} {what}", param=name)
     elif first is not None and first[1] != b"]":
         _check_items(name, first[1], value)
 

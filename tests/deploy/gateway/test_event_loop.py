@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from longshore.deploy.gateway.anthropic.requests import Conversation, MessagesRequest
 from longshore.deploy.gateway.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
 from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest
 from longshore.deploy.gateway.openai.parameters import (
@@ -27,6 +28,7 @@ from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS
 from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, ChatRequest, CompletionRequest
 from longshore.deploy.gateway.openai.scoring import RerankRequest, ScoreRequest
 from longshore.deploy.gateway.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason, TokenLogprobs
@@ -52,6 +54,9 @@ PATHS: Final = {
     "/v1/embeddings": EmbeddingRequest,
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": Conversation,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -61,16 +66,27 @@ PROMPTS: Final = {
     "/v1/embeddings": b'"input":"x"',
     "/v1/score": b'"text_2":"x"',
     "/v1/rerank": b'"documents":["x"]',
+    "/v1/responses": b'"input":"x"',
+    "/v1/messages": b'"messages":[{"role":"user","content":"x"}]',
+    "/v1/messages/count_tokens": b'"messages":[{"role":"user","content":"x"}]',
     "/tokenize": b'"prompt":"x"',
     "/detokenize": b'"tokens":[1]',
 }
-QUERIES: Final = {"/v1/score": b'"text_1":"x",', "/v1/rerank": b'"query":"x",'}
+REQUIRED: Final = {
+    "/v1/score": b'"text_1":"x",',
+    "/v1/rerank": b'"query":"x",',
+    "/v1/messages": b'"model":"tiny","max_tokens":1,',
+    "/v1/messages/count_tokens": b'"model":"tiny",',
+}
 UNSERVED: Final = frozenset({"tools", "metadata"})
 OTHERS: Final = (
     *("bad_words", "chat_template_kwargs", "logit_bias", "model", "stop", "stop_token_ids"),
+    *("stop_sequences", "text", "tool_choice", "output_config", "thinking"),
     *UNSERVED,
 )
 """Parameters besides the prompt; all others have a fixed size."""
+CALL: Final = b'"tool_calls":[{"function":{"name":"f","arguments":%b}}]'
+USE: Final = b'{"type":"tool_use","id":"1","name":"f","input":%b}'
 
 
 class LiveStream:
@@ -167,7 +183,7 @@ def body_of(path: str, name: str, value: bytes) -> bytes:
     """name: the parameter under test; the prompt is small if it is another."""
     small = b"" if PROMPTS[path].startswith(b'"%b"' % name.encode()) else PROMPTS[path] + b","
     deadline = b'"deadline_s":0.1,' if "/v1/" in path else b""
-    return b'{%b%b%b"%b":%b}' % (deadline, QUERIES.get(path, b""), small, name.encode(), value)
+    return b'{%b%b%b"%b":%b}' % (deadline, REQUIRED.get(path, b""), small, name.encode(), value)
 
 
 def bodies(path: str) -> Iterator[tuple[str, bytes]]:
@@ -194,8 +210,31 @@ def bodies(path: str) -> Iterator[tuple[str, bytes]]:
             b'[{"role":"user","annotations":%b}]' % filled(b"[]", BODY_BYTES - 100),
             b'[{"role":"user","content":%b}]' % text_of("a word, ", BODY_BYTES - 100),
             lists(16_384, b'{"role":"user","content":"a word, a word, a word"}'),
+            b'[{"role":"assistant",%b}]' % CALL % b'{"a":%b}' % filled(b"[]", BODY_BYTES - 200),
+            b'[{"role":"assistant",%b}]' % CALL % b'{"a":%b}' % filled(b"1", BODY_BYTES - 200),
+            b'[{"role":"assistant",%b}]'
+            % CALL
+            % b"{%b}"
+            % b",".join(b'"%x":1' % i for i in range(10**6)),
+            b'[{"role":"assistant",%b}]' % CALL % text_of("[],", BODY_BYTES - 200),
+            b'[{"role":"assistant",%b}]' % CALL % text_of(r"\n", BODY_BYTES - 200),
+            b'[{"role":"assistant","content":[%b]}]'
+            % USE
+            % b'{"a":%b}'
+            % filled(b"[]", BODY_BYTES - 200),
+            b'[{"role":"user","content":%b}]'
+            % lists(MAX_OBJECTS - 1, b'{"type":"text","text":""}'),
         ):
-            yield f"messages {messages[:50]!r}", body_of(path, prompt, messages)
+            yield f"messages {messages[:70]!r}", body_of(path, prompt, messages)
+    if path == "/v1/responses":
+        for items in (
+            lists(200_000, b'{"type":"function_call","call_id":"","name":"","arguments":""}'),
+            lists(MAX_OBJECTS, b'{"role":"user","content":""}'),
+            b'[{"role":"user","content":%b}]'
+            % lists(MAX_OBJECTS - 1, b'{"type":"input_text","text":""}'),
+        ):
+            yield f"items {items[:50]!r}", body_of(path, prompt, items)
+        yield "instructions", body_of(path, "instructions", text_of("a word, ", BODY_BYTES - 100))
     if prompt == "documents":
         document = b'{"text":%b}' % text_of("a word, ", 4000)
         for documents in (
