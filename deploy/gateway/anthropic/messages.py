@@ -46,7 +46,7 @@ from longshore.deploy.gateway.openai.endpoint import NamedEventWriter, ResponseW
 from longshore.deploy.gateway.openai.errors import ApiError, renamed
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.parameters import read_parameters
-from longshore.deploy.gateway.openai.requests import ChatRequest
+from longshore.deploy.gateway.openai.requests import OF_CHATS, ChatRequest
 from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.parsers.json_text import is_json_object
 
@@ -64,7 +64,9 @@ ConversationT = TypeVar("ConversationT", bound=Conversation)
 
 def parse_conversation(kind: type[ConversationT], body: bytes) -> ChatRequest:
     """A request body of the given kind, as a chat. Raises ApiError naming the invalid parameter."""
-    return read_parameters(kind, body, ignored=IGNORED, unsupported=UNSUPPORTED).chat()
+    # How an answer is generated does not matter where tokens are counted.
+    unsupported = UNSUPPORTED if kind is Conversation else OF_CHATS | UNSUPPORTED
+    return read_parameters(kind, body, ignored=IGNORED, unsupported=unsupported).chat()
 
 
 class MessagesEndpoint(ChatEndpoint):

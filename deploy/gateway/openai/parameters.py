@@ -80,6 +80,7 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),
+    "no_store": (False,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_embeds": (),

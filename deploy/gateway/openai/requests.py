@@ -1,5 +1,6 @@
 """Request bodies of the OpenAI API."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -243,7 +244,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 
 def each_of(
-    given: str | list[str | int | TokenIds], param: str, maximum: int
+    given: str | Sequence[str | int | TokenIds], param: str, maximum: int
 ) -> list[str | TokenIds]:
     """The list of prompts or inputs, which are all of one kind (see `read_parameters`). Raises
     ApiError for none or too many."""
@@ -307,6 +308,28 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             )
         return (best or 0) if self.logprobs else None
 
+
+OF_CHATS: Final[dict[str, tuple[object, ...]]] = {
+    **{name: _NOT_OF_BEAMS.get(name, ()) for name in ChatRequest.__struct_fields__},
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "logprobs": (False,),
+    "n": (1,),
+    "no_store": (False,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "stop_token_ids": ([],),
+    "top_logprobs": (0,),
+}
+"""The parameters of chats, with the values that have no effect, for endpoints in other formats:
+those that such an endpoint does not have are not unknown, and so rejected."""
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 

@@ -10,6 +10,7 @@ from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES, ChatMess
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.requests import (
+    OF_CHATS,
     CacheKey,
     CacheRetention,
     CacheSalt,
@@ -17,6 +18,7 @@ from longshore.deploy.gateway.openai.requests import (
     Int32,
     StreamOptions,
     check_deadline,
+    check_salt,
 )
 from longshore.deploy.gateway.responses_api.bodies import InputItem
 from longshore.deploy.gateway.responses_api.items import ResponseItem, read_items
@@ -89,6 +91,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     deadline_s: float | None = None
+    no_store: bool | None = None
     priority: Int32 | None = None
 
 
@@ -109,7 +112,9 @@ class ResponseChat(ChatRequest, kw_only=True):
 
 def parse_response_request(body: bytes) -> ResponsesRequest:
     """A request body. Raises ApiError naming the invalid parameter."""
-    request = read_parameters(ResponsesRequest, body, ignored=IGNORED, unsupported=UNSUPPORTED)
+    request = read_parameters(
+        ResponsesRequest, body, ignored=IGNORED, unsupported=OF_CHATS | UNSUPPORTED
+    )
     check_deadline(request.deadline_s)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise invalid(
@@ -152,7 +157,7 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
     messages = list(conversation)
     if request.instructions is not None:
         messages.insert(0, ChatMessage("system", request.instructions))
-    return ResponseChat(
+    chat = ResponseChat(
         original=request,
         conversation=conversation,
         items=items,
@@ -173,7 +178,10 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         prompt_cache_retention=request.prompt_cache_retention,
         prompt_cache_options=request.prompt_cache_options,
         deadline_s=request.deadline_s,
+        no_store=request.no_store,
         priority=request.priority,
         stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
     )
+    check_salt(chat)
+    return chat

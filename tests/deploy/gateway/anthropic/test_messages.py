@@ -207,7 +207,9 @@ async def test_an_answer_continues_the_assistants_last_message(start_gateway: St
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
-        ({"sistem": "x"}, "sistem"),
+        ({"stop": ["x"]}, "stop is not supported"),
+        ({"guided_regex": "x"}, "guided_regex"),
+        ({"n": 2}, "n is not supported"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
@@ -241,6 +243,9 @@ async def test_parameters_without_effect_are_accepted(start_gateway: StartGatewa
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "tools": [],
         "service_tier": "auto",
+        "n": 1,
+        "frequency_penalty": 0,
+        "spare": 1,
         "cache_control": {"type": "ephemeral", "ttl": "1h"},
     }
     async with start_gateway(says("x")) as gateway:

@@ -289,7 +289,7 @@ async def test_each_text_gets_the_label_of_the_highest_score(
             "between 1 and 64",
         ),
         ("/score", {**SCORE, "deadline_s": 0}, "deadline_s", "above 0"),
-        ("/score", {**SCORE, "nothing": 1}, "nothing", "unknown parameter"),
+        ("/score", {**SCORE, "no_store": True}, "no_store", "not supported"),
         ("/rerank", {"documents": ["a"]}, "query", "required field"),
         ("/rerank", {"query": "q"}, "documents", "required field"),
         ("/rerank", {"query": "q", "documents": []}, "documents", "empty list"),

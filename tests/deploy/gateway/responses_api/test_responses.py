@@ -170,12 +170,15 @@ async def test_the_input_is_listed_in_pages(start_gateway: StartGateway, tmp_pat
         oldest = await get(gateway, f"{path}?order=asc&limit=1")
         wrong = [
             (await gateway.get(f"/v1/responses/{path}?{query}")).status
-            for query in ("limit=0", "limit=x", "limit=1000", "order=up", "after=x", "include=y")
+            for query in (
+                *("limit=0", "limit=x", "limit=1000", "limit=0001000", f"limit={'0' * 5000}1"),
+                *("order=up", "after=x", "include=y"),
+            )
         ]
     texts = [[i["content"][0]["text"] for i in page["data"]] for page in (newest, rest, oldest)]
     assert texts == [["c", "b"], ["a"], ["a"]]
     assert [page["has_more"] for page in (newest, rest, oldest)] == [True, False, True]
-    assert wrong == [400] * 6
+    assert wrong == [400] * 8
 
 
 async def test_a_deleted_response_and_one_that_was_not_stored_are_not_found(
@@ -338,7 +341,10 @@ async def test_a_stream_that_fails_says_so_in_its_last_events(start_gateway: Sta
         ({"background": True, "store": False}, "background"),
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"inputs": "x"}, "inputs"),
+        ({"no_store": True, "cache_salt": "s"}, "no_store"),
+        ({"stop": ["x"]}, "stop"),
+        ({"guided_regex": "x"}, "guided_regex"),
+        ({"n": 2}, "n is not supported"),
     ],
 )
 async def test_what_is_invalid_or_unsupported_is_rejected_by_name(
@@ -378,12 +384,30 @@ async def test_a_server_without_a_store_answers_but_stores_nothing(
             assert "stored-responses-mib" in error_of(answer)["message"]
 
 
+LARGE = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        LARGE + "x",
+        [{"type": "function_call", "call_id": "c", "name": LARGE, "arguments": ""}],
+        [{"type": "function_call_output", "call_id": LARGE, "output": "x"}],
+    ],
+)
 async def test_a_conversation_too_large_to_store_is_rejected_before_it_is_answered(
-    start_gateway: StartGateway, tmp_path: Path
+    start_gateway: StartGateway, tmp_path: Path, given: Any
 ) -> None:
     async with start_gateway(
         says_hey, runtime_dir=str(tmp_path), max_body_bytes=4 << 20
     ) as gateway:
-        answer = await gateway.post("/v1/responses", {"input": "x" * (1 << 20) + "x"})
+        answer = await gateway.post("/v1/responses", {"input": given})
     assert answer.status == 400
     assert error_of(answer)["param"] == "store"
+
+
+async def test_the_number_of_items_is_bounded(start_gateway: StartGateway) -> None:
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        answer = await gateway.post("/v1/responses", {"input": [{"role": "user"}] * 16_385})
+    assert answer.status == 400
+    assert "at most 16384" in error_of(answer)["message"]
