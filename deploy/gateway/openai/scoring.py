@@ -33,7 +33,7 @@ from longshore.deploy.gateway.openai.pooling_endpoint import (
     usage_of,
 )
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import Int32, TokenIds
+from longshore.deploy.gateway.openai.requests import Int32, TokenIds, each_of
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.protocol.outputs import FinishedRequest
@@ -301,17 +301,11 @@ def label_scores(
 
 def _texts(given: str | list[str], name: str) -> list[Text]:
     """Raises ApiError for none, too many and empty ones."""
-    texts = (
-        [Text(given, name)]
-        if isinstance(given, str)
-        else [Text(text, f"{name}[{index}]") for index, text in enumerate(given)]
-    )
-    if not texts:
-        raise invalid(f"{name} is an empty list; it needs at least one item", param=name)
-    if len(texts) > MAX_INPUTS:
-        raise invalid(
-            f"{name} has {len(texts)} items; at most {MAX_INPUTS} are allowed", param=name
-        )
+    if isinstance(given, str):
+        texts = [Text(given, name)]
+    else:
+        each_of(given, name, MAX_INPUTS)
+        texts = [Text(text, f"{name}[{index}]") for index, text in enumerate(given)]
     for text in texts:
         if not text.text:
             raise empty(text.name)

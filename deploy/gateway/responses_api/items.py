@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from longshore.deploy.gateway.openai.chat_messages import (
+    MAX_MESSAGES,
     CalledFunction,
     ChatMessage,
     MessageToolCall,
@@ -63,6 +64,10 @@ def read_items(
     items = [ResponseItem(role="user", content=given)] if isinstance(given, str) else given
     if not items:
         raise invalid("input is empty; it needs at least one item", param="input")
+    if len(items) > MAX_MESSAGES:
+        raise invalid(
+            f"input has {len(items)} items; at most {MAX_MESSAGES} are allowed", param="input"
+        )
     prefix = uuid.uuid4().hex
     shown = [_shown(item, f"input[{i}]", f"{prefix}_{i}") for i, item in enumerate(items)]
     return _messages(shown), shown
@@ -71,9 +76,10 @@ def read_items(
 def num_characters(message: ChatMessage) -> int:
     """Those of a message that `read_items` made, or an answer."""
     assert not isinstance(message.content, list)
-    texts = (message.content, message.reasoning_content)
-    calls = message.tool_calls or ()
-    return sum(map(len, filter(None, texts))) + sum(len(c.function.arguments) for c in calls)
+    texts = [message.content, message.reasoning_content, message.tool_call_id]
+    for call in message.tool_calls or ():
+        texts += [call.function.name, str(call.function.arguments), call.id]
+    return sum(map(len, filter(None, texts)))
 
 
 def _shown(item: ResponseItem, where: str, suffix: str) -> InputItem:

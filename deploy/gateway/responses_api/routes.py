@@ -65,7 +65,8 @@ class StoredResponseRoutes:
         order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_ITEMS))
         if order not in ("asc", "desc"):
             raise invalid(f"order={shortened(order)!r} must be asc or desc", param="order")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_ITEMS):
+        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
+        if not (is_number and 1 <= int(limit) <= MAX_ITEMS):
             raise invalid(
                 f"limit={shortened(limit)!r} must be between 1 and {MAX_ITEMS}", param="limit"
             )
