@@ -35,7 +35,7 @@ from longshore.deploy.gateway.openai.errors import (
     unavailable,
     unknown_model,
 )
-from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.openai.openapi import document_json
 from longshore.deploy.gateway.openai.responses import Model, ModelList
 from longshore.deploy.gateway.openai.scoring import RerankEndpoint, ScoreEndpoint
 from longshore.deploy.gateway.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
@@ -217,7 +217,7 @@ class Gateway:
         return msgspec.structs.asdict(report)  # as a dict, JSON includes empty lists
 
     async def _openapi(self, request: Request) -> Response:
-        return Response(msgspec.json.encode(document()), media_type="application/json")
+        return Response(document_json(), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         content = await self.peers.metrics()

@@ -53,11 +53,10 @@ _DONE: Final = server_sent_event(b"[DONE]")
 class Service(msgspec.Struct, frozen=True):
     """The objects and limits with which endpoints serve requests; created once the engine is ready.
 
-    embedding: how the model pools embeddings; None: it has none.
     classifier: labels of a model for sequence classification; None: it is another one.
     has_score_template: the operator has given the chat template, so pairs are rendered with it.
     model_name: name in responses. model_aliases: further names that requests may use.
-    embedding: how the model pools embeddings; None: it takes no text.
+    embedding: how the model pools embeddings; None: it has none.
     speech: a speech model's features and prompts; None: the model takes text.
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests.

@@ -1,5 +1,6 @@
 """The API as an OpenAPI 3.1 document, generated from the structs of the bodies."""
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,8 +255,14 @@ _OPERATIONS: Final = (
 )
 
 
+@functools.cache
+def document_json() -> bytes:
+    """The document as JSON. Made once, because that takes some milliseconds."""
+    return msgspec.json.encode(document())
+
+
 def document() -> dict[str, Any]:
-    """The document, to be served as JSON."""
+    """The document, as plain data."""
     types: dict[type, None] = dict.fromkeys(operation.error for operation in _OPERATIONS)
     for operation in _OPERATIONS:
         types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
