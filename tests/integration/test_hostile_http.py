@@ -306,7 +306,7 @@ def test_a_connection_can_be_used_again_after_every_kind_of_rejection(
     wrong: list[tuple[bytes, int]] = [
         (post(b"{"), 400),
         (post(b'{"prompt":"x","model":"other"}'), 404),
-        (post(BODY, path=b"/v1/responses"), 404),
+        (post(BODY, path=b"/v1/files"), 404),
         (b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405),
         (post(BODY).replace(b"application/json", b"text/plain"), 415),
         (post(b'{"prompt":"' + b"x" * (17 << 20) + b'"}'), 413),

@@ -338,7 +338,6 @@ async def test_a_stream_that_fails_says_so_in_its_last_events(start_gateway: Sta
         ({"background": True, "store": False}, "background"),
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"inputs": "x"}, "inputs"),
     ],
 )
 async def test_what_is_invalid_or_unsupported_is_rejected_by_name(
