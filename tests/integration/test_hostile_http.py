@@ -163,7 +163,7 @@ def test_what_is_no_http_is_rejected_once_and_the_connection_ends(
             json.dumps({"prompt": "x", "logit_bias": dict.fromkeys(range(10**6), 1)}).encode(),
             "logit_bias",
         ),
-        (json.dumps(dict.fromkeys(map(str, range(10**5)))).encode(), "0"),
+        (json.dumps(dict.fromkeys(map(str, range(10**5)))).encode(), None),
         (b'{"prompt":"x","n":100000000000000}', "n"),
         (b'{"prompt":"x","n":-1}', "n"),
         (b'{"prompt":"x","max_tokens":-1}', "max_tokens"),
