@@ -72,9 +72,10 @@ def ask(deployment: Deployment, prompt: str, max_tokens: int = NUM_TOKENS) -> tu
 
 
 def metric(deployment: Deployment, name: str) -> float:
-    """The sum of the series that begin with `longshore_NAME`, which may include labels."""
+    """The sum of the series that begin with `longshore_NAME`, which may include labels other than
+    `model_name`, which all have."""
     with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
-        text = response.read().decode()
+        text = re.sub(r'model_name="[^"]*",?', "", response.read().decode())
     values = re.findall(rf"^longshore_{re.escape(name)}\S* (\S+)$", text, re.M)
     return sum(map(float, values))
 

@@ -223,9 +223,9 @@ def test_what_cannot_be_done_is_a_bad_request_that_names_it(
     assert name in refusal.value.message
 
 
-def test_an_endpoint_that_is_not_there_is_named(client: openai.OpenAI, model: str) -> None:
-    with pytest.raises(openai.NotFoundError, match="POST /v1/responses") as refusal:
-        client.responses.create(model=model, input="hello")
+def test_an_endpoint_that_is_not_there_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="POST /v1/moderations") as refusal:
+        client.moderations.create(input="hello")
     assert refusal.value.type == "not_found_error"
     with pytest.raises(openai.NotFoundError, match="GET /v1/files"):
         client.files.list()

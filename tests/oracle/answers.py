@@ -57,7 +57,8 @@ def _apply_entry(scheduler: "TextbookScheduler", entry: Entry, answer: Answer) -
 def _stop_reason(
     scheduler: "TextbookScheduler", request: TextbookRequest, token: int
 ) -> FinishReason | None:
-    if token in request.stop_ids and len(request.outputs) >= request.min_tokens:
+    may_stop = len(request.outputs) >= request.min_tokens
+    if (may_stop and token in request.stop_ids) or token in request.final_ids:
         return FinishReason.STOPPED
     if len(request.outputs) >= request.max_tokens:
         return FinishReason.LENGTH_CAPPED

@@ -296,12 +296,13 @@ class _Drive:
         request = stream.request
         max_model_len = self._workload.scheduler.max_model_len
         max_tokens = stream.sampling.max_tokens or max_model_len
+        last_computed = min(len(stream.prompt) + max_tokens, max_model_len) - 1
         if request.pooling is not None:
-            max_tokens = 1
+            last_computed = len(stream.prompt)
         return WorkerRow(
             token_key=stream.token_key,
             num_prompt=len(stream.prompt),
-            last_computed=min(len(stream.prompt) + max_tokens, max_model_len) - 1,
+            last_computed=last_computed,
             token_ids=stream.prompt + stream.outputs,
             content=stream.content,
             lora_name=request.lora.name if request.lora is not None else None,
@@ -459,16 +460,20 @@ class _Drive:
         longest = self._workload.scheduler.max_model_len - num_prompt
         if num_prompt == 0 or self._is_too_large(stream.request):
             return outputs, FinishReason.ERROR
-        if len(outputs) >= longest:
+        is_pooled = stream.request.pooling is not None
+        if len(outputs) >= longest + is_pooled:
             return outputs, FinishReason.IGNORED
-        if stream.request.pooling is not None:
+        if is_pooled:
             return outputs, FinishReason.STOPPED
         stop_ids = {*sampling.stop_token_ids}
         if not sampling.ignore_eos:
             stop_ids |= {*self._workload.eos_token_ids}
+        is_structured = stream.request.structured_output is not None
+        final_ids = self._workload.eos_token_ids if is_structured else ()
         while len(outputs) < min(sampling.max_tokens or longest, longest):
             outputs.append(sample_token(stream.token_key, len(outputs), self._workload.vocab_size))
-            if outputs[-1] in stop_ids and len(outputs) >= sampling.min_tokens:
+            may_stop = len(outputs) >= sampling.min_tokens
+            if (may_stop and outputs[-1] in stop_ids) or outputs[-1] in final_ids:
                 return outputs, FinishReason.STOPPED
             if len(outputs) < min(sampling.max_tokens or longest, longest) and _repeats(
                 outputs, sampling

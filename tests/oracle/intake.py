@@ -22,7 +22,7 @@ def rejection(scheduler: "TextbookScheduler", request: TextbookRequest) -> Finis
             scheduler.config.max_num_encoder_input_tokens, scheduler.encoder.capacity
         ):
             return FinishReason.ERROR
-    if request.num_tokens >= scheduler.config.max_model_len:
+    if request.num_tokens + (not request.is_pooling) > scheduler.config.max_model_len:
         return FinishReason.IGNORED
     if scheduler.transfers.is_under_way(request.request_id):
         return FinishReason.ERROR

@@ -57,6 +57,7 @@ class TextbookRequest:
     max_tokens: int = 0
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
+    final_ids: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     drafts: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -107,6 +108,7 @@ class TextbookRequest:
         self.max_tokens = longest if sampling.max_tokens is None else sampling.max_tokens
         self.min_tokens = sampling.min_tokens
         self.stop_ids = stop_ids if sampling.ignore_eos else stop_ids | eos_token_ids
+        self.final_ids = eos_token_ids if self.is_structured else frozenset()
 
     @property
     def request_id(self) -> str:
@@ -150,8 +152,9 @@ class TextbookRequest:
     def last_computed(self, max_model_len: int) -> int:
         """Nothing is computed beyond so many tokens: the last token is only sampled, and a vector
         needs none."""
-        max_tokens = 1 if self.is_pooling else self.max_tokens
-        return min(len(self.prompt) + max_tokens, max_model_len) - 1
+        if self.is_pooling:
+            return len(self.prompt)
+        return min(len(self.prompt) + self.max_tokens, max_model_len) - 1
 
     def extra_key(self, first: int, last: int) -> Hashable:
         """HSH-06: what the KV of positions [first, last) depends on beside tokens."""

@@ -26,7 +26,7 @@ from longshore.deploy.parsers.parser import (
 )
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
-from tests.deploy.gateway.http.test_exchange import chunks_of, error_of, say
+from tests.deploy.gateway.http.test_exchange import chunks_of, error_of, ids_of, say
 from tests.deploy.parsers.answers import joined
 
 CHAT = [{"role": "user", "content": "?"}]
@@ -164,6 +164,26 @@ async def test_stream_goes_on_as_text_when_the_parser_raises(
         choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
         assert "".join(choice["delta"].get("content", "") for choice in choices) == text
         assert choices[-1]["finish_reason"] == "stop"
+
+
+async def test_token_ids_and_echo_go_with_calls(start_gateway: StartGateway, template: str) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Wait. "}]
+    body: dict[str, Any] = {"messages": messages, "tools": [LOOKUP], "max_tokens": 500}
+    body |= {"echo": True, "return_token_ids": True}
+    async with start_gateway(say(CALL), chat_template=template) as gateway:
+        whole = json.loads((await gateway.post("/v1/chat/completions", body)).body)
+        sent = gateway.engine.requests[0].prompt_token_ids.tolist()
+        chunks = chunks_of(await gateway.post("/v1/chat/completions", body | {"stream": True}))
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Wait. "
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "lookup"
+    assert choice["token_ids"][:-1] == ids_of(CALL)
+    assert whole["prompt_token_ids"] == sent
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [i for each in choices for i in each.get("token_ids", [])] == choice["token_ids"]
+    assert "".join(each["delta"].get("content", "") for each in choices) == "Wait. "
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 async def test_call_that_max_tokens_cuts_off_is_text(

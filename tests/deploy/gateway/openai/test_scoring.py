@@ -204,11 +204,14 @@ async def test_special_tokens_of_a_pair_are_those_of_the_tokenizer(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     async with start_gateway(by_length, classifier=RANKS, tokenizer=False) as gateway:
         await ask(gateway, "/score", {"text_1": "qr", "text_2": ["ab", "c"]})
-        await ask(gateway, "/score", {**SCORE, "text_2": "abcdef", "truncate_prompt_tokens": 6})
+        cut = {**SCORE, "text_2": "abcdef", "truncate_prompt_tokens": 6}
+        await ask(gateway, "/score", cut)
+        await ask(gateway, "/score", {**cut, "truncation_side": "left"})
         assert prompts_of(gateway) == [
             [BOS_ID, *ids_of("qr"), EOS_ID, *ids_of("ab"), EOS_ID],
             [BOS_ID, *ids_of("qr"), EOS_ID, *ids_of("c"), EOS_ID],
             [BOS_ID, *ids_of("q"), EOS_ID, *ids_of("ab"), EOS_ID],
+            [BOS_ID, *ids_of("q"), EOS_ID, *ids_of("ef"), EOS_ID],
         ]
 
 
@@ -238,8 +241,36 @@ async def test_documents_are_cut_and_returned_whole(start_gateway: StartGateway)
     async with start_gateway(by_length, classifier=RANKS) as gateway:
         body = {"query": "q", "documents": ["abcdef", "é!"], "max_tokens_per_doc": 3}
         results = (await ask(gateway, "/rerank", body))["results"]
-        assert prompts_of(gateway) == [ids_of("qabc"), ids_of("qé!")]
+        await ask(gateway, "/rerank", {**body, "truncation_side": "left"})
+        assert prompts_of(gateway) == list(map(ids_of, ["qabc", "qé!", "qdef", "qé!"]))
         assert {result["document"]["text"] for result in results} == {"abcdef", "é!"}
+
+
+async def test_compared_texts_are_cut_at_the_side_of_the_request(
+    start_gateway: StartGateway,
+) -> None:
+    body = {"text_1": "abcd", "text_2": "wxyz", "truncate_prompt_tokens": 2}
+    async with start_gateway(turned, embedding=EMBEDS) as gateway:
+        await ask(gateway, "/score", body)
+        await ask(gateway, "/score", {**body, "truncation_side": "left"})
+        assert prompts_of(gateway) == list(map(ids_of, ["ab", "wx", "cd", "yz"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [*PATHS.items(), ("/classify", {"input": "x"}), ("/v1/classify", {"input": "x"})],
+)
+async def test_unknown_fields_are_ignored_and_named(
+    path: str, body: dict[str, Any], start_gateway: StartGateway
+) -> None:
+    async with start_gateway(by_length, classifier=RANKS) as gateway:
+        answer = await gateway.post(path, {**body, "spare": 1, "request_id": "crane-7"})
+        assert answer.status == 200
+        assert answer.headers["x-longshore-ignored-fields"] == "spare"
+        assert answer.headers["x-request-id"] == "crane-7"
+        assert "-crane-7-" in gateway.engine.requests[0].request_id
+    async with start_gateway(classifier=RANKS, strict_requests=True) as gateway:
+        assert (await refuse(gateway, path, {**body, "spare": 1}))["param"] == "spare"
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])

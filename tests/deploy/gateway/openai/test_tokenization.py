@@ -52,7 +52,7 @@ async def test_detokenize_undoes_it(start_gateway: StartGateway) -> None:
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "either"),
         ("/tokenize", {"messages": []}, "messages", "empty"),
         ("/tokenize", {"prompt": 5}, "prompt", "Expected `str"),
-        ("/tokenize", {"messages": CHAT, "tools": [{}]}, "tools", "not supported"),
+        ("/tokenize", {"messages": CHAT, "functions": [{}]}, "functions", "not supported"),
         ("/detokenize", {}, "tokens", "required"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1"),
         ("/detokenize", {"tokens": [2**31]}, "tokens", "2147483648"),

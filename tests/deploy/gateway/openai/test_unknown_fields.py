@@ -28,6 +28,9 @@ CHAT: list[dict[str, Any]] = [{"role": "user", "content": "Where?"}]
         ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}),
         ("/tokenize", {"prompt": "p"}),
         ("/detokenize", {"tokens": [5]}),
+        ("/v1/responses", {"input": "p", "max_output_tokens": 1}),
+        ("/v1/messages", {"model": "tiny", "messages": CHAT, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": CHAT}),
     ],
 )
 async def test_unknown_fields_are_ignored_and_named(
@@ -75,6 +78,32 @@ async def test_fields_of_objects_within_are_treated_alike(
         answer = await gateway.post("/v1/chat/completions", body)
         assert answer.status == 400
         assert error_of(answer)["param"] == name.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"thinking": {"type": "enabled", "spare": 1}}, "thinking.spare"),
+        ("/v1/messages", {"cache_control": {"type": "ephemeral", "x": 1}}, "cache_control.x"),
+        ("/v1/messages", {"service_tier": "flex"}, "service_tier"),
+        ("/v1/responses", {"text": {"format": {"type": "text", "spare": 1}}}, "text.format.spare"),
+        ("/v1/responses", {"service_tier": "flex"}, "service_tier"),
+        ("/v1/chat/completions", {"service_tier": "flex"}, "service_tier"),
+    ],
+)
+async def test_the_other_apis_treat_them_alike(
+    start_gateway: StartGateway, path: str, body: dict[str, Any], name: str
+) -> None:
+    key, value = ("input", "p") if path == "/v1/responses" else ("messages", CHAT)
+    whole = {"model": "tiny", key: value, **body}
+    if path == "/v1/messages":
+        whole["max_tokens"] = 1
+    async with start_gateway() as gateway:
+        answer = await gateway.post(path, whole)
+        assert answer.headers[HEADER] == name
+        assert answer.status == 200
+    async with start_gateway(strict_requests=True) as gateway:
+        assert (await gateway.post(path, whole)).status == 400
 
 
 async def test_wrong_types_beside_unknown_fields_are_still_rejected(
