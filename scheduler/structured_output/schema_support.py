@@ -169,8 +169,8 @@ def _applied(root: object, node: object, pointer: str) -> Iterator[tuple[str, ob
     for keyword in _SCHEMAS:
         value = node.get(keyword)
         # Whether a backend enforces `additionalProperties: false` depends on the whole object.
-        kinds = dict if keyword == "additionalProperties" else dict | bool
-        if isinstance(value, kinds):
+        is_part = keyword == "additionalProperties" and isinstance(value, bool)
+        if isinstance(value, dict | bool) and not is_part:
             yield f"{pointer}/{keyword}", value
     reference = node.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
