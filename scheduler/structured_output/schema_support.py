@@ -60,9 +60,10 @@ _LLGUIDANCE_FORMATS: Final = {
 }  # fmt: skip
 
 # xgrammar ignores keywords silently, above all in combinations. It gets only the sets of keywords
-# that it is known to enforce together.
+# that it is known to enforce together. With a minLength or maxLength, its strings may contain raw
+# control characters, which JSON forbids.
 _XGRAMMAR_TOGETHER: Final = {
-    "string": ({"minLength", "maxLength"},),
+    "string": (set[str](),),
     "integer": ({"minimum", "maximum"},),
     "number": (set[str](),),
     "boolean": (set[str](),),
@@ -166,7 +167,10 @@ def _applied(root: object, node: object, pointer: str) -> Iterator[tuple[str, ob
             for index, value in enumerate(schemas):
                 yield f"{pointer}/{keyword}/{index}", value
     for keyword in _SCHEMAS:
-        if isinstance(value := node.get(keyword), dict | bool):
+        value = node.get(keyword)
+        # Whether a backend enforces `additionalProperties: false` depends on the whole object.
+        is_part = keyword == "additionalProperties" and isinstance(value, bool)
+        if isinstance(value, dict | bool) and not is_part:
             yield f"{pointer}/{keyword}", value
     reference = node.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
@@ -227,7 +231,7 @@ def _is_exact(keyword: str, node: dict[str, Any]) -> bool:
     """Whether xgrammar enforces this keyword with this value."""
     value = node[keyword]
     match keyword:
-        case "minimum" | "maximum" | "minLength" | "maxLength" | "minItems" | "maxItems":
+        case "minimum" | "maximum" | "minItems" | "maxItems":
             return isinstance(value, int) and not isinstance(value, bool)
         case "items":
             return isinstance(value, dict)

@@ -36,21 +36,31 @@ def allowed_ids(matcher: Matcher, vocab_size: int) -> list[int]:
 
 
 def sampled_text(
-    matcher: Matcher, vocabulary: Vocabulary, rng: random.Random, max_tokens: int = 200
+    matcher: Matcher,
+    vocabulary: Vocabulary,
+    rng: random.Random,
+    *,
+    num_free: int = 0,
+    max_tokens: int = 200,
 ) -> str | None:
-    """An output that the masks allow, of random printable tokens, which ends as soon as it may;
-    None if it does not end within `max_tokens`."""
+    """An output that the masks allow, of random printable tokens. After `num_free` of them it ends
+    as soon as it may. None if it does not end within `max_tokens`."""
     output = b""
-    for _ in range(max_tokens):
+    for index in range(max_tokens):
         ids = allowed_ids(matcher, len(vocabulary.tokens))
         assert ids, f"no token can follow {output!r}"
         ends = [token_id for token_id in ids if token_id in vocabulary.eos_token_ids]
         assert not set(ids) & set(vocabulary.special_ids) - set(ends)
         plain = [one for one in ids if one not in ends and vocabulary.tokens[one].isascii()]
         closing = [one for one in plain if vocabulary.tokens[one][:1] in b'"}],:0123456789tfn']
-        token_id = ends[0] if ends else rng.choice(closing or plain or ids)
+        if index < num_free and plain:
+            token_id = rng.choice(plain)
+        elif ends:
+            token_id = ends[0]
+        else:  # now and then another one: some texts do not end without
+            token_id = rng.choice(closing if closing and rng.random() < 0.8 else plain or ids)
         assert matcher.accept(token_id)
-        if ends:
+        if token_id in ends:
             return output.decode()
         output += vocabulary.tokens[token_id]
     return None

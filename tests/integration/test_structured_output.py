@@ -12,6 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from longshore import LLM, SamplingParams, StructuredOutputsParams
+from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment
@@ -235,3 +237,54 @@ def test_two_tensor_parallel_ranks_give_the_answers_of_one(
     two = start_deployment(*flags, model_dir=DEMO_MODEL_DIR).wait_until_ready()
     with client_of(two) as other:
         assert answers(other) == answers(client)
+
+
+@pytest.mark.req("FEA-01")
+def test_prefix_hits_and_preemptions_leave_constrained_answers_as_they_are() -> None:
+    lines = StructuredOutputsParams(regex="([a-z]{3} [0-9]{2},){14}")
+    items = StructuredOutputsParams(json={**SCHEMAS[2], "required": ["name", "inner"]})
+    common = "The bird sat on the quay and looked at the ships. " * 5
+    prompts = [f"{common}{index} " * 2 for index in range(9)]
+    params = [
+        SamplingParams(
+            seed=index,
+            max_tokens=100,
+            ignore_eos=constraint is None,
+            structured_outputs=constraint,
+        )
+        for index, constraint in enumerate([lines, items, None] * 3)
+    ]
+
+    def make_llm(num_blocks: int) -> LLM:
+        return LLM(
+            DEMO_MODEL_DIR,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            num_blocks=num_blocks,
+            max_model_len=512,
+            max_num_seqs=9,
+            verify_plan=True,
+            watermark=0.0,
+            preempt_threshold=1.0,
+            admit_threshold=1.0,
+        )
+
+    def generate(llm: LLM) -> list[RequestOutput]:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+    with make_llm(600) as llm:
+        first, again = generate(llm), generate(llm)
+    with make_llm(60) as llm:
+        preempted = generate(llm)
+    assert all(output.num_cached_tokens > 0 for output in again)
+    for output in first:
+        assert output.outputs[0].num_preemptions == 0
+    assert sum(output.outputs[0].num_preemptions for output in preempted[::3]) > 0
+    texts = [output.outputs[0].text for output in first]
+    for others in (again, preempted):
+        assert [output.outputs[0].text for output in others] == texts
+    for text in texts[::3]:
+        assert re.match("([a-z]{3} [0-9]{2},)+", text)
+    for text in texts[1::3]:
+        jsonschema.validate(json.loads(text), SCHEMAS[2])
