@@ -6,7 +6,7 @@
 
 ensure_services() {
   local package program missing=()
-  for program in chromium chromedriver:chromium-driver promtool:prometheus redis-server; do
+  for program in chromium chromedriver:chromium-driver promtool:prometheus redis-server node:nodejs npm; do
     package=${program#*:}
     command -v "${program%%:*}" >/dev/null || missing+=("$package")
   done
@@ -56,4 +56,13 @@ ensure_clients() {
       --constraint constraints.txt --requirement "$file" || return
     cp "$file" "$env/installed"
   done
+  ensure_node_clients
+}
+
+ensure_node_clients() {
+  local folder=tests/clients/ai_sdk
+  cmp --silent "$folder/package-lock.json" "$folder/node_modules/installed" && return
+  echo "installing the AI SDK into $folder/node_modules" >&2
+  npm ci --prefix "$folder" --ignore-scripts --no-audit --no-fund --loglevel=error >&2 || return
+  cp "$folder/package-lock.json" "$folder/node_modules/installed"
 }

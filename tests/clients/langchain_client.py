@@ -3,8 +3,20 @@
 import asyncio
 from typing import Any
 
-from features import ANSWER, MODEL, QUESTION, URL, feature, use_all
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from features import (
+    ANSWER,
+    MODEL,
+    QUESTION,
+    RECORD,
+    UNLISTED,
+    URL,
+    Record,
+    empty_object_bias,
+    feature,
+    lookup,
+    use_all,
+)
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from openai import NotFoundError
 
@@ -14,7 +26,7 @@ SERVER: dict[str, Any] = {
     "model": MODEL,
     "max_retries": 0,
 }
-CHAT = ChatOpenAI(**SERVER, temperature=0, max_tokens=16)
+CHAT = ChatOpenAI(**SERVER, temperature=0, max_tokens=256)
 
 
 @feature
@@ -35,7 +47,7 @@ def chat_streamed() -> None:
 
 
 @feature
-def chat_with_history_and_parts() -> None:
+def chat_with_history() -> None:
     parts: list[str | dict[Any, Any]] = [{"type": "text", "text": QUESTION}]
     history = [SystemMessage("You are a clerk."), HumanMessage("Hello"), AIMessage("Yes?")]
     assert CHAT.invoke([*history, HumanMessage(parts)]).content
@@ -67,6 +79,48 @@ def log_probabilities() -> None:
 
 
 @feature
+def tools() -> None:
+    agent = CHAT.bind_tools([lookup])
+    messages: list[Any] = [HumanMessage(UNLISTED)]
+    first = agent.invoke(messages)
+    (call,) = first.tool_calls
+    assert call["name"] == "lookup"
+    messages += [first, ToolMessage(lookup(**call["args"]), tool_call_id=call["id"])]
+    assert agent.invoke(messages).content == ANSWER
+
+
+@feature
+def tools_streamed() -> None:
+    gathered: Any = None
+    for chunk in CHAT.bind_tools([lookup]).stream(UNLISTED):
+        gathered = chunk if gathered is None else gathered + chunk
+    (call,) = gathered.tool_calls
+    assert lookup(**call["args"]) == ANSWER
+
+
+@feature
+def forced_tool_calls() -> None:
+    agent = CHAT.with_structured_output(Record, method="function_calling")
+    assert agent.invoke(QUESTION) == RECORD
+
+
+@feature
+def structured_output() -> None:
+    assert CHAT.with_structured_output(Record).invoke(QUESTION) == RECORD
+
+
+@feature
+def json_mode() -> None:
+    biased = ChatOpenAI(**SERVER, logit_bias=empty_object_bias(), max_tokens=256)
+    assert biased.with_structured_output(None, method="json_mode").invoke(QUESTION) == {}
+
+
+@feature
+def responses() -> None:
+    assert ChatOpenAI(**SERVER, use_responses_api=True).invoke(QUESTION).text == ANSWER
+
+
+@feature
 def completions() -> None:
     completion = OpenAI(**SERVER, max_tokens=4, temperature=0)
     text = completion.invoke("C417 B42")
@@ -95,4 +149,4 @@ def errors() -> None:
     raise AssertionError("there is no such model")
 
 
-use_all()
+use_all("langchain-openai")

@@ -3,8 +3,21 @@
 import asyncio
 from typing import Any
 
-from features import ANSWER, MODEL, QUESTION, URL, feature, use_all
+from features import (
+    ANSWER,
+    MODEL,
+    QUESTION,
+    RECORD,
+    UNLISTED,
+    URL,
+    Record,
+    feature,
+    lookup,
+    use_all,
+)
+from llama_index.core import PromptTemplate
 from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 
@@ -14,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "model": MODEL,
     "max_retries": 0,
     "context_window": 2048,
-    "max_tokens": 12,
+    "max_tokens": 256,
     "temperature": 0,
 }
 CHAT = OpenAILike(**SETTINGS, is_chat_model=True)
@@ -49,6 +62,34 @@ def log_probabilities() -> None:
     assert "".join(line[0].token for line in lines[:3]) == ANSWER
 
 
+AGENT = OpenAILike(**SETTINGS, is_chat_model=True, is_function_calling_model=True)
+
+
+@feature
+def tools() -> None:
+    tool = FunctionTool.from_defaults(lookup)
+    first = AGENT.chat_with_tools([tool], user_msg=UNLISTED)
+    (call,) = AGENT.get_tool_calls_from_response(first)
+    result = ChatMessage(
+        role="tool",
+        content=lookup(**call.tool_kwargs),
+        additional_kwargs={"tool_call_id": call.tool_id},
+    )
+    history = [ChatMessage(role="user", content=UNLISTED), first.message, result]
+    assert AGENT.chat_with_tools([tool], chat_history=history).message.content == ANSWER
+
+
+@feature
+def forced_tool_calls() -> None:
+    assert AGENT.structured_predict(Record, PromptTemplate(QUESTION)) == RECORD
+
+
+@feature
+def structured_output() -> None:
+    llm = OpenAILike(**SETTINGS, is_chat_model=True, should_use_structured_outputs=True)
+    assert llm.structured_predict(Record, PromptTemplate(QUESTION)) == RECORD
+
+
 @feature
 def completions() -> None:
     completion = OpenAILike(**SETTINGS, is_chat_model=False)
@@ -67,4 +108,4 @@ def embeddings() -> None:
     assert len(asyncio.run(model.aget_query_embedding("berth"))) == 256
 
 
-use_all()
+use_all("llama-index-llms-openai-like")

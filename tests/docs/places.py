@@ -25,6 +25,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     ".venv/bin/pytest": "runs this",
     ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
     ".venv/bin/python scripts/reference": "test_reference.py runs it",
+    ".venv/bin/python scripts/compatibility": "tests/clients/ compares the table",
     "openssl rand": "makes a key for the next command",
     'curl -H "authorization: Bearer $(cat admin-key)"': "tests/integration/test_admin.py does it",
     "grep ": "reads a file that the tests do not have",
