@@ -414,6 +414,13 @@ class Scheduler:
         """Whether the connector has instructions for the workers, which the next plan takes."""
         return self._transfers is not None and self._transfers.hooks.has_pending_work
 
+    def has_transfers(self) -> bool:
+        """Whether transfers of blocks of this engine are under way, or the connector has
+        instructions for the workers."""
+        return self._transfers is not None and (
+            len(self._transfers) > 0 or self._transfers.hooks.has_pending_work
+        )
+
     @property
     def num_steps_in_flight(self) -> int:
         """Plans not answered yet."""

@@ -74,6 +74,7 @@ DISCONNECT_POLL_S = 0.002
 DISCONNECT_TIMEOUT_S = 5.0
 STALL_S = 10.0
 MAX_STALL_LINES = 10
+FLUSH_TIMEOUT_S = 1.0
 CAUSE_TIMEOUT_S = 2.0
 RESTART_TIMEOUT_S = 30.0
 """For the supervisor to notice the end of a worker, and to end the others."""
@@ -156,6 +157,7 @@ class Engine:
         gc.enable()
         try:
             await self._stopping.wait()
+            await self._finish_transfers()
         finally:
             self._loop = None
             self._commands.close()
@@ -177,6 +179,15 @@ class Engine:
                     worker.send(Shutdown(reason))
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure
+
+    async def _finish_transfers(self) -> None:
+        """Give the connector some time to store in its tiers what is left to store. Workers end
+        what they have begun."""
+        deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
+        while self._failure is None and self._handshake is None:
+            if not self._scheduler.has_transfers() or time.monotonic() > deadline_s:
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def command(self, number: int, command: EngineCommand) -> None:
         """Carry out an operator's command soon. May be called on any thread; ignored unless the

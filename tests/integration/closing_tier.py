@@ -1,7 +1,9 @@
-"""A connector of tests/integration/test_kv_events.py, which the scheduler process imports."""
+"""Connectors of tests, which the scheduler process imports."""
 
-from longshore.connectors.base import SchedulerConnector
-from longshore.protocol.arrays import EMPTY_INT32
+import logging
+
+from longshore.connectors.base import FinishAction, RequestView, SchedulerConnector, StepView
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.events import BlockStored, KVEvent
 
 
@@ -15,3 +17,27 @@ class ClosingTier(SchedulerConnector):
         self.num_taken += 1
         name = b"taken %d times" % self.num_taken
         return [BlockStored(name, None, EMPTY_INT32, 0, medium="CPU")]
+
+
+class LateStores(SchedulerConnector):
+    """Has work for 20 plans when a request has ended. At the end, it logs for how many plans it
+    still has some."""
+
+    num_left = 0
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...]
+    ) -> FinishAction:
+        self.num_left = 20
+        return FinishAction()
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self.num_left > 0
+
+    def build_connector_meta(self, step: StepView) -> bytes:
+        self.num_left = max(self.num_left - 1, 0)
+        return b""
+
+    def shutdown(self) -> None:
+        logging.getLogger(__name__).warning("%d plans are left", self.num_left)

@@ -12,6 +12,7 @@ import zmq
 from longshore.protocol.errors import MessagesLost
 from longshore.protocol.handshake import (
     EngineReady,
+    Feature,
     Rejected,
     ToClient,
     WorkerAccepted,
@@ -341,6 +342,19 @@ def test_being_told_to_stop_shuts_the_worker_down_and_exits_with_zero(
     assert engine.wait() == 0
     worker.thread.join(TIMEOUT_S)
     assert worker.shutdown is not None
+
+
+def test_a_connector_stores_what_is_left_before_the_process_stops() -> None:
+    connector = "tests.integration.closing_tier:LateStores"
+    with running_engine(kv_connector=connector) as engine:
+        client = ready_engine(engine, features=(Feature.KV_CONNECTOR,))
+        ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.01))
+        client.add(1, prompt_len=3, max_tokens=1)
+        client.receive_until(lambda: bool(client.finished))
+        engine.process.send_signal(STOP_SIGNAL)
+        assert engine.wait() == 0
+        assert engine.process.stderr is not None
+        assert "0 plans are left" in engine.process.stderr.read().splitlines()[-1]
 
 
 def test_process_ends_and_cleans_up_when_its_supervisor_is_gone(engine: EngineProcess) -> None:

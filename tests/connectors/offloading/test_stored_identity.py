@@ -26,6 +26,8 @@ def ask(
         (output,) = llm.generate([{"prompt_token_ids": prompt}], GREEDY, progress=False)
         engine = llm._engine
         assert isinstance(engine, InProcessEngine)
+        while engine.scheduler.has_transfers():
+            engine.receive()
         num_loaded = engine.scheduler.make_stats().num_external_hit_tokens
         assert output.logprobs is not None
         scores = zip(output.logprobs, output.token_ids, strict=True)
