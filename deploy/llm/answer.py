@@ -32,6 +32,7 @@ class Answer:
     decoder:     decodes single tokens, for their scores; None: they have no text.
     detokenizer: its text, as it grows; None: it has no text.
     has_stops:   a stop string may end it, so its text is needed after every change.
+    shows_stop:  its text includes the token that ended it.
     live:        the request, once it has been submitted.
     token_ids, text, logprobs, cumulative_logprob: the answer so far.
     other fields: see `LiveRequests.open`.
@@ -45,6 +46,7 @@ class Answer:
     decoder: TokenDecoder | None = None
     detokenizer: AnswerText | None = None
     has_stops: bool = False
+    shows_stop: bool = False
     multimodal: tuple[MultimodalFeature, ...] = ()
     num_primed: int = 0
     pooling: PoolingParams | None = None
@@ -64,10 +66,9 @@ class Answer:
         return self.detokenizer is not None and self.detokenizer.is_stopped
 
     def fields(self) -> RequestFields:
-        """What its request needs beside prompt and sampling settings; the caller sets `on_change`
-        and `fork_of`."""
+        """What its request needs beside prompt and sampling settings."""
         return RequestFields(
-            on_change=_ignore,
+            on_change=self.check_accepted,
             fork_of=None if self.first is None else self.first.live,
             multimodal=self.multimodal,
             num_primed=self.num_primed,
@@ -77,6 +78,12 @@ class Answer:
             priority=self.priority,
             cache_salt=self.prompt.cache_salt,
         )
+
+    def check_accepted(self) -> None:
+        """Raise ValueError if the engine rejected the request, as for an invalid setting."""
+        end = None if self.live is None else self.live.finished
+        if end is not None and end.reason is FinishReason.IGNORED:
+            raise ValueError(end.message or "the engine rejected this prompt")
 
     def absorb(self) -> int | None:
         """Process new tokens. Returns the number of tokens to keep if they have a stop string."""
@@ -94,7 +101,8 @@ class Answer:
             ]
         if (text := self.detokenizer) is not None:
             is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
-            self.text += text.append(token_ids[:-1] if is_ended_by_token else token_ids)
+            hides_last = is_ended_by_token and not self.shows_stop
+            self.text += text.append(token_ids[:-1] if hides_last else token_ids)
             if end is not None:
                 self.text += text.finish()
             if text.is_stopped:
@@ -154,7 +162,8 @@ def run_answers(
     client: BlockingClient,
     bar: "tqdm[Any]",
 ) -> None:
-    """Submit all answers, at most MAX_LIVE_REQUESTS at a time, and wait until they are complete."""
+    """Submit all answers, at most MAX_LIVE_REQUESTS at a time, and wait until they are complete.
+    Raises ValueError if the engine rejects one."""
     requests = client.requests
     waiting = deque(answers)
     num_tokens = 0
@@ -187,11 +196,8 @@ def _submit(answer: Answer, client: BlockingClient) -> None:
 
 
 def _stop_if_found(answer: Answer, client: BlockingClient) -> None:
-    """Stop the request if its answer has grown to a stop string."""
+    """Stop the request if its answer has grown to a stop string. Raises ValueError."""
+    answer.check_accepted()
     num_kept = answer.absorb()
     if num_kept is not None and answer.live is not None:
         client.stop(answer.live, num_kept)
-
-
-def _ignore() -> None:
-    return None

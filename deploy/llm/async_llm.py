@@ -1,11 +1,13 @@
 """`AsyncLLM`: streams of answers on an asyncio loop, with an engine in processes of its own."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -13,12 +15,21 @@ from longshore.deploy.cli.options import engine_options
 from longshore.deploy.gateway.engines.engine_client import EngineClient
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, load_tokenizer
 from longshore.deploy.llm.answer import Answer, request_output
+from longshore.deploy.llm.embeddings import pooled_answer, pooled_output
 from longshore.deploy.llm.engine_processes import EngineProcesses
 from longshore.deploy.llm.metrics import Metric, metrics_of
-from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
+from longshore.deploy.llm.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from longshore.deploy.llm.pooler import encoding
+from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.prompts import Prompt, PromptInput
 from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
+from longshore.deploy.llm.tokenization import Tokenization, as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.live_requests import seed_source
@@ -35,7 +46,6 @@ COMMAND_POLL_S: Final = 0.01
 NOT_METHODS: Final = {
     "add_lora": "LoRA adapters are not supported; merge them into the weights",
     "collective_rpc": "the model runs in worker processes, which take no functions",
-    "encode": "use LLM.embed",
     "pause_generation": "abort the requests",
     "sleep": "an engine keeps its memory until it is shut down",
     "start_profile": "serve the model and use `longshore admin profile`",
@@ -71,8 +81,6 @@ class AsyncLLM:
         self._model = read_model_folder(model)
         if self._model.audio is not None:
             raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
-        if self._model.embedding is not None and self._model.embedding.is_only:
-            raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
         tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
         self._plan = plan_engine(options, self._model)
         self._reader = RequestReader(
@@ -107,6 +115,7 @@ class AsyncLLM:
         *,
         lora_request: None = None,
         priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The answers to a prompt as they grow; see `SamplingParams.output_kind`. The last output
         is `finished`. If the iterator is closed, or its task cancelled, the request is aborted.
@@ -115,21 +124,56 @@ class AsyncLLM:
         request_id: no other live request may have it.
         lora_request: None: LoRA adapters are not supported.
         priority:   for the scheduling policy `priority`; lower is earlier.
+        tokenization_kwargs: see `LLM.generate`.
         Raises ValueError for an invalid prompt or setting, EngineDead if the engine dies or is shut
         down.
         """
         check_no_lora(lora_request)
+        embedding = self._model.embedding
+        if self._model.classifier is not None or (embedding is not None and embedding.is_only):
+            raise ValueError(f"{self._model.name} has no output head: use AsyncLLM.encode")
+        tokenization = as_tokenization(tokenization_kwargs)
         client = await self._connect()
-        if request_id in self._streams:
-            raise ValueError(f"request_id={request_id!r} is that of a live request")
         params = await self._check(sampling_params)
-        stream = self._streams[request_id] = _Stream(request_id, sampling_params.output_kind)
-        try:
-            read = await self._read(prompt)
+        with self._stream(request_id, sampling_params.output_kind) as stream:
+            read = await self._read(prompt, tokenization)
             answers = self._reader.answers(request_id, read, params, priority=priority)
             stream.begin(client, answers)
             async for output in stream.outputs():
                 yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
+        """One output: the embedding of a prompt or, for models that classify, the probabilities of
+        the labels, in `outputs.data`. Arguments and errors as in `generate`."""
+        check_no_lora(lora_request)
+        how = encoding(self._model, None, pooling_params)
+        tokenization = as_tokenization(tokenization_kwargs)
+        client = await self._connect()
+        with self._stream(request_id, RequestOutputKind.FINAL_ONLY) as stream:
+            read = await self._read(prompt, tokenization, gives_tokens=False)
+            answer = pooled_answer(request_id, read, how.pooling, priority=priority)
+            stream.begin(client, [answer])
+            async for _ in stream.outputs():
+                yield pooled_output(answer, how.output)
+
+    @contextlib.contextmanager
+    def _stream(self, request_id: str, kind: RequestOutputKind) -> Iterator["_Stream"]:
+        """A stream that can be aborted by its id, and is at the end. Raises ValueError if another
+        live request has the id."""
+        if request_id in self._streams:
+            raise ValueError(f"request_id={request_id!r} is that of a live request")
+        stream = self._streams[request_id] = _Stream(request_id, kind)
+        try:
+            yield stream
         finally:
             stream.abort()
             del self._streams[request_id]
@@ -140,11 +184,20 @@ class AsyncLLM:
         # Checking a schema takes some time, the first one most: it imports a library.
         return await asyncio.to_thread(self._reader.check, params)
 
-    async def _read(self, prompt: Prompt) -> PromptInput:
+    async def _read(
+        self, prompt: Prompt, tokenization: Tokenization, *, gives_tokens: bool = True
+    ) -> PromptInput:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        parse = partial(
+            self._reader.parser.parse,
+            prompt,
+            "prompt",
+            gives_tokens=gives_tokens,
+            tokenization=tokenization,
+        )
         if isinstance(text, str) and len(text) > MAX_INLINE_CHARACTERS:  # it would hold up streams
-            return await asyncio.to_thread(self._reader.parser.parse, prompt, "prompt")
-        return self._reader.parser.parse(prompt, "prompt")
+            return await asyncio.to_thread(parse)
+        return parse()
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """Abort requests. Their last outputs have the `finish_reason` `abort`."""
@@ -291,6 +344,7 @@ class _Stream:
         live, client = answer.live, self._client
         if live is None or client is None:
             return
+        answer.check_accepted()
         num_kept = answer.absorb()
         if num_kept is not None:
             client.stop(live, num_kept)

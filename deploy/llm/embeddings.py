@@ -6,24 +6,31 @@ from longshore.deploy.llm.answer import Answer
 from longshore.deploy.llm.outputs import PooledT, PoolingRequestOutput
 from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.model.embedding import NOT_SAMPLED
-from longshore.protocol.arrays import Float32Array
+from longshore.protocol.arrays import EMPTY_FLOAT32, Float32Array
 from longshore.protocol.requests import PoolingParams
 
 
-def pooled_answer(request_id: str, prompt: PromptInput, pooling: PoolingParams) -> Answer:
-    return Answer(request_id, prompt, NOT_SAMPLED, pooling=pooling)
+def pooled_answer(
+    request_id: str, prompt: PromptInput, pooling: PoolingParams, *, priority: int = 0
+) -> Answer:
+    return Answer(request_id, prompt, NOT_SAMPLED, pooling=pooling, priority=priority)
 
 
 def pooled_output(
     answer: Answer, make: Callable[[Float32Array], PooledT]
 ) -> PoolingRequestOutput[PooledT]:
-    """The output; call it when the request has finished."""
-    live = answer.live
-    assert live is not None
-    end = live.finished
-    assert end is not None
+    """The output; call it when the request has finished or was aborted."""
+    end = None if answer.live is None else answer.live.finished
+    if end is None:
+        return PoolingRequestOutput(
+            answer.request_id,
+            make(EMPTY_FLOAT32),
+            answer.prompt.token_ids,
+            num_cached_tokens=0,
+            error="the request was aborted",
+        )
     return PoolingRequestOutput(
-        live.request_id,
+        answer.request_id,
         make(end.pooled),
         answer.prompt.token_ids,
         end.num_cached_tokens,

@@ -32,7 +32,7 @@ from longshore.deploy.llm.outputs import (
     ScoringRequestOutput,
     TranscriptionOutput,
 )
-from longshore.deploy.llm.pooler import Pooler
+from longshore.deploy.llm.pooler import Pooler, PoolingTask
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.progress import Progress, progress_bar
 from longshore.deploy.llm.prompts import Prompt, PromptInput
@@ -40,6 +40,7 @@ from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.llm.scores import text_pairs
+from longshore.deploy.llm.tokenization import as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
@@ -174,6 +175,7 @@ class LLM:
         use_tqdm: Progress = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more prompts, all at once; returns outputs in the order of the prompts.
 
@@ -183,12 +185,14 @@ class LLM:
         use_tqdm:        show a progress bar, or how to make one: a class like `tqdm`.
         lora_request:    None: LoRA adapters are not supported.
         priority:        of each prompt, for the scheduling policy `priority`; lower is earlier.
+        tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`; see
+                         `Tokenization`.
         Raises ValueError for an invalid prompt, EngineDead if the engine dies or is closed. An
         interrupt aborts running requests; the LLM stays usable.
         """
         self._check_takes(text=True)
         check_no_lora(lora_request)
-        inputs = self._reader.read_all(prompts)
+        inputs = self._read_all(prompts, tokenization_kwargs)
         params = self._reader.check_each(sampling_params, len(inputs))
         return self._generate(inputs, params, use_tqdm=use_tqdm, priority=priority)
 
@@ -205,6 +209,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more chats; each is rendered to a prompt with the model's chat template.
 
@@ -232,6 +237,7 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
             variables=chat_template_kwargs,
+            tokenization=as_tokenization(tokenization_kwargs),
         )
         params = self._reader.check_each(sampling_params, len(inputs))
         return self._generate(inputs, params, use_tqdm=use_tqdm)
@@ -314,12 +320,14 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of each prompt, pooled from the hidden states after the model's last norm.
         Arguments and errors as in `generate`."""
         self._check_takes(text=True, vectors=True)
         check_no_lora(lora_request)
-        return self._pooler.embed(prompts, pooling_params or PoolingParams(), use_tqdm)
+        inputs = self._read_all(prompts, tokenization_kwargs, gives_tokens=False)
+        return self._pooler.embed(inputs, pooling_params or PoolingParams(), use_tqdm)
 
     def classify(
         self,
@@ -328,12 +336,14 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The label of each prompt, with a model for sequence classification. Arguments and errors
         as in `generate`."""
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
-        return self._pooler.classify(prompts, pooling_params or PoolingParams(), use_tqdm)
+        inputs = self._read_all(prompts, tokenization_kwargs, gives_tokens=False)
+        return self._pooler.classify(inputs, pooling_params or PoolingParams(), use_tqdm)
 
     def score(
         self,
@@ -360,23 +370,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
-        pooling_task: Literal["embed", "classify"] | None = None,
+        pooling_task: PoolingTask | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What `embed` or `classify` return, as arrays in `outputs.data`. pooling_task: None: what
         the model is made for."""
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
-        if pooling_task not in (None, "embed", "classify"):
-            raise ValueError(f"pooling_task={pooling_task!r} is not supported; use embed, classify")
-        if pooling_task is None:
-            pooling_task = "embed" if self._model.classifier is None else "classify"
+        inputs = self._read_all(prompts, tokenization_kwargs, gives_tokens=False)
         params = pooling_params or PoolingParams()
-        if pooling_task == "classify":
-            return self._pooler.encode_labels(prompts, params, use_tqdm)
-        self._check_takes(text=True, vectors=True)
-        return self._pooler.encode(prompts, params, use_tqdm)
+        return self._pooler.encode(inputs, pooling_task, params, use_tqdm)
+
+    def _read_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        tokenization_kwargs: Mapping[str, Any] | None,
+        *,
+        gives_tokens: bool = True,
+    ) -> list[PromptInput]:
+        return self._reader.read_all(
+            prompts, gives_tokens=gives_tokens, tokenization=as_tokenization(tokenization_kwargs)
+        )
 
     @property
     def _pooler(self) -> Pooler:

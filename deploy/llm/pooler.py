@@ -1,10 +1,11 @@
-"""What `LLM.embed`, `encode`, `classify` and `score` do with one model's vectors."""
+"""What `LLM.embed`, `encode`, `classify` and `score`, and `AsyncLLM.encode`, do with one model's
+vectors."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from longshore.deploy.llm.outputs import (
 )
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.progress import Progress
-from longshore.deploy.llm.prompts import Prompt, PromptInput
+from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.llm.request_reader import RequestReader
 from longshore.deploy.llm.scores import compared, labelled, probabilities
 from longshore.deploy.model.classifier import ClassifierModel
@@ -32,6 +33,45 @@ from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
 Run: TypeAlias = Callable[[str, Sequence[PromptInput], EnginePoolingParams, Progress], list[Answer]]
 """Runs requests to their end; the text names them in the progress bar."""
+
+PoolingTask: TypeAlias = Literal["embed", "classify"]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How prompts become arrays. pooling: for the engine. output: from its vector, which is empty
+    if the request failed."""
+
+    pooling: EnginePoolingParams
+    output: Callable[[Float32Array], PoolingOutput]
+
+
+def encoding(model: ModelFolder, task: PoolingTask | None, params: PoolingParams) -> Encoding:
+    """task: None: what the model is made for. Raises ValueError if the model does not support the
+    task or a setting."""
+    if task not in (None, "embed", "classify"):
+        raise ValueError(f"pooling_task={task!r} is not supported; use embed, classify")
+    classifier = model.classifier
+    if task == "classify" or (task is None and classifier is not None):
+        known = classifier_of(model)
+
+        def labels(pooled: Float32Array) -> PoolingOutput:
+            probs = probabilities(known, pooled, use_activation=params.use_activation)
+            return PoolingOutput(np.array(probs, np.float32))
+
+        return Encoding(params.of_labels(), labels)
+    if classifier is not None:
+        raise ValueError(f"{model.name} classifies text: it has no embeddings")
+    if model.embedding is None:
+        raise ValueError(f"{model.name} has no embeddings")
+    return Encoding(params.of_embedding(model.embedding), PoolingOutput)
+
+
+def classifier_of(model: ModelFolder) -> ClassifierModel:
+    """Raises ValueError if the model is none."""
+    if model.classifier is None:
+        raise ValueError(f"{model.name} has no classification head")
+    return model.classifier
 
 
 @dataclass(frozen=True)
@@ -43,45 +83,36 @@ class Pooler:
     run: Run
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
+        self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
     ) -> list[EmbeddingRequestOutput]:
+        assert self.model.embedding is not None
+        answers = self.run("embed", prompts, params.of_embedding(self.model.embedding), use_tqdm)
         return [
             pooled_output(answer, lambda pooled: EmbeddingOutput(pooled.tolist()))
-            for answer in self._embedded(prompts, params, use_tqdm)
+            for answer in answers
         ]
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
+        self,
+        prompts: Sequence[PromptInput],
+        task: PoolingTask | None,
+        params: PoolingParams,
+        use_tqdm: Progress,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        answers = self._embedded(prompts, params, use_tqdm)
-        return [pooled_output(answer, PoolingOutput) for answer in answers]
+        how = encoding(self.model, task, params)
+        answers = self.run("encode", prompts, how.pooling, use_tqdm)
+        return [pooled_output(answer, how.output) for answer in answers]
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
+        self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
     ) -> list[ClassificationRequestOutput]:
-        classifier = self._classifier()
+        classifier = classifier_of(self.model)
 
         def output(pooled: Float32Array) -> ClassificationOutput:
             probs = probabilities(classifier, pooled, use_activation=params.use_activation)
             return labelled(classifier, probs)
 
-        answers = self._labelled(
-            self.reader.read_all(prompts, gives_tokens=False), params, use_tqdm
-        )
-        return [pooled_output(answer, output) for answer in answers]
-
-    def encode_labels(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        classifier = self._classifier()
-
-        def output(pooled: Float32Array) -> PoolingOutput:
-            probs = probabilities(classifier, pooled, use_activation=params.use_activation)
-            return PoolingOutput(np.array(probs, np.float32))
-
-        answers = self._labelled(
-            self.reader.read_all(prompts, gives_tokens=False), params, use_tqdm
-        )
+        answers = self._labelled(prompts, params, use_tqdm)
         return [pooled_output(answer, output) for answer in answers]
 
     def score(
@@ -109,24 +140,10 @@ class Pooler:
         if params.use_activation is not None:
             raise ValueError("PoolingParams: use_activation needs a classification head")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        vectors = self.embed(texts, dataclasses.replace(params, use_activation=True), use_tqdm)
+        prompts = self.reader.read_all(texts, gives_tokens=False)
+        vectors = self.embed(prompts, dataclasses.replace(params, use_activation=True), use_tqdm)
         ends = dict(zip(texts, vectors, strict=True))
         return [compared(ends[one], ends[other]) for one, other in pairs]
-
-    def _classifier(self) -> ClassifierModel:
-        """Raises ValueError if the model is none."""
-        if self.model.classifier is None:
-            raise ValueError(f"{self.model.name} has no classification head")
-        return self.model.classifier
-
-    def _embedded(
-        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams, use_tqdm: Progress
-    ) -> list[Answer]:
-        assert self.model.embedding is not None
-        pooling = params.of_embedding(self.model.embedding)
-        return self.run(
-            "embed", self.reader.read_all(prompts, gives_tokens=False), pooling, use_tqdm
-        )
 
     def _labelled(
         self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress

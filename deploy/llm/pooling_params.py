@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from longshore.deploy.llm.refused_settings import Refused, refusing
+from longshore.deploy.llm.tokenization import TRUNCATE
 from longshore.deploy.model.classifier import CLASSIFIED
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.protocol.requests import PoolingKind
@@ -18,7 +19,7 @@ UNSUPPORTED_POOLING: Final[Refused] = {
     "softmax": ((), _ACTIVATION),
     "step_tag_id": ((), "one vector is pooled from the whole prompt"),
     "task": (("embed", "classify"), "use the method of LLM with that name"),
-    "truncate_prompt_tokens": ((), "pass the token ids that the prompt should have"),
+    "truncate_prompt_tokens": ((), TRUNCATE),
 }
 """Settings of vLLM's `PoolingParams`, of all versions, that are not supported."""
 

@@ -8,7 +8,9 @@ from typing import Any, Final, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
+from longshore.deploy.gateway.openai.prompt_cut import PromptCut
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.requests.validation import prompt_problem
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -73,7 +75,14 @@ class PromptParser:
     vocab_size: int
     max_model_len: int
 
-    def parse(self, prompt: Prompt, where: str, *, gives_tokens: bool = True) -> PromptInput:
+    def parse(
+        self,
+        prompt: Prompt,
+        where: str,
+        *,
+        gives_tokens: bool = True,
+        tokenization: Tokenization = AS_USUAL,
+    ) -> PromptInput:
         """The prompt's tokens. where: name of the prompt in errors. gives_tokens: at least one
         output token must fit too. Raises ValueError."""
         text: str | None = None
@@ -93,15 +102,21 @@ class PromptParser:
         if given is None or given is text:
             if text is None:
                 raise ValueError(f"{where} must be {FORMS}")
-            ids = self._encode(text)
+            with_special = tokenization.add_special_tokens is not False
+            ids = self._encode(text, tokenization, gives_tokens, with_special=with_special)
         else:
             ids = _as_ids(given, where)
+            cut = self._cut(tokenization, gives_tokens)
+            ids = ids if cut is None else cut.token_ids(ids)
         return self.checked(PromptInput(ids, text, salt), where, gives_tokens=gives_tokens)
 
-    def parse_rendered(self, text: str, where: str) -> PromptInput:
+    def parse_rendered(
+        self, text: str, where: str, tokenization: Tokenization = AS_USUAL
+    ) -> PromptInput:
         """A rendered chat, whose template has added the special tokens."""
-        assert self.tokenizer is not None
-        return self.checked(PromptInput(self.tokenizer.encode_rendered(text), text), where)
+        with_special = bool(tokenization.add_special_tokens)
+        ids = self._encode(text, tokenization, gives_tokens=True, with_special=with_special)
+        return self.checked(PromptInput(ids, text), where)
 
     def checked(self, prompt: PromptInput, where: str, *, gives_tokens: bool = True) -> PromptInput:
         """Raises ValueError if the model cannot compute it."""
@@ -115,14 +130,25 @@ class PromptParser:
             raise ValueError(f"{where}: {problem}")
         return prompt
 
-    def _encode(self, text: str) -> list[int]:
+    def _cut(self, tokenization: Tokenization, gives_tokens: bool) -> PromptCut | None:
+        return tokenization.cut(
+            self.tokenizer, max_model_len=self.max_model_len, gives_tokens=gives_tokens
+        )
+
+    def _encode(
+        self, text: str, tokenization: Tokenization, gives_tokens: bool, *, with_special: bool
+    ) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(
                 f'{self.model_dir} has no tokenizer.json: pass prompts as {{"prompt_token_ids": '
                 "[...]}"
             )
         text.encode()  # raises ValueError for a lone surrogate
-        return self.tokenizer.encode(text)
+        cut = self._cut(tokenization, gives_tokens)
+        if cut is not None:
+            return cut.encode(text, self.tokenizer, with_special=with_special)
+        encode = self.tokenizer.encode if with_special else self.tokenizer.encode_rendered
+        return encode(text)
 
 
 def _as_ids(values: Any, where: str) -> list[int]:

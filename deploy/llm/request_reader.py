@@ -17,6 +17,7 @@ from longshore.deploy.llm.chats import (
 )
 from longshore.deploy.llm.prompts import Prompt, PromptInput, PromptParser, as_prompts
 from longshore.deploy.llm.sampling_params import SamplingParams
+from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.llm.transcriber import SpeechRequest
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.sample_params import sample_params
@@ -60,11 +61,20 @@ class RequestReader:
         self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
 
     def read_all(
-        self, prompts: Prompt | Sequence[Prompt], *, gives_tokens: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        gives_tokens: bool = True,
+        tokenization: Tokenization = AS_USUAL,
     ) -> list[PromptInput]:
         """One or more prompts. gives_tokens: at least one output token must fit after each."""
         return [
-            self.parser.parse(prompt, f"prompts[{index}]", gives_tokens=gives_tokens)
+            self.parser.parse(
+                prompt,
+                f"prompts[{index}]",
+                gives_tokens=gives_tokens,
+                tokenization=tokenization,
+            )
             for index, prompt in enumerate(as_prompts(prompts))
         ]
 
@@ -77,6 +87,7 @@ class RequestReader:
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
+        tokenization: Tokenization = AS_USUAL,
     ) -> list[PromptInput]:
         """The prompts of one or more chats."""
         if self.tokenizer is None:
@@ -94,7 +105,7 @@ class RequestReader:
         for index, chat in enumerate(as_chats(messages)):
             where = f"messages[{index}]"
             text = rendered_chat(template, chat, options, where)
-            prompts.append(self.parser.parse_rendered(text, where))
+            prompts.append(self.parser.parse_rendered(text, where, tokenization))
         return prompts
 
     def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PromptInput]:
@@ -166,6 +177,7 @@ class RequestReader:
         """The answers to one prompt."""
         settings = params.settings
         stops = settings.stops()
+        shows_special = not settings.skip_special_tokens
         decoder = self.decoder if settings.detokenize else None
         answers: list[Answer] = []
         for index, sampling in enumerate(sample_params(params.engine_params, settings.n)):
@@ -176,8 +188,11 @@ class RequestReader:
                 index,
                 answers[0] if answers else None,
                 decoder,
-                None if decoder is None else AnswerText(decoder, prompt.token_ids, stops),
+                None
+                if decoder is None
+                else AnswerText(decoder, prompt.token_ids, stops, shows_special=shows_special),
                 has_stops=bool(stops.texts),
+                shows_stop=stops.is_shown,
                 structured_output=params.constraint,
                 skips_reading=bool(settings.skip_reading_prefix_cache),
                 priority=priority,

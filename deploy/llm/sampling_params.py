@@ -14,6 +14,7 @@ from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.refused_settings import Refused, refusing
+from longshore.deploy.llm.tokenization import TRUNCATE
 from longshore.deploy.requests.structured_outputs import (
     StructuredOutputsParams,
     structured_output,
@@ -38,12 +39,10 @@ UNSUPPORTED: Final[Refused] = {
     "prompt_logprob_token_ids": (([],), "prompt_logprobs returns the most likely tokens"),
     "routed_experts_prompt_start": ((0,), "outputs do not have the experts of tokens"),
     "skip_clone": ((False, True), "settings are read when a request begins"),
-    "skip_special_tokens": ((True,), "decode token_ids with get_tokenizer()"),
-    "spaces_between_special_tokens": ((True, False), "texts have no special tokens"),
     "stream_interval": ((1,), "each output of a stream has all tokens since the one before"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
     "trace_decode_token_ids": ((), "sampled tokens cannot be prescribed"),
-    "truncate_prompt_tokens": ((), "pass the token ids that the prompt should have"),
+    "truncate_prompt_tokens": ((), TRUNCATE),
     "use_beam_search": ((False,), "call LLM.beam_search"),
 }
 """Settings of vLLM's `SamplingParams`, of all versions, that are not supported."""
@@ -71,7 +70,8 @@ class SamplingParams:
     seed:           makes the answers reproducible.
     stop:           strings that end an answer, after at least `min_tokens` tokens. The text
                     excludes them, unless `include_stop_str_in_output`.
-    stop_token_ids: tokens that end an answer; `token_ids` includes them, and `text` does not.
+    stop_token_ids: tokens that end an answer; `token_ids` includes them. The text excludes them,
+                    like every token that ends an answer, unless `include_stop_str_in_output`.
     bad_words:      texts that must not appear in an answer, at the start of a word or within one.
     bad_words_token_ids: sequences of token ids that must not appear.
     ignore_eos:     the model's own end-of-sequence ids do not end an answer.
@@ -85,6 +85,8 @@ class SamplingParams:
     prompt_logprobs: the same for each prompt token except the first.
     structured_outputs: constrains the answers.
     detokenize:     False: texts are empty.
+    skip_special_tokens: False: texts include special tokens.
+    spaces_between_special_tokens: without effect, because tokenizer.json puts none there.
     output_kind:    what the outputs of `AsyncLLM.generate` have.
     skip_reading_prefix_cache: compute the whole prompt.
     """
@@ -112,6 +114,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = field(default=None, repr=False)
 

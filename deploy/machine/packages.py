@@ -50,6 +50,7 @@ EXTRAS: Final = (
     Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
     Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
+    Extra("xgrammar", ("xgrammar",), "a second backend of structured output"),
 )
 
 

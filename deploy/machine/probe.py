@@ -60,6 +60,7 @@ PROBES: Final[dict[str, Callable[[], Facts]]] = {
     "lmcache": _importing("lmcache.v1.distributed.storage_manager"),
     "redis": _importing("redis", "hiredis"),
     "s3": _importing("obstore"),
+    "xgrammar": _importing("xgrammar"),
 }
 
 

@@ -15,6 +15,8 @@ from tests.conftest import ROOT
 from tests.docs.blocks import Block, Command
 
 NOT_RUN: Final = {  # by the beginning of the command
+    "git clone URL": "the tests have a clone",
+    "cd longshore": "the folder of the clone",
     "source ": "changes the environment of the reader's shell",
     "longshore COMMAND": "stands for every command",
     "curl -d @file.json": "only a part of a command",
@@ -83,7 +85,7 @@ def place_of(command: Command) -> str:
         return "run"
     if words[0].startswith(("benchmarks/", "scripts/")):
         return "program"
-    if words[0] == "python" and words[1].startswith("benchmarks/"):
+    if words[0] == "python" and words[1].startswith(("benchmarks/", "scripts/")):
         return "program"
     raise LookupError(f"{command.place}: no test checks {command.text!r}; add it to {__name__}")
 

@@ -11,6 +11,7 @@ from longshore import (
     LLM,
     AsyncEngineArgs,
     AsyncLLM,
+    PoolingParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -138,6 +139,47 @@ async def test_a_stream_follows_its_constraint(engine: AsyncLLM) -> None:
     outputs = await collect(engine.generate(PROMPT, params, "constrained"))
     assert outputs[-1].outputs[0].finish_reason == "stop"
     assert outputs[-1].outputs[0].text in ('"free"', '"taken"')
+
+
+async def test_vectors_are_those_of_llm(engine: AsyncLLM) -> None:
+    params = PoolingParams(dimensions=32)
+    with LLM(DEMO_MODEL_DIR, in_process=True, **SETTINGS) as llm:
+        (wanted,) = llm.encode(PROMPT, params, use_tqdm=False)
+    (output,) = [each async for each in engine.encode(PROMPT, params, "vector")]
+    assert (output.request_id, output.finished, output.error) == ("vector", True, None)
+    assert output.prompt_token_ids == wanted.prompt_token_ids
+    assert output.outputs.data == pytest.approx(wanted.outputs.data, abs=1e-5)
+    cut = {"truncate_prompt_tokens": 5}
+    stream = engine.encode(PROMPT, params, "cut", tokenization_kwargs=cut)
+    (output,) = [each async for each in stream]
+    assert len(output.prompt_token_ids) == 5
+    with pytest.raises(ValueError, match="dimensions"):
+        await anext(engine.encode(PROMPT, PoolingParams(dimensions=1 << 20), "invalid"))
+
+
+async def test_a_request_for_a_vector_can_be_aborted(engine: AsyncLLM) -> None:
+    stream = engine.encode([5] * 2000, PoolingParams(), "aborted vector")
+    first = asyncio.ensure_future(anext(stream))
+    while "aborted vector" not in engine._streams:
+        await asyncio.sleep(0)
+    await engine.abort("aborted vector")
+    output = await first
+    assert (output.error, output.outputs.data.size) == ("the request was aborted", 0)
+
+
+async def test_prompts_are_tokenized_as_asked_for(engine: AsyncLLM) -> None:
+    cut = {"truncate_prompt_tokens": 5}
+    for text in (PROMPT, PROMPT * 100):  # a long one is tokenized on another thread
+        stream = engine.generate(text, SamplingParams(max_tokens=1), "cut", tokenization_kwargs=cut)
+        (output,) = await collect(stream)
+        assert len(output.prompt_token_ids) == 5
+
+
+async def test_what_the_engine_rejects_is_a_value_error(engine: AsyncLLM) -> None:
+    grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
+    params = SamplingParams(structured_outputs=grammar)
+    with pytest.raises(ValueError, match="missing"):
+        await collect(engine.generate(PROMPT, params, "grammar"))
 
 
 async def test_what_is_invalid_is_a_value_error(engine: AsyncLLM) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from longshore import LLM
+from longshore import LLM, AsyncLLM, PoolingParams, SamplingParams
 from tests.deploy.tiny_tokenizer import (
     BOS,
     BOS_ID,
@@ -230,6 +230,15 @@ def test_llm_scores_and_classifies(reranker: tuple[Path, Any], tmp_path: Path) -
         for call in (llm.generate, llm.embed):
             with pytest.raises(ValueError, match=r"classifies text: use LLM\.classify"):
                 call("x")
+
+
+async def test_async_llm_encodes_with_a_classifier(reranker: tuple[Path, Any]) -> None:
+    path, model = reranker
+    async with AsyncLLM(path, **SETTINGS) as engine:
+        (output,) = [each async for each in engine.encode(QUERY, PoolingParams(), "labels")]
+        assert_close(output.outputs.data, logits_of(path, model, QUERY).sigmoid().numpy())
+        with pytest.raises(ValueError, match=r"no output head: use AsyncLLM\.encode"):
+            await anext(engine.generate(QUERY, SamplingParams(), "text"))
 
 
 def test_llm_of_a_generating_model_compares_embeddings(tiny_model: tuple[Path, Any]) -> None:

@@ -1,7 +1,10 @@
 """The official client and a real server, with a model that calls a tool and uses its result."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,16 +142,35 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_agent_of_the_page_prints_what_the_page_says(
-    demo: openai.OpenAI, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_agent_of_the_page_prints_what_the_page_says(demo: openai.OpenAI) -> None:
     page = PAGE.read_text()
     agent, _ = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     (printed,) = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
-    names: dict[str, Any] = {}
-    exec(agent.replace("http://127.0.0.1:8000/v1", str(demo.base_url)), names)
-    names["client"].close()
-    assert capsys.readouterr().out == printed
+    program = (ROOT / "scripts" / "tool_agent.py").read_text()
+    assert program.endswith(f'"""\n\n{agent}')
+    ran = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "tool_agent.py"],
+        env={**os.environ, "OPENAI_BASE_URL": str(demo.base_url)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ran.stdout == printed, ran.stderr
+
+
+def test_the_agent_needs_five_commands() -> None:
+    pages = [PAGE.read_text(), (ROOT / "README.md").read_text()]
+    for page in pages:
+        (first,) = re.findall(r"^```sh\n(git clone .*?)^```$", page, re.M | re.S)
+        (second,) = re.findall(r"^```sh\n(\S+ install openai\n.*?)^```$", page, re.M | re.S)
+        programs = [line.split("#")[0].split() for line in (first + second).splitlines()]
+        assert programs == [
+            ["git", "clone", "URL", "longshore"],
+            ["cd", "longshore"],
+            ["scripts/quickstart"],  # tests/scripts/test_quickstart.py runs it
+            [".venv/bin/pip", "install", "openai"],
+            [".venv/bin/python", "scripts/tool_agent.py"],
+        ]
 
 
 def test_demo_model_calls_its_tool_for_what_it_is_not_told(demo: openai.OpenAI) -> None:

@@ -20,6 +20,7 @@ from longshore import (
     TokensPrompt,
 )
 from longshore.deploy.llm.metrics import Counter, Gauge, Histogram
+from longshore.deploy.llm.outputs import CompletionOutput
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError, EngineDead
 
@@ -131,6 +132,52 @@ def test_settings_per_prompt_stops_words_and_scores(llm: LLM) -> None:
     assert [answer.index for answer in several.outputs] == [0, 1, 2]
     assert len({tuple(answer.token_ids) for answer in several.outputs}) > 1
     assert {answer.text for answer in several.outputs} == {""}
+
+
+def test_special_and_stop_tokens_are_shown_on_request(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    messages = [{"role": "user", "content": "C417 B42 red\nC009 B13 blue\nWhere is C417?"}]
+
+    def answer(**settings: Any) -> CompletionOutput:
+        params = SamplingParams(temperature=0, max_tokens=40, **settings)
+        return llm.chat(messages, params, use_tqdm=False)[0].outputs[0]
+
+    plain = answer()
+    assert (plain.text, plain.finish_reason) == ("C417 B42 red", "stop")
+    end = tokenizer.decode(plain.token_ids[-1])  # a special token
+    assert answer(skip_special_tokens=False).text == plain.text
+    assert answer(include_stop_str_in_output=True).text == plain.text
+    for spaces in (False, True):
+        shown = answer(
+            skip_special_tokens=False,
+            spaces_between_special_tokens=spaces,
+            include_stop_str_in_output=True,
+        )
+        assert shown.text == plain.text + end
+    third = plain.token_ids[2]
+    assert answer(stop_token_ids=[third]).text == tokenizer.decode(plain.token_ids[:2])
+    shown = answer(stop_token_ids=[third], include_stop_str_in_output=True)
+    assert shown.text == tokenizer.decode(plain.token_ids[:3])
+
+
+def test_prompts_are_tokenized_as_asked_for(llm: LLM) -> None:
+    short = SamplingParams(max_tokens=1)
+    ids = llm.get_tokenizer().encode(FACTS)
+    cut: Any = {"truncate_prompt_tokens": 5}
+    (output,) = llm.generate(FACTS, short, use_tqdm=False, tokenization_kwargs=cut)
+    assert (output.prompt, output.prompt_token_ids[-4:]) == (FACTS, ids[-4:])
+    assert len(output.prompt_token_ids) == 5
+    (output,) = llm.chat(CHAT, short, use_tqdm=False, tokenization_kwargs=cut)
+    assert len(output.prompt_token_ids) == 5
+    (output,) = llm.generate(
+        FACTS, short, use_tqdm=False, tokenization_kwargs={"add_special_tokens": False}
+    )
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(FACTS, add_special_tokens=False)
+    for call in (llm.embed, llm.encode):
+        (vector,) = call(FACTS, use_tqdm=False, tokenization_kwargs=cut)  # type: ignore[operator]
+        assert len(vector.prompt_token_ids) == 5
+    with pytest.raises(ValueError, match="max_length is not supported"):
+        llm.generate(FACTS, short, tokenization_kwargs={"max_length": 5})
 
 
 def test_the_chat_script(llm: LLM) -> None:
@@ -265,6 +312,16 @@ def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) 
     assert all(re.fullmatch(r"[a-z]{1,9}@quay\.org", text) for text in regex)
     assert set(json_text) <= {'"free"', "null", "3"}
     assert set(of_grammar) <= {"SELECT a", "SELECT b"}
+
+
+def test_a_request_that_the_engine_rejects_is_a_value_error(llm: LLM) -> None:
+    if llm._reader._compiles_grammars:
+        grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
+        bad = SamplingParams(structured_outputs=grammar)
+        with pytest.raises(ValueError, match="missing"):
+            llm.generate([FACTS] * 2, [SamplingParams(max_tokens=100), bad], use_tqdm=False)
+        assert not llm._requests.all()
+    assert llm.generate(FACTS, SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 
 def test_a_reset_prefix_cache_is_empty(llm: LLM) -> None:

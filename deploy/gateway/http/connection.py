@@ -33,11 +33,11 @@ MIN_BODY_BYTES: Final = 1 << 10
 MAX_REFUSED: Final = 32
 
 
-def _last_answer(status: int, message: str) -> bytes:
+def _last_answer(error: ApiError) -> bytes:
     """A whole response, after which the connection is closed."""
-    body = ApiError(status, message).json()
+    body = error.json()
     lines = [
-        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}".encode(),
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode(),
         b"connection: close",
         b"content-type: application/json",
         b"content-length: %d" % len(body),
@@ -45,13 +45,14 @@ def _last_answer(status: int, message: str) -> bytes:
     return b"\r\n".join([*lines, b"", body])
 
 
-_URL_TOO_LONG: Final = _last_answer(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
-_HEAD_TOO_LARGE: Final = _last_answer(
+_URL_TOO_LONG: Final = ApiError(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
+_HEAD_TOO_LARGE: Final = ApiError(
     431, f"the URL and the header fields are larger than {MAX_HEAD_BYTES} bytes"
 )
-_TOO_SLOW: Final = _last_answer(408, "the request body arrives too slowly")
-_TOO_MANY: Final = _last_answer(503, "the server has too many connections; retry later")
+_TOO_SLOW: Final = ApiError(408, "the request body arrives too slowly")
+_TOO_MANY: Final = ApiError(503, "the server has too many connections; retry later")
 _refusals: Final = LogLimit(logger, max_per_second=1)
+_rejections: Final = LogLimit(logger, max_per_second=1)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -120,7 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._await_body()
             return
         if not self.cycle.response_started:
-            self.transport.write(_TOO_SLOW)
+            self.transport.write(_last_answer(_TOO_SLOW))
         self._close()
 
     def _stop_waiting(self) -> None:
@@ -193,18 +194,28 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_ignored or self.transport.is_closing():
             return
         if self._is_refused:
-            self._reject(_TOO_MANY)
+            self._reject(_TOO_MANY)  # `_refuse` has logged it
             return
         self._num_unseen_bytes += len(data)
         super().data_received(data)
         if self._num_unseen_bytes > MAX_HEAD_BYTES:
-            self._reject(_HEAD_TOO_LARGE)
+            self._reject_head(_HEAD_TOO_LARGE)
 
-    def _reject(self, answer: bytes) -> None:
+    def _reject_head(self, error: ApiError) -> None:
+        """Reject what never becomes a request, and log it."""
+        if not self._is_ignored and not self.transport.is_closing():
+            host, port = self.client or ("unknown", 0)
+            _rejections.warning(
+                "request rejected: %s", error, client=f"{host}:{port}", status=error.status
+            )
+        self._reject(error)
+
+    def _reject(self, error: ApiError) -> None:
         """Answer, unless a response has begun, and close. May be called by the parser's events."""
         if self._is_ignored or self.transport.is_closing():
             return
         self._is_ignored = True
+        answer = _last_answer(error)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(answer)
         self._close()
@@ -226,14 +237,14 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_url(url)
             self._num_head_bytes += len(url)
             if self._num_head_bytes > MAX_URL_BYTES:
-                self._reject(_URL_TOO_LONG)
+                self._reject_head(_URL_TOO_LONG)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_ignored:
             super().on_header(name, value)
             self._num_head_bytes += len(name) + len(value) + 4
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._reject(_HEAD_TOO_LARGE)
+                self._reject_head(_HEAD_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
         self._num_unseen_bytes = 0

@@ -13,8 +13,11 @@ AS_MANY_AS_FIT: Final = -1
 class CutParameters(Protocol):
     """The parameters of a request body; None: not set."""
 
-    truncate_prompt_tokens: int | None
-    truncation_side: Literal["left", "right"] | None
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def truncation_side(self) -> Literal["left", "right"] | None: ...
 
 
 class PromptCut(msgspec.Struct, frozen=True):

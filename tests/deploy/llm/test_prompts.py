@@ -5,13 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.chats import as_chats, chat_options, other_template, rendered_chat
 from longshore.deploy.llm.prompts import PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.tokenization import as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
-from tests.deploy.tiny_tokenizer import byte_level_tokenizer
+from tests.deploy.tiny_tokenizer import BOS_ID, byte_level_tokenizer
 
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
@@ -142,3 +144,69 @@ def test_the_tokenizer_has_the_methods_of_hugging_face() -> None:
     assert tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True) == tokenizer.encode(
         text, add_special_tokens=False
     )
+
+
+def with_beginning(keeps_end: bool = False) -> ModelTokenizer:
+    """A tokenizer that puts a token before every text."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+    return ModelTokenizer(tokenizer, ChatTemplate(TEMPLATE, {}), keeps_end=keeps_end)
+
+
+def test_special_tokens_are_added_as_asked_for(tokenizer: ModelTokenizer) -> None:
+    parser = PromptParser(with_beginning(), Path("folder"), vocab_size=320, max_model_len=64)
+    ids = tokenizer.encode("quay")
+    for given, text, chat in ((None, True, False), (True, True, True), (False, False, False)):
+        tokenization = as_tokenization({"add_special_tokens": given})
+        prompt = parser.parse("quay", "prompt", tokenization=tokenization)
+        assert prompt.token_ids == [BOS_ID] * text + ids
+        assert (
+            parser.parse_rendered("quay", "chat", tokenization).token_ids == [BOS_ID] * chat + ids
+        )
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("keeps_end", [False, True])
+def test_prompts_are_truncated_as_over_http(side: Any, keeps_end: bool) -> None:
+    tokenizer = with_beginning(keeps_end)
+    parser = PromptParser(tokenizer, Path("folder"), vocab_size=320, max_model_len=64)
+    text = "0123456789" * 12
+    whole = tokenizer.encode_rendered(text)
+
+    def parsed(prompt: Any, number: int, gives_tokens: bool) -> list[int]:
+        given = {"truncate_prompt_tokens": number, "truncation_side": side}
+        return parser.parse(
+            prompt, "prompt", gives_tokens=gives_tokens, tokenization=as_tokenization(given)
+        ).token_ids
+
+    for gives_tokens in (True, False):
+        removes_start = side == "left" or (side is None and (gives_tokens or keeps_end))
+        longest = 63 if gives_tokens else 64
+        for number, length in ((-1, longest), (longest, longest), (5, 5)):
+            kept = whole[-length:] if removes_start else whole[:length]
+            assert parsed({"prompt_token_ids": whole}, number, gives_tokens) == kept
+            kept = whole[1 - length :] if removes_start else whole[: length - 1]
+            assert parsed(text, number, gives_tokens) == [BOS_ID, *kept]
+        with pytest.raises(ValueError, match=f"must be -1 or between 1 and {longest}"):
+            parsed(text, longest + 1, gives_tokens)
+    chat = parser.parse_rendered(text, "chat", as_tokenization({"truncate_prompt_tokens": 5}))
+    assert chat.token_ids == whole[-5:]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_length": 5}, "max_length is not supported; the keys are add_special_tokens"),
+        ({"truncate_prompt_tokens": "5"}, "truncate_prompt_tokens must be an integer"),
+        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens must be an integer"),
+        ({"add_special_tokens": "no"}, "add_special_tokens must be True or False"),
+        ({"truncation_side": "end"}, "truncation_side must be left or right"),
+        ({"truncation_side": "left"}, "truncation_side has no effect without"),
+    ],
+    ids=str,
+)
+def test_tokenization_that_is_invalid_is_a_value_error(
+    parser: PromptParser, given: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"tokenization_kwargs: {message}"):
+        parser.parse("quay", "prompt", tokenization=as_tokenization(given))

@@ -57,6 +57,7 @@ def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_pa
         ("audio", "pip install 'longshore[audio]'"),
         ("nixl", "pip install --no-deps nixl nixl-cu13"),
         ("s3", "pip install 'longshore[s3]'"),
+        ("xgrammar", "pip install 'longshore[xgrammar]'"),
         (
             "lmcache",
             "pip install 'longshore[lmcache]' && pip install --no-deps lmcache==0.5.6",
@@ -112,7 +113,7 @@ def test_what_no_code_of_this_version_imports_is_not_recommended(tmp_path: Path)
     """Each extra is imported somewhere besides the doctor."""
     code = "".join(
         path.read_text("utf-8")
-        for folder in ("connectors", "deploy", "worker")
+        for folder in ("connectors", "deploy", "scheduler", "worker")
         for path in (ROOT / folder).rglob("*.py")
         if "machine" not in path.parts
     )

@@ -17,6 +17,7 @@ from longshore.deploy.gateway.http.connection import (
     MIN_BODY_BYTES,
     BoundedConnection,
 )
+from longshore.protocol.logs.limits import LogLimit
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import never_answer
 
@@ -92,10 +93,19 @@ LONGEST_URL = b"/health?" + b"a" * (MAX_URL_BYTES - len(b"/health?"))
     ids=["head that fits", "large head", "URL that fits", "long URL"],
 )
 async def test_head_that_arrives_at_once_has_the_same_limits(
-    start_gateway: StartGateway, request_: bytes, status: int, error: bytes
+    start_gateway: StartGateway,
+    request_: bytes,
+    status: int,
+    error: bytes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connection, "_rejections", LogLimit(connection.logger))
     async with start_gateway() as gateway:
         answer = await exchange(gateway, request_)
+        logged = [each.getMessage() for each in caplog.records if "rejected" in each.getMessage()]
+        assert len(logged) == (status != 200)
+        assert all(error.decode() in line for line in logged)
         if status != 200 and answer == CUT_OFF:
             return
         assert answer.startswith(b"HTTP/1.1 %d" % status)
