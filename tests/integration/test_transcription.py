@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from longshore import LLM, SamplingParams
+from longshore import LLM, BeamSearchParams, SamplingParams
 from longshore.deploy.requests.audio import Samples, split_audio
 from longshore.protocol.errors import ConfigError
 from tests.deploy.sounds import as_file, tone
@@ -291,7 +291,7 @@ def test_llm_takes_what_its_model_takes(llm: LLM, tiny_model: tuple[Path, Any]) 
     with pytest.raises(ValueError, match=r"use LLM\.transcribe"):
         llm.generate("x", use_tqdm=False)
     with pytest.raises(ValueError, match=r"use LLM\.transcribe"):
-        llm.beam_search("x", beam_width=2, max_tokens=2)
+        llm.beam_search("x", BeamSearchParams(beam_width=2, max_tokens=2))
     with pytest.raises(ValueError, match=r"audio\[1\].*cannot be read as audio"):
         llm.transcribe([as_file(tone(0.1)), b"no sound"], use_tqdm=False)
     with (
