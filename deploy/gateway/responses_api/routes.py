@@ -32,11 +32,14 @@ class StoredResponseRoutes:
         self._store = store
         path = "/v1/responses/{response_id}"
         self.routes = (
-            Route(path, self._show, methods=["GET"]),
-            Route(path, self._delete, methods=["DELETE"]),
+            # One route, so that a rejected method gets all allowed ones.
+            Route(path, self._show_or_delete, methods=["GET", "DELETE"]),
             Route(f"{path}/cancel", self._cancel, methods=["POST"]),
             Route(f"{path}/input_items", self._input_items, methods=["GET"]),
         )
+
+    async def _show_or_delete(self, request: Request) -> Response:
+        return await (self._delete if request.method == "DELETE" else self._show)(request)
 
     async def _show(self, request: Request) -> Response:
         _check_query(request, ())
