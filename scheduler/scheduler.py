@@ -433,11 +433,9 @@ class Scheduler:
         return self._transfers is not None and self._transfers.hooks.has_pending_work
 
     def has_transfers(self) -> bool:
-        """Whether transfers of blocks of this engine are under way, or the connector has
-        instructions for the workers."""
-        return self._transfers is not None and (
-            len(self._transfers) > 0 or self._transfers.hooks.has_pending_work
-        )
+        """Whether blocks of this engine are being transferred, or the connector has instructions
+        for the workers."""
+        return bool(self._transfers) or self.has_pending_work()
 
     @property
     def num_steps_in_flight(self) -> int:

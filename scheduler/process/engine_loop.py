@@ -190,9 +190,12 @@ class Engine:
         """Give the connector some time to store in its tiers what is left to store. Workers end
         what they have begun."""
         deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
-        while self._failure is None and self._handshake is None:
-            if not self._scheduler.has_transfers() or time.monotonic() > deadline_s:
-                return
+        while (
+            self._failure is None
+            and self._handshake is None
+            and self._scheduler.has_transfers()
+            and time.monotonic() < deadline_s
+        ):
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def command(self, number: int, command: EngineCommand) -> None:
