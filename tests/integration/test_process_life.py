@@ -226,7 +226,7 @@ def test_broken_checkpoint_is_named_once(
 
 def test_stop_while_loading_is_no_error(start_deployment: StartDeployment) -> None:
     deployment = start_deployment()
-    wait_until(lambda: "loading" in deployment.output)
+    wait_until(lambda: len(deployment.process.children()) == 3)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output
     assert not any(child.is_running() for child in children)
