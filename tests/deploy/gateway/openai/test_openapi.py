@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from starlette.routing import Route
 
@@ -13,6 +14,7 @@ from longshore.deploy.gateway.openai.responses import Model
 from tests.deploy.gateway.conftest import StartGateway
 
 DOCUMENT = document()
+HI = [{"role": "user", "content": "hi"}]
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 
@@ -74,3 +76,32 @@ async def test_answers_have_what_the_document_requires_of_them(
             required = SCHEMAS[schema["$ref"].rpartition("/")[2]]
             content = json.loads(answer.body)
             assert set(required["required"]) <= content.keys() <= required["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "has_done"),
+    [
+        ("/v1/completions", {"prompt": "p"}, True),
+        ("/v1/chat/completions", {"messages": HI}, True),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 4, "messages": HI}, False),
+        ("/v1/responses", {"input": "hi"}, False),
+    ],
+)
+async def test_every_event_of_a_stream_is_described(
+    path: str, body: dict[str, Any], has_done: bool, start_gateway: StartGateway
+) -> None:
+    answers = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+    event = answers["text/event-stream"]["schema"]
+    described = event["properties"]["data"]
+    if has_done:
+        done, described = described["anyOf"]
+        assert done == {"const": "[DONE]"}
+    async with start_gateway() as gateway:
+        answer = await gateway.post(path, {**body, "stream": True})
+    data = [text.rpartition(b"data: ")[2] for _, text in answer.events]
+    if has_done:
+        assert data.pop() == b"[DONE]"
+    assert data
+    for text in data:
+        schema = {**described["contentSchema"], "components": DOCUMENT["components"]}
+        jsonschema.validate(json.loads(text), schema)
