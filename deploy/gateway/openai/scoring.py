@@ -92,9 +92,7 @@ class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
         return list(zip(ones, others, strict=True))
 
 
-class RerankDocument(msgspec.Struct, frozen=True):
-    """Other fields are ignored."""
-
+class RerankDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 

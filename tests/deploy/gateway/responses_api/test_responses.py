@@ -322,7 +322,6 @@ async def test_a_stream_that_fails_says_so_in_its_last_events(start_gateway: Sta
         ({"input": [{"role": "user"}]}, "content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
-        ({"tools": [{"type": "function", "name": "f", "color": 1}]}, "color"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "xml"),
