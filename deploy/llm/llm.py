@@ -45,6 +45,7 @@ from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
+    check_speech_settings,
     transcribe,
 )
 from longshore.deploy.model.folder import read_model_folder
@@ -285,7 +286,8 @@ class LLM:
         language: code of the spoken language, such as `en`. None: it is detected per input.
         task:     `translate` returns English text.
         prompt:   preceding text, which sets the style and the spelling of names.
-        sampling_params: None: greedy, without a token limit.
+        sampling_params: None: greedy, without a token limit. There is one transcript of each input,
+                  as plain text, so `n`, `stop`, `structured_outputs` and the like are rejected.
         Raises ValueError for invalid audio; otherwise as `generate`.
         """
         self._check_takes(text=False)
@@ -301,6 +303,7 @@ class LLM:
 
         if sampling_params is None:
             sampling_params = SamplingParams(temperature=0, max_tokens=None)
+        check_speech_settings(params.settings)
         params = self._reader.check(sampling_params)
         with progress_bar("transcribe", 0, use_tqdm) as bar:
             return transcribe(

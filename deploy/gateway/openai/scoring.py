@@ -57,6 +57,10 @@ class ScoringRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     use_activation: bool | None = None
     max_tokens_per_doc: Int32 | None = None
 
+    @property
+    def truncates(self) -> bool:
+        return super().truncates or bool(self.max_tokens_per_doc)
+
 
 class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
     """One of the pairs in SCORE_NAMES, as in vLLM: one text with each of the others, or as many of
