@@ -22,9 +22,9 @@ from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, Embeddi
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import (
+    OF_CHATS,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
 )
 from longshore.deploy.gateway.openai.responses import (
     ChatChunk,
@@ -283,15 +283,14 @@ def document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
     for component in components.values():  # unknown fields are ignored
         component.pop("additionalProperties", None)
-    for kind in (ChatRequest, CompletionRequest):
-        components[kind.__name__]["properties"] |= _accepted_besides(kind)
-    for conversation in (Conversation, MessagesRequest):
-        components[conversation.__name__]["properties"] |= _neutral(
-            conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED
-        )
-    components[ResponsesRequest.__name__]["properties"] |= _neutral(
-        ResponsesRequest, responses_requests.IGNORED, responses_requests.UNSUPPORTED
-    )
+    for kind, ignored, unsupported in (
+        (ChatRequest, IGNORED, UNSUPPORTED),
+        (CompletionRequest, IGNORED, UNSUPPORTED),
+        (Conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED),
+        (MessagesRequest, anthropic_requests.IGNORED, OF_CHATS | anthropic_requests.UNSUPPORTED),
+        (ResponsesRequest, responses_requests.IGNORED, OF_CHATS | responses_requests.UNSUPPORTED),
+    ):
+        components[kind.__name__]["properties"] |= _neutral(kind, ignored, unsupported)
     for pools in (EmbeddingRequest, ScoreRequest, RerankRequest, ClassificationRequest):
         components[pools.__name__]["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
@@ -321,17 +320,13 @@ def document() -> dict[str, Any]:
     }
 
 
-def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
-    values."""
-    return _neutral(kind, IGNORED, UNSUPPORTED)
-
-
 def _neutral(
     kind: type[msgspec.Struct],
     ignored: Collection[str],
     unsupported: Mapping[str, tuple[object, ...]],
 ) -> dict[str, Any]:
+    """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
+    values."""
     fields = kind.__struct_fields__
     neutral = {name: list(values) for name, values in unsupported.items() if name not in fields}
     return {

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.openai.openapi import document
-from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.requests import OF_CHATS, ChatRequest, CompletionRequest
 from longshore.deploy.gateway.openai.responses import Model
 from tests.deploy.gateway.conftest import StartGateway
 
@@ -76,6 +76,17 @@ async def test_answers_have_what_the_document_requires_of_them(
             required = SCHEMAS[schema["$ref"].rpartition("/")[2]]
             content = json.loads(answer.body)
             assert set(required["required"]) <= content.keys() <= required["properties"].keys()
+
+
+@pytest.mark.parametrize("name", ["MessagesRequest", "ResponsesRequest"])
+def test_parameters_of_chats_that_an_endpoint_has_not_are_named_with_neutral_values(
+    name: str,
+) -> None:
+    properties = SCHEMAS[name]["properties"]
+    assert OF_CHATS.keys() <= properties.keys()
+    assert properties["n"] == {"enum": [None, 1]}
+    assert properties["logit_bias"] == {"enum": [None, {}]}
+    assert properties["guided_json"] == {"enum": [None]}
 
 
 @pytest.mark.parametrize(
