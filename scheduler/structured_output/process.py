@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import numpy as np
 import zmq
@@ -36,6 +37,9 @@ from longshore.scheduler.features.grammar import GrammarError
 from longshore.scheduler.structured_output.backends import CompiledGrammar, Matcher
 
 logger = logging.getLogger(__name__)
+
+MaskWords: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+"""(masks, cdiv(vocabulary, 32)): the lowest token id in the lowest bit."""
 
 NUM_COMPILERS: Final = 2
 """Threads that compile. One of them can be busy with a grammar that has passed its time limit."""
@@ -265,40 +269,13 @@ class GrammarServer:
         for row in message.rows:
             masks = words[first : first + 1 + len(row.draft_token_ids)]
             try:
-                self._fill_row(row, masks)
+                fill_row(self._advanced(row), row.draft_token_ids.tolist(), masks)
             except GrammarError as error:
                 self._requests[row.grammar_id].error = errors[row.grammar_id] = str(error)
                 masks[:] = 0  # for the next row
                 continue
             first += len(masks)
-        return MasksFilled(message.number, self._packed(words[:first]), errors)
-
-    def _packed(self, words: "np.ndarray[tuple[int, int], np.dtype[np.int32]]") -> UInt8Array:
-        """The bits of whole words without the last ones that no token has."""
-        bits = words.astype("<i4", copy=False).view(np.uint8)
-        return np.ascontiguousarray(bits[:, : -(-self._vocab_size // 8)]).reshape(-1)
-
-    def _fill_row(
-        self, row: MaskedRow, masks: "np.ndarray[tuple[int, int], np.dtype[np.int32]]"
-    ) -> None:
-        matcher = self._advanced(row)
-        drafts = row.draft_token_ids.tolist()
-        num_accepted = 0
-        for index in range(len(masks)):
-            matcher.fill(masks[index])
-            if not masks[index].any():
-                raise GrammarError(
-                    "no token continues the output as the grammar demands: the vocabulary cannot "
-                    "spell it"
-                )
-            if index < len(drafts):
-                if not matcher.accept(drafts[index]):
-                    # The masks after a draft that is not allowed are not used.
-                    masks[index + 1 :] = -1
-                    break
-                num_accepted += 1
-        if num_accepted:
-            matcher.rollback(num_accepted)
+        return MasksFilled(message.number, packed(words[:first], self._vocab_size), errors)
 
     def _advanced(self, row: MaskedRow) -> Matcher:
         request = self._requests[row.grammar_id]
@@ -309,3 +286,31 @@ class GrammarServer:
             if not request.matcher.accept(token_id):
                 raise GrammarError("the output so far does not match the grammar")
         return request.matcher
+
+
+def fill_row(matcher: Matcher, drafts: Sequence[int], masks: MaskWords) -> None:
+    """The mask of the next token, and one after each draft. Raises GrammarError."""
+    num_accepted = 0
+    for index in range(len(masks)):
+        matcher.fill(masks[index])
+        if not masks[index].any():
+            raise GrammarError(
+                "no token continues the output as the grammar demands: the vocabulary cannot "
+                "spell it"
+            )
+        if index < len(drafts):
+            draft = drafts[index]
+            # By the mask: a matcher cannot go back from a token that it does not accept.
+            if not masks[index, draft >> 5] >> (draft & 31) & 1:
+                masks[index + 1 :] = -1  # the masks after it are not used
+                break
+            matcher.accept(draft)
+            num_accepted += 1
+    if num_accepted:
+        matcher.rollback(num_accepted)
+
+
+def packed(words: MaskWords, vocab_size: int) -> UInt8Array:
+    """The bits of whole words without the last ones that no token has."""
+    bits = words.astype("<i4", copy=False).view(np.uint8)
+    return np.ascontiguousarray(bits[:, : -(-vocab_size // 8)]).reshape(-1)

@@ -24,14 +24,17 @@ from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.transport.channel import Channel, Endpoint
 from longshore.scheduler.config import GrammarProcessConfig, StructuredOutputConfig
 from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.structured_output.backends import LLGuidance
 from longshore.scheduler.structured_output.process import (
     LOAD_TIMEOUT_S,
     MAX_STUCK_S,
     NUM_COMPILERS,
     GrammarCache,
     GrammarServer,
+    fill_row,
 )
 from tests.harness.sockets import Sockets
+from tests.harness.vocabularies import small_vocabulary
 
 VOCAB_SIZE = 70
 TIMEOUT_S = 30.0
@@ -266,3 +269,16 @@ def test_the_cache_is_limited_in_bytes() -> None:
         assert cache.num_bytes == 41 * len(cache) <= 100
     cache.add(spec("large"), CountingGrammar(0, num_bytes=101))
     assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_a_draft_that_is_not_allowed_leaves_the_state() -> None:
+    """A matcher of llguidance that has seen such a token has no mask any more."""
+    vocabulary = small_vocabulary()
+    grammar = LLGuidance(vocabulary).compile(StructuredOutput("regex", "ab+c"))
+    matcher, num_words = grammar.matcher(), -(-len(vocabulary.tokens) // 32)
+    a, b = b"ab"
+    for drafts in ([a, a, a], [b], [a, b]):
+        masks = np.zeros((1 + len(drafts), num_words), np.int32)
+        fill_row(matcher, drafts, masks)
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == [a]
