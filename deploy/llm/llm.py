@@ -112,7 +112,6 @@ class LLM:
             tokenizer,
             decoder,
             max_model_len=self._max_model_len,
-            compiles_grammars=not in_process,
         )
         self._requests = LiveRequests(seed_source(options.seed))
         # No generator: an interrupt inside one would end it.

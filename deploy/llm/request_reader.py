@@ -42,7 +42,6 @@ class RequestReader:
 
     tokenizer: None: prompts must be token ids.
     decoder:   decodes answers; None: they have no text.
-    compiles_grammars: the engine does, so answers can be constrained.
     """
 
     def __init__(
@@ -52,10 +51,8 @@ class RequestReader:
         decoder: TokenDecoder | None,
         *,
         max_model_len: int,
-        compiles_grammars: bool = True,
     ) -> None:
         self._model = model
-        self._compiles_grammars = compiles_grammars
         self.tokenizer = tokenizer
         self.decoder = decoder
         self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
@@ -164,10 +161,6 @@ class RequestReader:
         if constraint is not None and self.tokenizer is None:
             raise ValueError(
                 f"structured_outputs needs a tokenizer, but {self._model.path} has none"
-            )
-        if constraint is not None and not self._compiles_grammars:
-            raise ValueError(
-                "structured_outputs needs a process that compiles grammars; remove in_process"
             )
         return CheckedParams(params, engine_params, constraint)
 

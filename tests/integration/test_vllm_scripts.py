@@ -287,11 +287,7 @@ def test_the_beam_search_script(llm: LLM) -> None:
 
 
 @pytest.mark.req("FEA-01")
-def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["llm"]:
-        with pytest.raises(ValueError, match="remove in_process"):
-            llm.generate(FACTS, SamplingParams(structured_outputs=CHOICE), use_tqdm=False)
-        return
+def test_the_structured_output_script(llm: LLM) -> None:
     schema = {"enum": ["free", None, 3]}  # no whitespace, which the demo model likes
     grammar = 'root ::= "SELECT " column\ncolumn ::= "a" | "b"'
     constraints = [
@@ -315,12 +311,11 @@ def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) 
 
 
 def test_a_request_that_the_engine_rejects_is_a_value_error(llm: LLM) -> None:
-    if llm._reader._compiles_grammars:
-        grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
-        bad = SamplingParams(structured_outputs=grammar)
-        with pytest.raises(ValueError, match="missing"):
-            llm.generate([FACTS] * 2, [SamplingParams(max_tokens=100), bad], use_tqdm=False)
-        assert not llm._requests.all()
+    grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
+    bad = SamplingParams(structured_outputs=grammar)
+    with pytest.raises(ValueError, match="missing"):
+        llm.generate([FACTS] * 2, [SamplingParams(max_tokens=100), bad], use_tqdm=False)
+    assert not llm._requests.all()
     assert llm.generate(FACTS, SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 
