@@ -262,6 +262,8 @@ def test_the_score_script(llm: LLM) -> None:
     same, other = llm.score(texts[0], texts, use_tqdm=False)
     assert same.outputs.score == pytest.approx(1, abs=1e-5)
     assert other.outputs.score < same.outputs.score
+    (cut,) = llm.score("a b c", "a d e", tokenization_kwargs={"truncate_prompt_tokens": 1})
+    assert cut.outputs.score == pytest.approx(1, abs=1e-5)  # the first token is left
     with pytest.raises(ValueError, match="use_activation needs a classification head"):
         llm.score("x", "y", pooling_params=PoolingParams(use_activation=False))
     with pytest.raises(ValueError, match="demo_model has no classification head"):
