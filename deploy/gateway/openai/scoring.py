@@ -33,8 +33,8 @@ from longshore.deploy.gateway.openai.pooling_endpoint import (
     usage_of,
 )
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import Int32, TokenIds, each_of
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.gateway.openai.requests import Int32, each_of
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.protocol.outputs import FinishedRequest
 
@@ -218,18 +218,13 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
         pooling = embedding_pooling(embedding_model(service, self.path), normalize=True)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
 
-        def encode() -> list[TokenIds]:
-            return token_ids_of(
-                [each.text for each in texts],
-                service,
-                max_tokens=max_tokens,
-                keeps_end=call.request.keeps_end,
-                with_special=True,
-                name_of=lambda index: texts[index].name,
-            )
-
-        is_long = sum(len(each.text) for each in texts) > MAX_INLINE_CHARACTERS
-        prompts = await asyncio.to_thread(encode) if is_long else encode()
+        prompts = await token_ids_of(
+            [each.text for each in texts],
+            service,
+            max_tokens=max_tokens,
+            keeps_end=call.request.keeps_end,
+            name_of=lambda index: texts[index].name,
+        )
         ends = await self.pooled(call, prompts, pooling)
         num_bytes = sum(end.pooled.nbytes for end in ends)
         scores = await service.json.run(num_bytes, _cosines, pairs, texts, ends)

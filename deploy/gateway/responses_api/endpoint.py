@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -21,7 +21,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     deadline_passed,
     generating,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid, renamed
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.requests import ChatRequest
@@ -39,10 +39,6 @@ from longshore.protocol.errors import shortened
 
 logger = logging.getLogger(__name__)
 
-_NAMES: Final = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
 POLL_INTERVAL_S: Final = 0.25
 """How often a response that is computed in the background looks whether it is still wanted."""
 MAX_STORED_CHARACTERS: Final = 1 << 20
@@ -57,6 +53,10 @@ class ResponsesEndpoint(ChatEndpoint):
 
     path = "/v1/responses"
     id_prefix = "resp"
+    names: Mapping[str, str] = {
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
     def __init__(self, store: ResponseStore | None) -> None:
         super().__init__()
@@ -108,14 +108,6 @@ class ResponsesEndpoint(ChatEndpoint):
                 param="previous_response_id",
             )
         return record.conversation
-
-    async def specify(
-        self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
-    ) -> GenerationSpec:
-        try:
-            return await super().specify(service, request, request_id, arrived_s)
-        except ApiError as error:
-            raise renamed(error, _NAMES) from error
 
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec
