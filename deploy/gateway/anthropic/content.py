@@ -59,14 +59,16 @@ class ContentBlock(msgspec.Struct):
 Content: TypeAlias = str | list[ContentBlock]
 
 
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One turn, or a part of it: messages of the same role in a row are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-def chat_messages(system: Content | None, messages: Sequence[InputMessage]) -> list[ChatMessage]:
+def chat_messages(
+    system: Content | None, messages: Sequence[AnthropicMessage]
+) -> list[ChatMessage]:
     """The messages in OpenAI's format. Raises ApiError for what is not supported."""
     if not messages:
         raise invalid("messages is empty; it needs at least one message", param="messages")
@@ -83,7 +85,7 @@ def chat_messages(system: Content | None, messages: Sequence[InputMessage]) -> l
 
 
 def cache_controls(
-    system: Content | None, messages: Sequence[InputMessage]
+    system: Content | None, messages: Sequence[AnthropicMessage]
 ) -> Iterable[CacheControl]:
     """Those of all blocks."""
     for content in (system, *(message.content for message in messages)):
