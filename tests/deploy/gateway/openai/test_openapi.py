@@ -42,6 +42,11 @@ def test_every_reference_leads_somewhere() -> None:
     assert references(DOCUMENT) <= {f"#/components/schemas/{name}" for name in SCHEMAS}
 
 
+def test_no_object_has_the_name_of_a_module() -> None:
+    """Classes of equal names would be told apart by their modules."""
+    assert [name for name in SCHEMAS if "." in name] == []
+
+
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_every_parameter_that_is_accepted_is_named(kind: type[Any]) -> None:
     properties = SCHEMAS[kind.__name__]["properties"]
