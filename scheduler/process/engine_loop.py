@@ -218,9 +218,6 @@ class Engine:
             try:
                 callback()
             except Exception as error:
-                if not isinstance(error, LongshoreError):
-                    about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
-                    logger.exception("internal error; the engine stops", extra=about)
                 self._fail(error)
 
         return guarded
@@ -244,6 +241,9 @@ class Engine:
         self._fail_soon(error, RESTART_TIMEOUT_S if outlives else CAUSE_TIMEOUT_S)
 
     def _fail(self, error: Exception) -> None:
+        if not isinstance(error, LongshoreError):
+            about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
+            logger.error("internal error; the engine stops", exc_info=error, extra=about)
         self._failure = error
         self._stopping.set()
 
@@ -413,8 +413,6 @@ class Engine:
         try:
             await task
         except Exception as error:
-            if not isinstance(error, LongshoreError):
-                logger.exception("internal error; the engine stops")
             self._fail(error)
 
     def _poll_if_idle(self) -> None:
