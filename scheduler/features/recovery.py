@@ -85,9 +85,10 @@ class Recovery(SchedulerPart):
         """The logits of `output.nan_rows` are not finite. Rows are handled in admission order: a
         later one that found blocks of an earlier one is rewound, and its own output is void."""
         num_nans = dict(zip(output.nan_rows.tolist(), output.num_nans.tolist(), strict=True))
-        indices = np.flatnonzero(np.isin(planned.rows, output.nan_rows))
-        for index in indices[np.argsort(planned.generations[indices])].tolist():
-            row, generation = int(planned.rows[index]), int(planned.generations[index])
+        rows, generations = planned.sampling.rows, planned.sampling.generations
+        indices = np.flatnonzero(np.isin(rows, output.nan_rows))
+        for index in indices[np.argsort(generations[indices])].tolist():
+            row, generation = int(rows[index]), int(generations[index])
             self._fail_row(row, generation, num_nans[row], planned.step, now)
 
     def _fail_row(self, row: int, generation: int, num_nans: int, step: int, now: float) -> None:

@@ -122,8 +122,8 @@ class OutputProcessor(SchedulerPart):
         self, planned: PlannedStep, index: int, token_ids: list[int], pooled: Float32Array | None
     ) -> None:
         """Apply the tokens of one row of the plan, whose occupant may have changed."""
-        generation = int(planned.generations[index])
-        occupant = self.in_flight.occupant(int(planned.rows[index]), generation)
+        generation = int(planned.sampling.generations[index])
+        occupant = self.in_flight.occupant(int(planned.sampling.rows[index]), generation)
         request = occupant.request
         if not occupant.expects_output_of(planned.step):
             self.num_stale_tokens += len(token_ids)
