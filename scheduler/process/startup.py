@@ -14,8 +14,8 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
 from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
-from longshore.scheduler.process.event_publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
