@@ -178,9 +178,10 @@ class KVCacheManager:
 
     # Allocation for a request that starts
 
-    def num_blocks_for(self, num_tokens: int, *, num_encoder_tokens: int = 0) -> int:
-        """Most blocks of all groups that a request of `num_tokens` tokens holds at a time."""
-        return sum([m.num_blocks_for(num_tokens, num_encoder_tokens) for m in self._managers])
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at a time, without those that
+        depend on encoder tokens."""
+        return sum([manager.num_blocks_for(num_tokens) for manager in self._managers])
 
     def demand(
         self,
