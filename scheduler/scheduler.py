@@ -281,7 +281,8 @@ class Scheduler:
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
-        self.kv_cache.pool.retained.expire(now)
+        if now >= self.kv_cache.pool.retained.next_expiry_s:
+            self.kv_cache.pool.expire_retained(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:
