@@ -24,6 +24,7 @@ ALL_FEATURES: Final = (
     "repetition",
     "continuum",
     "epoch",
+    "hints",
 )
 """What a workload may draw beside the plain rules. "rewind": synchronous loads that fail."""
 
