@@ -227,6 +227,7 @@ class Scheduler:
             running, in_flight, outputs, plan, lifecycle, recovery, checks, drafts, masks
         )
         self._transfers, self._grammars, self._drafts, self._swaps = transfers, masks, drafts, swaps
+        self._retained = blocks.pool.retained
 
         # Reports
         self._reasons = WaitingReasons(self._planner)
@@ -275,13 +276,14 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
-        self._end_failed(now)
+        if self._grammars is not None and self._grammars.failed:
+            self._end_failed(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
-        if now >= self.kv_cache.pool.retained.next_expiry_s:
+        if now >= self._retained.next_expiry_s:
             self.kv_cache.pool.expire_retained(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
@@ -296,10 +298,10 @@ class Scheduler:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
-    def _end_failed(self, now: float) -> None:
+    def _end_failed(self, grammars: Grammars, now: float) -> None:
         """End running requests whose grammar has failed; their latest mask allows every token."""
-        while self._grammars is not None and self._grammars.failed:
-            request, text = next(iter(self._grammars.failed.items()))
+        while grammars.failed:
+            request, text = next(iter(grammars.failed.items()))
             self._lifecycle.end(request, Outcome(FinishReason.ERROR, text), now)
 
     # An output
@@ -311,7 +313,8 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
-        self._end_failed(now)
+        if self._grammars is not None and self._grammars.failed:
+            self._end_failed(self._grammars, now)
         transfers = self._transfers
         if transfers is not None and transfers.step_loads and output.epoch == self._plan.epoch:
             transfers.step_loads.hold(output)
