@@ -82,8 +82,9 @@ class RetainedPrefixes:
         of_tenant = self._tenants.get(tenant)
         while of_tenant is not None and of_tenant.num_blocks > self._max_of_tenant:
             ended.append(self._remove(next(iter(of_tenant.prefixes))))
-        all_ended = np.concatenate(ended) if ended else EMPTY_INT32
-        return all_ended[self._retained_by[all_ended] == 0]
+        block_ids = np.concatenate(ended) if ended else EMPTY_INT32
+        unretained: Int32Array = block_ids[self._retained_by[block_ids] == 0]
+        return unretained
 
     def expire(self, now: float) -> Int32Array:
         """End the hints whose time to live has passed; returns their blocks."""
@@ -168,7 +169,8 @@ class RetainedPrefixes:
         return block_ids
 
     def _blocks_of(self, number: int, prefix: _Prefix) -> Int32Array:
-        return prefix.block_ids[self._retained_by[prefix.block_ids] == number]
+        block_ids: Int32Array = prefix.block_ids[self._retained_by[prefix.block_ids] == number]
+        return block_ids
 
     def _set_next_expiry(self) -> None:
         self.next_expiry_s = self._expiries[0][0] if self._expiries else math.inf
