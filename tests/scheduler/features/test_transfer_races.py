@@ -53,7 +53,6 @@ def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) ->
         "their accepted drafts",
         "their drafts against a grammar",
         "their preemptions",
-        "those with drafts that were preempted",
         "copied blocks",
         "abandoned loads",
     )
