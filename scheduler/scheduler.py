@@ -118,6 +118,7 @@ class Scheduler:
         self._holds, self._forks = part.holds, part.forks
         self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
         self._grammars, self._drafts = part.grammars, part.drafts
+        self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
 
@@ -220,7 +221,8 @@ class Scheduler:
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
-        self.kv_cache.pool.retained.expire(now)
+        if now >= self._retained.next_expiry_s:
+            self.kv_cache.pool.expire_retained(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:
