@@ -138,7 +138,7 @@ def test_a_large_number_of_optional_properties_is_possible() -> None:
     "name", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.services)]
 )
 def test_what_has_no_output_cannot_be_compiled(name: Any, kind: Any, text: str) -> None:
-    with pytest.raises(GrammarError, match="no output matches it|cannot enforce"):
+    with pytest.raises(GrammarError, match=r"no output matches it|cannot enforce"):
         Backends((name,), VOCABULARY).compile(StructuredOutput(kind, text))
 
 
