@@ -244,9 +244,9 @@ class _LLMatcher:
             self._num_ends += is_end
             return is_end
         # Its `consume_token` fails for good with a token that is not allowed.
-        is_allowed = self._matcher.try_consume_tokens([token_id]) == 1
+        num_consumed: int = self._matcher.try_consume_tokens([token_id])
         self._raise_error()
-        return is_allowed
+        return num_consumed == 1
 
     def fill(self, mask: Int32Array) -> None:
         if self._is_over():
@@ -261,7 +261,7 @@ class _LLMatcher:
         self._matcher.rollback(num_tokens - num_ends)
 
     def _is_over(self) -> bool:
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():

@@ -220,15 +220,14 @@ class GrammarProcess:
         self._killed = [process for process in self._killed if process.poll() is None]
         if self._connection is None:
             return
+        silence_s = self._settings.compile_timeout_s + SILENCE_S
         if not self._is_ready and now_s > self._started_at_s + START_TIMEOUT_S:
             self._end_process(f"did not start within {START_TIMEOUT_S:g} s")
             self._on_news()
         elif self._unanswered and now_s > self._unanswered[0][1] + FILL_TIMEOUT_S:
             self._end_process(f"computed token masks for more than {FILL_TIMEOUT_S:g} s")
             self._on_news()
-        elif self._compiling and now_s > self._heard_at_s + self._settings.compile_timeout_s + (
-            SILENCE_S
-        ):
+        elif self._compiling and now_s > self._heard_at_s + silence_s:
             self._end_process("hangs")
             self._on_news()
 
