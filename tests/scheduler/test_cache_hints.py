@@ -6,6 +6,7 @@ import pytest
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
 from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS
 from longshore.scheduler.kv_cache.free_queue import OutOfBlocks
 from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 from tests.harness.driver import Driver
@@ -43,6 +44,17 @@ def test_a_prefix_with_a_hint_outlives_those_without() -> None:
     crowd_out(driver)
     assert answer(driver, "plain") == 0
     assert answer(driver, "hinted") == 12
+
+
+def test_a_prefix_of_many_blocks_is_retained_up_to_the_limit() -> None:
+    num_blocks = 4 * FEW_BLOCKS
+    driver = Driver(num_blocks=2 * num_blocks, max_model_len=4 * num_blocks)
+    driver.add("long", prompt_of(4 * num_blocks - 4), max_tokens=1, cache_hint=HINT)
+    driver.run()
+    (retained,) = driver.scheduler.kv_cache.pool.retained.is_retained(
+        np.arange(2 * num_blocks)
+    ).nonzero()
+    assert len(retained) == num_blocks // 2
 
 
 def test_pressure_wins_over_a_hint() -> None:

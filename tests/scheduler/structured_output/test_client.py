@@ -25,6 +25,7 @@ from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar
 from longshore.scheduler.structured_output.client import (
     FILL_TIMEOUT_S,
     MAX_FAILED_STARTS,
+    MODULE,
     SILENCE_S,
     START_TIMEOUT_S,
     GrammarProcess,
@@ -108,7 +109,17 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
     client.process.close()
     sockets.close()
     await asyncio.sleep(0)
-    assert [one for one in psutil.Process().children() if one.status() != "zombie"] == []
+    assert grammar_processes() == []
+
+
+def grammar_processes() -> list[psutil.Process]:
+    """Those of this process; other tests have left children of other kinds."""
+    children = psutil.Process().children()
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and MODULE in child.cmdline()
+    ]
 
 
 async def test_masks_follow_the_tokens(client: Client) -> None:
@@ -161,7 +172,7 @@ async def test_masks_of_many_requests_are_computed_together(client: Client) -> N
 async def test_a_death_fails_the_requests_in_the_process_and_no_others(client: Client) -> None:
     running = await client.compiled("a+")
     await client.allowed(running)
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     process.kill()
     await client.next_news()
     for ask in (running.is_compiled, lambda: running.fill_masks([], np.zeros((1, 200), np.uint8))):
@@ -180,7 +191,7 @@ async def test_a_death_fails_the_requests_in_the_process_and_no_others(client: C
 
 async def test_a_process_that_hangs_is_killed(client: Client) -> None:
     grammar = await client.compiled("a+")
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     process.suspend()
     masks = np.zeros((1, VOCAB_SIZE // 8), np.uint8)
     assert not grammar.fill_masks([], masks)
@@ -196,7 +207,7 @@ async def test_a_process_that_hangs_is_killed(client: Client) -> None:
 async def test_a_process_that_does_not_start_is_killed(client: Client) -> None:
     grammar = client.process.compile(StructuredOutput("regex", "a"))
     assert not grammar.is_compiled()
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     client.process.check(time.monotonic() + START_TIMEOUT_S + 1)
     process.wait(TIMEOUT_S)
     assert not grammar.is_compiled()  # it waits for the next process
@@ -220,7 +231,7 @@ async def test_requests_fail_if_no_process_starts(
 
 async def test_a_process_that_hangs_while_it_compiles_is_killed(client: Client) -> None:
     await client.compiled("a+")
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     process.suspend()
     grammar = client.process.compile(StructuredOutput("regex", "b"))
     assert not grammar.is_compiled()

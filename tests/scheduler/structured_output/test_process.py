@@ -110,6 +110,7 @@ class Process:
         )
         socket = self._sockets.open(zmq.DEALER, endpoint, bind=False)
         self.server = GrammarServer(config, Channel(socket, ToGrammarProcess), self.backends)
+        assert self.channel.socket.poll(1000 * TIMEOUT_S, zmq.POLLOUT), "not connected"
 
     def compile(self, grammar_id: int, text: str) -> None:
         self.channel.send(CompileGrammar(grammar_id, StructuredOutput("grammar", text)))
