@@ -63,10 +63,14 @@ class Compiler(Protocol):
 
 @dataclass
 class _Job:
-    """A grammar that is being compiled. grammar_ids: of the requests that wait for it."""
+    """A grammar to compile.
 
-    deadline_s: float
+    grammar_ids: of the requests that wait for it.
+    deadline_s:  set when a thread begins with it.
+    """
+
     grammar_ids: list[int]
+    deadline_s: float | None = None
     is_expired: bool = False
 
 
@@ -97,6 +101,8 @@ class GrammarCache:
 
     def add(self, spec: StructuredOutput, grammar: CompiledGrammar) -> None:
         """Keep a grammar, unless it is larger than the cache, and evict what is over the limits."""
+        if grammar.num_bytes + len(spec.text) > self._max_bytes:
+            return
         self.num_bytes -= self._size(spec)
         self._grammars[spec] = grammar
         self._grammars.move_to_end(spec)
@@ -125,7 +131,7 @@ class CompilerThreads:
             threading.Thread(target=self._run, name="compiler", daemon=True).start()
 
     def start(self, spec: StructuredOutput) -> None:
-        """Compile when a thread is free."""
+        """Compile on a thread, of which there are NUM_COMPILERS."""
         self._waiting.put(spec)
 
     def take(self) -> list[tuple[StructuredOutput, CompiledGrammar | str]]:
@@ -144,7 +150,7 @@ class CompilerThreads:
                 result = self.compiler.compile(spec)
             except GrammarError as error:
                 result = str(error)
-            except Exception as error:  # of a backend
+            except BaseException as error:  # of a backend: a panic in Rust is no Exception
                 logger.exception("a backend has failed")
                 result = f"the {spec.kind} cannot be compiled: {error}"
             self._done.append((spec, result))
@@ -170,6 +176,7 @@ class GrammarServer:
         self._cache = GrammarCache(settings.max_cached_grammars, settings.max_cached_bytes)
         self._requests: dict[int, _Request] = {}
         self._jobs: dict[StructuredOutput, _Job] = {}
+        self._waiting: deque[StructuredOutput] = deque()  # jobs for which no thread was free
         self._poller = zmq.Poller()
         self._poller.register(channel.socket, zmq.POLLIN)
         self._poller.register(self._threads.wake_fd, zmq.POLLIN)
@@ -192,6 +199,7 @@ class GrammarServer:
             self._take(message)
         for spec, result in self._threads.take():
             self._end_job(spec, result)
+        self._begin_jobs(time.monotonic())
         self._expire_jobs(time.monotonic())
 
     def _take(self, message: ToGrammarProcess) -> None:
@@ -216,13 +224,26 @@ class GrammarServer:
             return
         job = self._jobs.get(spec)
         if job is None:
-            timeout_s = self._timeout_s + (0.0 if self._compiler.is_loaded else LOAD_TIMEOUT_S)
-            self._jobs[spec] = _Job(time.monotonic() + timeout_s, [grammar_id])
-            self._threads.start(spec)
+            self._jobs[spec] = _Job([grammar_id])
+            self._waiting.append(spec)
         elif job.is_expired:
             self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
         else:
             job.grammar_ids.append(grammar_id)
+
+    def _begin_jobs(self, now_s: float) -> None:
+        """Give free threads what is waiting, except grammars whose requests have all ended."""
+        num_begun = sum(job.deadline_s is not None for job in self._jobs.values())
+        while self._waiting and num_begun < NUM_COMPILERS:
+            spec = self._waiting.popleft()
+            job = self._jobs[spec]
+            if self._requests.keys().isdisjoint(job.grammar_ids):
+                del self._jobs[spec]
+                continue
+            timeout_s = self._timeout_s + (0.0 if self._compiler.is_loaded else LOAD_TIMEOUT_S)
+            job.deadline_s = now_s + timeout_s
+            self._threads.start(spec)
+            num_begun += 1
 
     def _end_job(self, spec: StructuredOutput, result: CompiledGrammar | str) -> None:
         if not isinstance(result, str):
@@ -241,7 +262,7 @@ class GrammarServer:
 
     def _expire_jobs(self, now_s: float) -> None:
         for spec, job in self._jobs.items():
-            if now_s > job.deadline_s and not job.is_expired:
+            if job.deadline_s is not None and now_s > job.deadline_s and not job.is_expired:
                 job.is_expired = True
                 for grammar_id in job.grammar_ids:
                     self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
@@ -255,8 +276,8 @@ class GrammarServer:
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether no thread can compile any more."""
-        stuck = [job for job in self._jobs.values() if now_s > job.deadline_s + MAX_STUCK_S]
-        return len(stuck) >= NUM_COMPILERS
+        deadlines = [job.deadline_s for job in self._jobs.values() if job.deadline_s is not None]
+        return sum(now_s > deadline_s + MAX_STUCK_S for deadline_s in deadlines) >= NUM_COMPILERS
 
     # Masks
 
@@ -299,12 +320,9 @@ def fill_row(matcher: Matcher, drafts: Sequence[int], masks: MaskWords) -> None:
                 "spell it"
             )
         if index < len(drafts):
-            draft = drafts[index]
-            # By the mask: a matcher cannot go back from a token that it does not accept.
-            if not masks[index, draft >> 5] >> (draft & 31) & 1:
+            if not matcher.accept(drafts[index]):
                 masks[index + 1 :] = -1  # the masks after it are not used
                 break
-            matcher.accept(draft)
             num_accepted += 1
     if num_accepted:
         matcher.rollback(num_accepted)

@@ -25,6 +25,7 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.requests import ChatRequest
+from longshore.deploy.gateway.request_log import in_background, note_failure
 from longshore.deploy.gateway.responses_api.bodies import COMPLETED, INCOMPLETE
 from longshore.deploy.gateway.responses_api.items import num_characters
 from longshore.deploy.gateway.responses_api.requests import (
@@ -158,7 +159,7 @@ class ResponsesEndpoint(ChatEndpoint):
     ) -> None:
         """Compute a response in the background, unless it is cancelled, and store it."""
         owner, response_id = request.owner, writer.response.id
-        with stack:
+        with in_background(), stack:
             pieces = asyncio.ensure_future(_pieces(generation))
             watch = asyncio.ensure_future(_until_unwanted(store, owner, response_id))
             try:
@@ -174,6 +175,7 @@ class ResponsesEndpoint(ChatEndpoint):
                     raise deadline_passed(request.deadline_s)
                 writer.whole(pieces.result(), generation.usage())
             except ApiError as error:
+                note_failure(error)
                 writer.failed(error)
             except Exception:
                 logger.exception("a response in the background failed")

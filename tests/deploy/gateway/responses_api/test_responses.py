@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,27 @@ async def test_a_failure_in_the_background_is_stored(
         failed = await when_it_is(gateway, late["id"], "failed")
     assert failed["error"]["code"] == "server_error"
     assert "deadline_s" in failed["error"]["message"]
+
+
+async def test_the_access_log_tells_the_end_of_a_response_in_the_background(
+    start_gateway: StartGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "longshore.deploy.gateway.request_log")
+    async with start_gateway(never_answer, runtime_dir=str(tmp_path)) as gateway:
+        done = await create(gateway, background=True)
+        (asked,) = gateway.engine.requests
+        says_hey(gateway.engine, asked)
+        await when_it_is(gateway, done["id"], "completed")
+        late = await create(gateway, background=True, deadline_s=0.2)
+        await when_it_is(gateway, late["id"], "failed")
+    ended, failed = (
+        vars(record)["fields"]
+        for record in caplog.records
+        if record.getMessage() == "ended in the background"
+    )
+    assert (ended["path"], ended["output_tokens"]) == ("/v1/responses", 4)
+    assert ended["ttft_ms"] > 0
+    assert failed["error"] == "deadline_exceeded"
 
 
 async def test_a_background_request_counts_for_the_limits(
