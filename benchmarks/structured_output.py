@@ -95,11 +95,13 @@ def save_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def document(vocabulary: Vocabulary, num_tokens: int) -> Int32Array:
-    """Tokens of an output that ITEMS allows, each as long as possible."""
+    """Tokens of an output that ITEMS allows, each as long as possible: where the text is forced,
+    llguidance allows only the tokens that it would divide it into."""
     rng = random.Random(1)
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if i > EOS_ID and token}
     longest = max(map(len, ids))
     words = [token.decode() for token in ids if token.isalpha()]
+    matcher = Backends(("llguidance",), vocabulary).compile(ITEMS).matcher()
     found: list[int] = []
     text = b"["
     while len(found) < num_tokens:
@@ -111,9 +113,14 @@ def document(vocabulary: Vocabulary, num_tokens: int) -> Int32Array:
         }
         text += json.dumps(item, separators=(",", ":")).encode() + b","
         while len(text) > longest:
-            size = next(n for n in range(longest, 0, -1) if text[:n] in ids)
-            found.append(ids[text[:size]])
-            text = text[size:]
+            mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.int32)
+            matcher.fill(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            beginnings = (text[:n] for n in range(longest, 0, -1) if text[:n] in ids)
+            token = next(each for each in beginnings if allowed[ids[each]])
+            matcher.accept(ids[token])
+            found.append(ids[token])
+            text = text[len(token) :]
     return np.array(found[:num_tokens], np.int32)
 
 
