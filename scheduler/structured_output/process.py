@@ -320,9 +320,12 @@ def fill_row(matcher: Matcher, drafts: Sequence[int], masks: MaskWords) -> None:
                 "spell it"
             )
         if index < len(drafts):
-            if not matcher.accept(drafts[index]):
+            draft = drafts[index]
+            # By the mask: a matcher may accept a token that its mask forbids, and have none after.
+            if not masks[index, draft >> 5] >> (draft & 31) & 1:
                 masks[index + 1 :] = -1  # the masks after it are not used
                 break
+            matcher.accept(draft)
             num_accepted += 1
     if num_accepted:
         matcher.rollback(num_accepted)

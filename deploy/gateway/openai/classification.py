@@ -6,29 +6,21 @@ import msgspec
 
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS, max_tokens_of, token_ids_of
+from longshore.deploy.gateway.openai.pooled_inputs import InputRequest
 from longshore.deploy.gateway.openai.pooling_endpoint import (
     PoolingCall,
     PoolingEndpoint,
-    PoolingRequest,
     PoolingUsage,
     usage_of,
 )
-from longshore.deploy.gateway.openai.requests import TokenIds, each_of
 from longshore.deploy.gateway.openai.scoring import label_scores
 from longshore.deploy.model.classifier import CLASSIFIED
 
 
-class ClassificationRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+class ClassificationRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
     """use_activation: False returns scores before the head's activation, as `probs`."""
 
-    input: str | list[str | int | TokenIds]
-    add_special_tokens: bool | None = None
     use_activation: bool | None = None
-
-    def inputs(self) -> list[str | TokenIds]:
-        """The list of inputs. Raises ApiError as `each_of` does."""
-        return each_of(self.input, "input", MAX_INPUTS)
 
 
 class Classification(msgspec.Struct, frozen=True):
@@ -68,13 +60,7 @@ class ClassifyEndpoint(PoolingEndpoint[ClassificationRequest]):
 
     async def answer(self, call: PoolingCall[ClassificationRequest]) -> bytes:
         service, request = call.service, call.request
-        prompts = await token_ids_of(
-            request.inputs(),
-            service,
-            max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
-            keeps_end=request.keeps_end,
-            with_special=request.add_special_tokens is not False,
-        )
+        prompts = await request.token_ids(service)
         ends = await self.pooled(call, prompts, CLASSIFIED)
         assert service.classifier is not None
         labels = service.classifier.labels

@@ -13,36 +13,29 @@ import numpy as np
 
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS, max_tokens_of, token_ids_of
+from longshore.deploy.gateway.openai.pooled_inputs import InputRequest
 from longshore.deploy.gateway.openai.pooling_endpoint import (
     PoolingCall,
     PoolingEndpoint,
-    PoolingRequest,
     PoolingUsage,
     usage_of,
 )
-from longshore.deploy.gateway.openai.requests import Int32, TokenIds, each_of
+from longshore.deploy.gateway.openai.requests import Int32
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.requests import PoolingParams
 
 
-class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
-    """`add_special_tokens` and `normalize` as in vLLM.
+class EmbeddingRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
+    """`normalize` as in vLLM.
 
     dimensions: number of leading elements to return, normalized again if the embedding is.
     normalize:  None: the model folder's setting.
     """
 
-    input: str | list[str | int | TokenIds]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
-    add_special_tokens: bool | None = None
     normalize: bool | None = None
-
-    def inputs(self) -> list[str | TokenIds]:
-        """The list of inputs. Raises ApiError as `each_of` does."""
-        return each_of(self.input, "input", MAX_INPUTS)
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True):
@@ -78,13 +71,7 @@ class EmbeddingsEndpoint(PoolingEndpoint[EmbeddingRequest]):
             normalize=request.normalize,
             dimensions=request.dimensions,
         )
-        prompts = await token_ids_of(
-            request.inputs(),
-            service,
-            max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
-            keeps_end=request.keeps_end,
-            with_special=request.add_special_tokens is not False,
-        )
+        prompts = await request.token_ids(service)
         ends = await self.pooled(call, prompts, pooling)
         as_text = request.encoding_format == "base64"
         return await service.json.run(

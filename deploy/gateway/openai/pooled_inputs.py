@@ -8,11 +8,29 @@ from typing import Final
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.parameters import MAX_TOKEN_IDS
+from longshore.deploy.gateway.openai.pooling_endpoint import PoolingRequest
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import TokenIds
+from longshore.deploy.gateway.openai.requests import TokenIds, each_of
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS
 
 MAX_INPUTS: Final = 2048
+
+
+class InputRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+    """`add_special_tokens` as in vLLM."""
+
+    input: str | list[str | int | TokenIds]
+    add_special_tokens: bool | None = None
+
+    async def token_ids(self, service: Service) -> list[TokenIds]:
+        """Of each input; see `token_ids_of`. Raises ApiError, also as `each_of` does."""
+        return await token_ids_of(
+            each_of(self.input, "input", MAX_INPUTS),
+            service,
+            max_tokens=max_tokens_of(self.truncate_prompt_tokens, service),
+            keeps_end=self.keeps_end,
+            with_special=self.add_special_tokens is not False,
+        )
 
 
 def max_tokens_of(truncate_prompt_tokens: int | None, service: Service) -> int | None:

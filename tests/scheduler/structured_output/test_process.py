@@ -312,3 +312,12 @@ def test_a_draft_that_is_not_allowed_leaves_the_state() -> None:
         fill_row(matcher, drafts, masks)
         bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
         assert np.flatnonzero(bits).tolist() == [a]
+
+
+def test_a_draft_that_its_mask_forbids_is_not_accepted_by_the_matcher_either() -> None:
+    """llguidance accepts every token that fits a forced text, but its mask has one of them."""
+    vocabulary = small_vocabulary()
+    matcher = LLGuidance(vocabulary).compile(StructuredOutput("regex", "abc")).matcher()
+    masks = np.zeros((2, -(-len(vocabulary.tokens) // 32)), np.int32)
+    fill_row(matcher, [vocabulary.tokens.index(b"ab")], masks)
+    assert (masks[1] == -1).all()
