@@ -107,7 +107,7 @@ class SampledFamilies:
         }
 
 
-@pytest.mark.req("FEA-01", "SPD-04", "SPD-05")
+@pytest.mark.req("FEA-01", "SPD-04")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_drafts_under_grammars_change_no_token_of_forks_that_are_preempted(
     steps_in_flight: int,

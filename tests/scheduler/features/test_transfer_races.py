@@ -44,7 +44,7 @@ def test_swapped_requests_keep_their_kv_whatever_transfers_do(shard: int) -> Non
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-@pytest.mark.req("SPD-04", "SPD-05", "FEA-01")
+@pytest.mark.req("SPD-04", "FEA-01")
 def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) -> None:
     """Drafts, masks, forks, preemption, hints and transfers, all in one run."""
     whats = (
