@@ -14,10 +14,18 @@ import pytest
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.state_dir import StateDir
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 SAMPLE = re.compile(r"^longshore_routing_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 PREFIX_AWARE = ("--replicas", "2", "--routing-policy", "prefix_aware")
+
+
+def is_ready(deployment: Deployment) -> bool:
+    try:
+        with urllib.request.urlopen(f"{deployment.url}/ready", timeout=60):
+            return True
+    except OSError:  # also a status 503
+        return False
 
 
 def prompt(number: int, length: int = 200) -> list[int]:
@@ -96,8 +104,10 @@ def test_a_gateway_that_is_restarted_knows_what_the_engines_have(
     deployment = start_deployment(*PREFIX_AWARE).wait_until_ready()
     for number in range(4):
         ask_until_known(deployment, prompt(number))
-    deployment.members["gateway"].send_signal(signal.SIGKILL)
-    # The connection waits in the socket, which the supervisor holds open.
+    victim: psutil.Process = deployment.members["gateway"]
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(PATIENCE_S)
+    wait_until(lambda: is_ready(deployment))
     answers = [ask(deployment, [*prompt(number), 5]) for number in range(4)]
     assert [num_cached(answer) for answer in answers] == [192] * 4
     assert routing(deployment, "decisions", reason="prefix") == 4

@@ -60,6 +60,7 @@ class FollowedMachine(HybridMachine):
         while self.follower.has_work:
             self.follower.work(0.0)
         assert self.follower.is_current
+        self.manager.states.begin_step()  # a step cannot read the states that it writes
         is_exact = not any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in self.specs)
         for tokens in PROBES:
             if tokens:
@@ -69,9 +70,10 @@ class FollowedMachine(HybridMachine):
                 assert decision.num_cached_tokens == found or not is_exact
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.req("MET-02")
 def test_a_gateway_expects_the_prefix_that_the_engine_finds() -> None:
     run_state_machine_as_test(
         FollowedMachine,
-        settings=settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True),
+        settings=settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True),
     )
