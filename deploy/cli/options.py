@@ -336,9 +336,9 @@ class ServeOptions(EngineOptions):
         replicas: Number of engines with the same model and settings, each with its own scheduler
             and workers. Replicas use consecutive GPUs, or share the CPU and its memory.
         routing_policy: Which engine gets a prompt, with several replicas: the least loaded one
-            (least_loaded), the next in turn (round_robin), the one where it waits and computes
-            least after the prefix that is cached there (prefix_aware), or the same one for all
-            requests of a session (session_affinity).
+            (least_loaded), the next in turn (round_robin), the one that has its prefix in the
+            KV cache, unless that is too loaded (prefix_aware), or the same one for all requests
+            of a session (session_affinity).
         routing_session_header: Header of requests that names their session, for session_affinity.
             Without it, prompt_cache_key and user are used.
         routing_index_blocks: Maximum number of KV blocks that each gateway knows of, for

@@ -14,6 +14,7 @@ from longshore.deploy.gateway.router.engine_loads import TOKENS_PER_REQUEST
 from longshore.deploy.gateway.router.policies import (
     MAX_EXCESS,
     MAX_PREFIX_BLOCKS,
+    PREFIX_WEIGHT,
     Decision,
     LeastLoaded,
     PrefixAware,
@@ -66,7 +67,7 @@ def test_turns_and_loads(loads: list[float], turns: list[int]) -> None:
     st.sets(st.sampled_from(list(ENGINES)), min_size=1),
     st.integers(1, 60 * SIZE),
 )
-def test_prefix_aware_minimizes_load_and_tokens_to_compute(
+def test_prefix_aware_weighs_loads_against_prefixes(
     num_cached: list[int], loads: list[float], usable: set[int], num_tokens: int
 ) -> None:
     tokens = list(range(60 * SIZE))
@@ -74,7 +75,7 @@ def test_prefix_aware_minimizes_load_and_tokens_to_compute(
     decision = policy.choose(RoutedPrompt(tokens[:num_tokens]), list(usable), loads)
     limit = (num_tokens - 1) // SIZE
     cached = {engine: SIZE * min(num_cached[engine], limit) for engine in usable}
-    costs = {e: loads[e] + (num_tokens - cached[e]) / TOKENS_PER_REQUEST for e in usable}
+    costs = {e: loads[e] - PREFIX_WEIGHT * cached[e] / TOKENS_PER_REQUEST for e in usable}
     assert costs[decision.engine] == pytest.approx(min(costs.values()))
     assert decision.num_cached_tokens == cached[decision.engine]
     longest = max(cached.values())
