@@ -50,8 +50,8 @@ from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.features.event_stream import EventStream
 from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.kv_events.stream import EventStream
 from longshore.scheduler.request import Request
 
 TRACES: Final = Path(__file__).resolve().parent / "traces"

@@ -46,8 +46,8 @@ from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, K
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.features.event_stream import EventStream
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
+from longshore.scheduler.kv_events.stream import EventStream
 
 SIZE: Final = 16
 HASHER: Final = BlockHasher(SIZE, b"benchmark")

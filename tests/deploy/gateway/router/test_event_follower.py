@@ -31,7 +31,7 @@ from longshore.protocol.events import (
 )
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.features.event_stream import EventStream
+from longshore.scheduler.kv_events.stream import EventStream
 
 BLOCK_SIZE: Final = 4
 SPEC: Final = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype_bytes=4)

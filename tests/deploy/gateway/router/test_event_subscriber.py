@@ -14,7 +14,7 @@ from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.event_subscriber import EventSource, EventSubscriber
 from longshore.protocol.events import AllBlocksCleared, BlockStored, KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint, SocketWatcher, close_context
-from longshore.scheduler.process.event_publisher import EventPublisher, EventSockets
+from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from tests.harness.kv_groups import kv_cache_config
 
 PATIENCE_S = 60.0

@@ -20,8 +20,8 @@ from longshore.protocol.events import (
 )
 from longshore.protocol.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.features.event_stream import EventStream
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
+from longshore.scheduler.kv_events.stream import EventStream
 from tests.harness.kv_groups import chunked, config_of, full, latent, state, window
 from tests.scheduler.kv_cache.test_hybrid_groups import HybridMachine, make_manager, request_of
 
