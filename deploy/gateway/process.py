@@ -149,6 +149,7 @@ class GatewayProcess:
             num_gateways=max(1, len(config.peers)),
         )
         self._gateway.metrics.watch(self._routing)
+        self._gateway.lacking_knowledge = self._routing.lacking_knowledge
         self._engines = Engines(
             config.engines,
             hello,

@@ -50,6 +50,19 @@ class Routing:
                 return
             await asyncio.sleep(_POLL_S)
 
+    def lacking_knowledge(self) -> str | None:
+        """Of which engines that are ready the blocks are not known; None if there are none."""
+        unknown = [
+            str(engine)
+            for engine, subscriber in enumerate(self._subscribers)
+            if self._index is not None
+            and subscriber.is_followed
+            and not self._index.is_known[engine]
+        ]
+        if not unknown:
+            return None
+        return f"routing does not know the KV blocks of engine {', '.join(unknown)}"
+
     def collect(self) -> Iterable[Metric]:
         """The metrics, for a registry."""
         return self._metrics.collect()
