@@ -183,7 +183,7 @@ class EventFollower:
         self._index.clear(self._engine)
         self._publisher_id, self._next = publisher_id, number + 1
         self._parts = deque(payloads)
-        self._held = deque(sorted(batch for batch in self._held if batch[0] > number))
+        self._held = deque(batch for batch in self._held if batch[0] > number)
         self._has_snapshot = True
         self._index.is_known[self._engine] = not self._parts
         self.num_snapshots += 1

@@ -211,6 +211,22 @@ def test_engines_that_clear_again_and_again_leave_nothing(cleared: list[int]) ->
     assert len(index) == 0
 
 
+def test_blocks_in_use_while_an_engine_is_cleared_are_not_those_of_the_next() -> None:
+    """Hits move entries past the place that the removal has reached."""
+    index, (prompt, *_) = small_index(12), PROMPTS
+    for engine in (0, 1):
+        index.store(engine, prompt, 0, "GPU")
+    index.clear(0)
+    assert index.collect(3)
+    assert index.match(hashes_of(prompt), [1]) == {1: 48}
+    while index.collect(3):
+        pass
+    for engine in (2, 0, 2, 0, 2, 0):  # each gets the slots that others had
+        index.expect(engine, prompt[11:])
+        index.clear(engine)
+        assert index.match(hashes_of(prompt), range(3)) == {1: 48}
+
+
 @pytest.mark.parametrize("info", [GroupInfo(0), GroupInfo(-4), GroupInfo(6)])
 def test_a_group_that_does_not_fit_is_ignored(info: GroupInfo) -> None:
     index = BlockIndex(1, tokens_per_hash=4, max_hashes=10)
