@@ -342,7 +342,7 @@ class ServeOptions(EngineOptions):
         routing_session_header: Header of requests that names their session, for session_affinity.
             Without it, prompt_cache_key and user are used.
         routing_index_blocks: Maximum number of KV blocks that each gateway knows of, for
-            prefix_aware; each takes about 250 bytes.
+            prefix_aware; each takes about 170 bytes.
         gateways: Number of processes that serve the port. Raise it if one gateway uses a whole
             core.
         host: Address to listen on; 0.0.0.0 is every interface.
