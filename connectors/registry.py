@@ -37,6 +37,7 @@ BUILT_IN: Final = {
     "hidden_states": "longshore.connectors.hidden_states.scheduler:HiddenStatesConnector",
     "lmcache": "longshore.connectors.lmcache.scheduler:LMCacheConnector",
     "multi": "longshore.connectors.multi.scheduler:MultiConnector",
+    "nixl": "longshore.connectors.pull.scheduler:NixlConnector",
     "offloading": "longshore.connectors.offloading.connector:OffloadingConnector",
     "simple_cpu": "longshore.connectors.simple_cpu:SimpleCPUConnector",
 }
@@ -109,6 +110,7 @@ def engine_fields(
         "identity": identity,
         "kv_dtype": kv_cache.dtype,
         "kv_layout": kv_cache.layout,
+        "kv_rotation": kv_cache.rotation,
         "namespace": kv_namespace(identity, kv_cache, len(rank_block_bytes)),
     }
 
