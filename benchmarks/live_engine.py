@@ -35,6 +35,7 @@ from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
     EngineReady,
+    Feature,
     FromWorker,
     ToClient,
     ToEngine,
@@ -49,7 +50,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
 )
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, StructuredOutput
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import (
     Channel,
@@ -66,11 +67,17 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.protocol.transport.security import new_secret
 from longshore.scheduler import __main__ as scheduler_main
-from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.config import (
+    CacheConfig,
+    SchedulerConfig,
+    SchedulerProcessConfig,
+    StructuredOutputConfig,
+)
 from longshore.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
+EOS_ID = 2
 TIMEOUT_S = 60.0
 EPOCH = 1
 
@@ -79,11 +86,19 @@ class LiveEngine:
     """The process during a `with` block. `num_rows` requests of `max_model_len` tokens fit.
 
     The caller of `connect_worker`, in this process or another, is the worker. `instrument` is
-    `cprofile` or `stopwatch`; its result is in `findings` after the block.
+    `cprofile` or `stopwatch`; its result is in `findings` after the block. `tokenizer`, a
+    tokenizer.json, allows structured output, which ends with token EOS_ID.
     """
 
     def __init__(
-        self, *, num_rows: int, max_model_len: int, mode: str, instrument: str | None = None
+        self,
+        *,
+        num_rows: int,
+        max_model_len: int,
+        mode: str,
+        instrument: str | None = None,
+        tokenizer: Path | None = None,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="longshore-bench-")
         self.directory = Path(self._directory.name)
@@ -99,6 +114,13 @@ class LiveEngine:
         )
         self._lifeline, child_end = socket.socketpair()
         secret = new_secret()
+        structured_output = None
+        if tokenizer is not None:
+            structured_output = StructuredOutputConfig(
+                backend="auto",
+                tokenizer_file=str(tokenizer),
+                endpoint=Endpoint(f"ipc://{self.directory}/grammars", secret=secret),
+            )
         config = SchedulerProcessConfig(
             scheduler=SchedulerConfig(
                 max_model_len=max_model_len,
@@ -111,7 +133,9 @@ class LiveEngine:
             workers=(Endpoint(f"ipc://{self.directory}/worker", secret=secret),),
             clients=Endpoint(f"ipc://{self.directory}/clients", secret=secret),
             hash_seed="00" * 32,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
+            eos_token_ids=(EOS_ID,),
+            structured_output=structured_output,
             epoch=EPOCH,
             lifeline_fd=child_end.fileno(),
             log_level="warning",
@@ -190,18 +214,24 @@ def connect_worker(
     num_blocks = identity.max_num_seqs * (identity.max_model_len // BLOCK_SIZE + 1) + 1
     spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
     groups, heads = (KVCacheGroup(("layer",), spec),), HeadShare(0, 8, 8)
-    worker.send(WorkerHello(0, identity, KVCacheConfig(num_blocks, groups, "bfloat16"), heads))
+    features = (Feature.STRUCTURED_OUTPUT,)
+    cache = KVCacheConfig(num_blocks, groups, "bfloat16")
+    worker.send(WorkerHello(0, identity, cache, heads, features=features))
     answer = worker.receive(TIMEOUT_S)
     assert isinstance(answer, WorkerAccepted), answer
     worker.send(WorkerReady(0))
     return worker
 
 
-def long_request(handle: int, prompt_len: int) -> AddRequest:
+def long_request(
+    handle: int, prompt_len: int, structured_output: StructuredOutput | None = None
+) -> AddRequest:
     """A request that decodes up to the maximum length."""
     prompt = np.random.default_rng(handle).integers(0, VOCAB_SIZE, prompt_len, np.int32)
     sampling = SamplingParams(max_tokens=None, ignore_eos=True)
-    return AddRequest(f"request-{handle}", handle, prompt, sampling)
+    return AddRequest(
+        f"request-{handle}", handle, prompt, sampling, structured_output=structured_output
+    )
 
 
 def _run_under_cprofile() -> list[dict[str, Any]]:

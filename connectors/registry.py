@@ -2,6 +2,7 @@
 installed connectors cost nothing and may lack their dependencies.
 """
 
+import hashlib
 import importlib
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from longshore.connectors.base import (
     WorkerConnectorConfig,
 )
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.handshake import EngineIdentity, kv_namespace
+from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheConfig, of_all_ranks
 
 ENTRY_POINT_GROUP: Final = "longshore.connectors"
@@ -111,8 +112,28 @@ def engine_fields(
         "kv_dtype": kv_cache.dtype,
         "kv_layout": kv_cache.layout,
         "kv_rotation": kv_cache.rotation,
-        "namespace": kv_namespace(identity, kv_cache, len(rank_block_bytes)),
+        "namespace": _namespace(identity, kv_cache, len(rank_block_bytes)),
     }
+
+
+def _namespace(identity: EngineIdentity, kv_cache: KVCacheConfig, num_ranks: int) -> str:
+    """Identifies everything that the stored KV of a block depends on besides its block hash. Equal
+    on all ranks of an engine; `num_blocks` and the layers of a pipeline stage do not count."""
+    fields = (
+        identity.protocol_version,
+        identity.model_fingerprint,
+        identity.dtype,
+        identity.hash_seed_digest,
+        identity.block_size,
+        identity.decode_context_parallel_size,
+        identity.cp_kv_cache_interleave_size,
+        kv_cache.dtype,
+        kv_cache.layout,
+        kv_cache.rotation,
+        [group.spec for group in kv_cache.groups],
+        num_ranks,
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()[:32]
 
 
 def check_connector(name: str, options: Mapping[str, Any] | None = None) -> None:

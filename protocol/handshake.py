@@ -241,26 +241,6 @@ def _small_tensors(header: bytes) -> list[tuple[int, int]]:
     )
 
 
-def kv_namespace(identity: EngineIdentity, kv_cache: KVCacheConfig, num_ranks: int) -> str:
-    """Identifies everything that the stored KV of a block depends on besides its block hash. Equal
-    on all ranks of an engine; `num_blocks` and the layers of a pipeline stage do not count."""
-    fields = (
-        identity.protocol_version,
-        identity.model_fingerprint,
-        identity.dtype,
-        identity.hash_seed_digest,
-        identity.block_size,
-        identity.decode_context_parallel_size,
-        identity.cp_kv_cache_interleave_size,
-        kv_cache.dtype,
-        kv_cache.layout,
-        kv_cache.rotation,
-        [group.spec for group in kv_cache.groups],
-        num_ranks,
-    )
-    return hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()[:32]
-
-
 def hash_seed_digest(seed: bytes) -> str:
     """A digest by which two processes compare their seeds without revealing them."""
     return hashlib.sha256(b"longshore hash seed\0" + seed).hexdigest()[:16]

@@ -258,7 +258,7 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     tokenizer_file:   tokenizer.json of the model.
     endpoint:         where the processes connect; the scheduler binds it, with the number of the
                       process appended.
-    compile_timeout_s: limit for one grammar, from the moment that its process gets it.
+    compile_timeout_s: limit for one grammar, from the moment that a thread begins with it.
     max_cached_grammars, max_cached_bytes: compiled grammars that are kept for further requests.
     """
 

@@ -217,10 +217,14 @@ class Lifecycle(SchedulerPart):
                 num_kept = request.num_prompt_tokens + max(outcome.num_output_tokens, 0)
                 request.token_ids = request.token_ids[:num_kept]
                 request.block_hashes = []
-            if outcome.ends_output and request.resumable and self.sessions.continues(request):
-                if freed:  # first, because the session may free blocks, too
-                    self.kv_cache.release(*freed)
-                    freed = []
+            continues = (
+                outcome.ends_output and request.resumable and self.sessions.continues(request)
+            )
+            if freed and (continues or request.cache_hint is not None):
+                # First, because the session, or the end of another hint, may free blocks, too.
+                self.kv_cache.release(*freed)
+                freed = []
+            if continues:
                 is_computed = request in computed
                 self.sessions.pause(request, outcome.reason, blocks, now, is_computed=is_computed)
             elif (kept := self._finish(request, outcome, blocks, now)) is not None:

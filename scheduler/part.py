@@ -3,14 +3,19 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.encoder import EncoderCache
+from longshore.connectors.base import SchedulerConnector
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.drafts import Drafts
+from longshore.scheduler.features.encoder import EncoderCache, make_encoder
 from longshore.scheduler.features.forks import Forks
-from longshore.scheduler.features.grammar import Grammars
+from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.in_flight import StepsInFlight
@@ -22,7 +27,7 @@ from longshore.scheduler.step.running import RunningTable
 class SchedulerPart:
     """A part of one scheduler; all parts refer to the same objects.
 
-    transfers, encoder, loras, grammars, shares: None unless configured.
+    transfers, encoder, loras, grammars, drafts, shares: None unless configured.
     """
 
     config: SchedulerConfig
@@ -37,8 +42,79 @@ class SchedulerPart:
     encoder: EncoderCache | None
     loras: LoRASlots | None
     grammars: Grammars | None
+    drafts: Drafts | None
     shares: Shares | None
 
     def shared(self) -> dict[str, Any]:
         """The arguments with which other parts are made."""
         return {field.name: getattr(self, field.name) for field in fields(SchedulerPart)}
+
+
+def make_shared(
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    kv_cache: KVCacheConfig,
+    policy: SchedulingPolicy,
+    *,
+    hash_seed: bytes,
+    vocab_size: int,
+    epoch: int,
+    verify_plan: bool,
+    connector: SchedulerConnector | None,
+    grammars: GrammarCompiler | None,
+    num_ranks: int,
+    block_metrics: BlockMetrics | None,
+) -> SchedulerPart:
+    """The tables and features of one scheduler, empty; for the arguments see `Scheduler`."""
+    blocks = KVCacheManager(
+        cache,
+        kv_cache,
+        config.longest_request(cache.context_parallel_size),
+        max_num_seqs=config.max_num_seqs,
+        hash_seed=hash_seed,
+        metrics=block_metrics,
+        record_cached=connector is not None and config.kv_role != "kv_consumer",
+    )
+    shares = transfers = masks = drafts = None
+    if isinstance(policy, FairPolicy):
+        num_slots = blocks.num_usable_blocks * cache.block_size
+        shares = policy.shares = Shares(config.max_num_seqs, num_slots)
+    waiting = WaitingRequests(policy)
+    running = RunningTable(config.max_num_seqs, config.max_model_len, config.num_speculative_tokens)
+    in_flight = StepsInFlight(running)
+    holds = Holds(blocks)
+    if connector is not None:
+        may_load = config.kv_role != "kv_producer"
+        transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
+    encoder = make_encoder(config, kv_cache)
+    if grammars is not None:
+        masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
+    if config.num_speculative_tokens:
+        drafts = Drafts(running, masks, is_async=config.max_steps_in_flight > 1)
+    plan = PlanBuilder(
+        running,
+        blocks,
+        epoch=epoch,
+        encoder=encoder,
+        drafts=drafts,
+        transfers=transfers,
+        feed_back_tokens=config.feed_back_tokens,
+        has_grammars=masks is not None,
+        verify_plan=verify_plan,
+    )
+    return SchedulerPart(
+        config=config,
+        running=running,
+        waiting=waiting,
+        forks=Forks(running, waiting, blocks, holds, in_flight),
+        holds=holds,
+        kv_cache=blocks,
+        in_flight=in_flight,
+        plan=plan,
+        transfers=transfers,
+        encoder=encoder,
+        loras=LoRASlots(config.max_loras) if config.max_loras else None,
+        grammars=masks,
+        drafts=drafts,
+        shares=shares,
+    )

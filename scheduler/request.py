@@ -59,12 +59,7 @@ class RequestChange(enum.Enum):
 Change: TypeAlias = RequestChange | FinishReason
 
 FINISHED_STATUS: Final = {
-    FinishReason.STOPPED: RequestStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
-    FinishReason.ABORTED: RequestStatus.FINISHED_ABORTED,
-    FinishReason.IGNORED: RequestStatus.FINISHED_IGNORED,
-    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
-    FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
+    reason: RequestStatus[f"FINISHED_{reason.name}"] for reason in FinishReason
 }
 
 _WAITING = RequestStatus.WAITING

@@ -1,6 +1,6 @@
 """The scheduler, without I/O, clock or tensors: requests in, plans out, outputs in, tokens out.
 
-`Scheduler` builds the objects below and is their interface. `step.planner` chooses the requests of
+`Scheduler` builds its parts and is their interface. `step.planner` chooses the requests of
 the next step, `step.admission` admits waiting ones, `step.output_processor` applies outputs, and
 `lifecycle` adds, preempts and ends requests.
 """
@@ -39,11 +39,8 @@ from longshore.scheduler.config import (
     SchedulerConfig,
     check_states,
 )
-from longshore.scheduler.features.drafts import Drafts
-from longshore.scheduler.features.encoder import check_encoder, make_encoder
-from longshore.scheduler.features.forks import Forks
+from longshore.scheduler.features.encoder import check_encoder
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
-from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.swap import Swaps, check_swaps
@@ -51,23 +48,16 @@ from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import SchedulerPart
+from longshore.scheduler.part import make_shared
 from longshore.scheduler.queue.outside_policies import checked, load_policy
-from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
-from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.queue.shares import Shares
+from longshore.scheduler.queue.policies import SchedulingPolicy
 from longshore.scheduler.request import Outcome, RequestStatus
 from longshore.scheduler.step.admission import Admission, AdmissionGates
 from longshore.scheduler.step.client_outputs import ClientOutputs
-from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.output_processor import OutputProcessor
 from longshore.scheduler.step.output_validator import OutputValidator
-from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.planner import PauseState, StepPlanner
-from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.token_budget import TokenBudget
 from longshore.scheduler.validation import RequestValidator
 
@@ -106,129 +96,78 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        _check_settings(config, cache, kv_cache, connector)
-        if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
-            cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
-        if Feature.BIDIRECTIONAL in features:
-            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
-            cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
-            if connector is not None:
-                raise ConfigError(
-                    "the tokens of this model attend to later ones, so its KV cannot be reused. "
-                    "Remove kv_connector"
-                )
+        config, cache = _fit_settings(config, cache, kv_cache, features, connector)
+        policy = load_policy(config.policy) if policy is None else checked(policy)
+        part = make_shared(
+            config,
+            cache,
+            kv_cache,
+            policy,
+            hash_seed=hash_seed,
+            vocab_size=vocab_size,
+            epoch=epoch,
+            verify_plan=verify_plan,
+            connector=connector,
+            grammars=grammars,
+            num_ranks=num_ranks,
+            block_metrics=block_metrics,
+        )
         self.config = config
+        self.kv_cache, self.waiting, self.running = part.kv_cache, part.waiting, part.running
+        self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
+        self._holds, self._forks = part.holds, part.forks
+        self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
+        self._grammars, self._drafts = part.grammars, part.drafts
+        self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
 
-        # Tables
-        blocks = self.kv_cache = KVCacheManager(
-            cache,
-            kv_cache,
-            config.longest_request(cache.context_parallel_size),
-            max_num_seqs=config.max_num_seqs,
-            hash_seed=hash_seed,
-            metrics=block_metrics,
-            record_cached=connector is not None and config.kv_role != "kv_consumer",
-        )
-        policy = load_policy(config.policy) if policy is None else checked(policy)
-        shares = None
-        if isinstance(policy, FairPolicy):
-            num_slots = blocks.num_usable_blocks * cache.block_size
-            shares = policy.shares = Shares(config.max_num_seqs, num_slots)
-        waiting = self.waiting = WaitingRequests(policy)
-        running = self.running = RunningTable(
-            config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
-        )
-        in_flight = self._in_flight = StepsInFlight(running)
-        holds = self._holds = Holds(blocks)
-        outputs = self._outputs = ClientOutputs()
-
-        # Features: forks are always there, the others only if configured
-        forks = self._forks = Forks(running, waiting, blocks, holds, in_flight)
-        transfers = masks = drafts = swaps = None
-        if connector is not None:
-            may_load = config.kv_role != "kv_producer"
-            transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
-        encoder = self._encoder = make_encoder(config, kv_cache)
-        loras = self._loras = LoRASlots(config.max_loras) if config.max_loras else None
-        if grammars is not None:
-            masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
-        if config.num_speculative_tokens:
-            drafts = Drafts(running, masks, is_async=config.max_steps_in_flight > 1)
-
-        # Decisions
-        plan = self._plan = PlanBuilder(
-            running,
-            blocks,
-            epoch=epoch,
-            encoder=encoder,
-            drafts=drafts,
-            transfers=transfers,
-            feed_back_tokens=config.feed_back_tokens,
-            has_grammars=masks is not None,
-            verify_plan=verify_plan,
-        )
-        shared = SchedulerPart(
-            config=config,
-            running=running,
-            waiting=waiting,
-            forks=forks,
-            holds=holds,
-            kv_cache=blocks,
-            in_flight=in_flight,
-            plan=plan,
-            transfers=transfers,
-            encoder=encoder,
-            loras=loras,
-            grammars=masks,
-            shares=shares,
-        ).shared()
+        shared = part.shared()
         validator = RequestValidator(
             config,
             vocab_size=vocab_size,
             features=features,
-            has_connector=transfers is not None,
-            has_grammars=masks is not None,
+            has_connector=connector is not None,
+            has_grammars=grammars is not None,
             max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
         )
         lifecycle = self._lifecycle = Lifecycle(
-            **shared, validator=validator, outputs=outputs, eos_token_ids=eos_token_ids
+            **shared, validator=validator, outputs=self._outputs, eos_token_ids=eos_token_ids
         )
         can_swap = config.preemption_mode != "recompute"
         gates = AdmissionGates(
             cache,
             kv_cache.num_blocks,
-            blocks.num_usable_blocks,
+            self.kv_cache.num_usable_blocks,
             swaps=can_swap,
-            has_shares=shares is not None,
+            has_shares=part.shares is not None,
         )
-        if transfers is not None and can_swap:
+        self._swaps = None
+        if can_swap and connector is not None:
             rate = PrefillRate() if config.preemption_mode == "auto" else None
-            swaps = Swaps(policy, running, blocks, in_flight, gates, transfers, lifecycle, rate)
+            self._swaps = Swaps(
+                **shared, policy=policy, gates=gates, lifecycle=lifecycle, prefill_rate=rate
+            )
+        has_whole_inputs = part.encoder is not None or self.kv_cache.has_states
         budget = TokenBudget(
-            config.token_budget,
-            can_shrink=config.enable_chunked_prefill and encoder is None and not blocks.has_states,
+            config.token_budget, can_shrink=config.enable_chunked_prefill and not has_whole_inputs
         )
         self._planner = StepPlanner(
             **shared,
             policy=policy,
             lifecycle=lifecycle,
             admission=Admission(**shared, gates=gates, lifecycle=lifecycle),
-            drafts=drafts,
-            swaps=swaps,
+            swaps=self._swaps,
             budget=budget,
         )
-        recovery = self._recovery = Recovery(
-            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder, budget
-        )
-        checks = OutputValidator(running, in_flight, vocab_size)
+        self._recovery = Recovery(**shared, lifecycle=lifecycle, budget=budget)
         self._processor = OutputProcessor(
-            running, in_flight, outputs, plan, lifecycle, recovery, checks, drafts, masks
+            **shared,
+            outputs=self._outputs,
+            lifecycle=lifecycle,
+            recovery=self._recovery,
+            validator=OutputValidator(self.running, self._in_flight, vocab_size),
         )
-        self._transfers, self._grammars, self._drafts, self._swaps = transfers, masks, drafts, swaps
-
-        # Reports
         self._reasons = WaitingReasons(self._planner)
         self._snapshots = BlockSnapshots(kv_cache, lifecycle)
 
@@ -275,13 +214,15 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
-        self._end_failed(now)
+        if self._grammars is not None and self._grammars.failed:
+            self._end_failed(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
         if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
-        self.kv_cache.pool.retained.expire(now)
+        if now >= self._retained.next_expiry_s:
+            self.kv_cache.pool.expire_retained(now)
         plan = self._planner.plan_step(now)
         if plan is not None:
             if self._forks.pending:
@@ -295,10 +236,10 @@ class Scheduler:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
-    def _end_failed(self, now: float) -> None:
+    def _end_failed(self, grammars: Grammars, now: float) -> None:
         """End running requests whose grammar has failed; their latest mask allows every token."""
-        while self._grammars is not None and self._grammars.failed:
-            request, text = next(iter(self._grammars.failed.items()))
+        while grammars.failed:
+            request, text = next(iter(grammars.failed.items()))
             self._lifecycle.end(request, Outcome(FinishReason.ERROR, text), now)
 
     # An output
@@ -310,27 +251,29 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
-        self._end_failed(now)
-        transfers = self._transfers
-        if transfers is not None and transfers.step_loads and output.epoch == self._plan.epoch:
-            transfers.step_loads.hold(output)
-            for ready in transfers.step_loads.take_ready():
-                self._apply_output(ready, now)
+        if self._grammars is not None and self._grammars.failed:
+            self._end_failed(self._grammars, now)
+        if output.epoch != self._plan.epoch:
+            self._processor.num_stale_tokens += len(output.sampled_tokens)
+        elif self._transfers is not None and self._transfers.step_loads:
+            self._transfers.step_loads.hold(output)
+            self._apply_ready(self._transfers, now)
         else:
-            self._apply_output(output, now)
+            self._apply(output, now)
 
-    def _apply_output(self, output: ModelRunnerOutput, now: float) -> None:
+    def _apply_ready(self, transfers: Transfers, now: float) -> None:
+        """Apply the outputs whose loads within the step have ended on all ranks."""
+        for output in transfers.step_loads.take_ready():
+            self._apply(output, now)
+
+    def _apply(self, output: ModelRunnerOutput, now: float) -> None:
         self._processor.apply(output, now)
-        if self._swaps is not None and output.epoch == self._plan.epoch:
+        if self._swaps is not None:
             self._swaps.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
         transfers, failed = self._transfers, output.failed_block_ids
-        if (
-            transfers is not None
-            and (output.connector_metadata or len(failed))
-            and output.epoch == self._plan.epoch
-        ):
+        if transfers is not None and (output.connector_metadata or len(failed)):
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
             reported = ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
             transfers.hooks.call(transfers.connector.update_connector_output, reported)
@@ -350,8 +293,7 @@ class Scheduler:
             return
         if report.step:
             self._num_bad_reports += not transfers.step_loads.receive(report)
-            for ready in transfers.step_loads.take_ready():
-                self._apply_output(ready, now)
+            self._apply_ready(transfers, now)
             return
         output, ended = transfers.apply(report)
         for load in ended:
@@ -576,15 +518,29 @@ class Scheduler:
         )
 
 
-def _check_settings(
+def _fit_settings(
     config: SchedulerConfig,
     cache: CacheConfig,
     kv_cache: KVCacheConfig,
+    features: frozenset[Feature],
     connector: SchedulerConnector | None,
-) -> None:
-    """Raise ConfigError for settings that cannot work with each other or with this model."""
+) -> tuple[SchedulerConfig, CacheConfig]:
+    """The settings without those that this model cannot have. Raises ConfigError for settings that
+    cannot work with each other or with this model."""
     longest = config.longest_request(cache.context_parallel_size)
     check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
     check_states(config, [group.spec for group in kv_cache.groups])
     check_encoder(config, kv_cache, has_connector=connector is not None)
     check_swaps(config, cache, connector)
+    is_bidirectional = Feature.BIDIRECTIONAL in features
+    if is_bidirectional and connector is not None:
+        raise ConfigError(
+            "the tokens of this model attend to later ones, so its KV cannot be reused. "
+            "Remove kv_connector"
+        )
+    if is_bidirectional:
+        config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+    if is_bidirectional or max_encoder_tokens(kv_cache.groups) is not None:
+        # Equal tokens need not have equal KV.
+        cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+    return config, cache

@@ -174,20 +174,7 @@ class Worker:
             cache.recorded[:] = 0
             self._runner.begin_epoch(epoch, self.connector)
             return self._runner
-        runner = self._runner = ModelRunner(
-            self.model,
-            cache,
-            GroupedAttention(cache, self.model.cached_layers(), self._parallel),
-            self._queue,
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            epoch=epoch,
-            parallel=self._parallel,
-            eos_token_ids=self._config.eos_token_ids,
-            connector=self.connector,
-            guards_blocks=self._config.poison_kv,
-        )
+        runner = self._runner = self._make_runner(cache, self._queue, epoch)
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
         if memory is not None and memory.adopted_block_ids is not None:
@@ -203,6 +190,22 @@ class Worker:
         )
         self._log_plan(agreed)
         return runner
+
+    def _make_runner(self, cache: KVCache, queue: ComputeQueue, epoch: int) -> ModelRunner:
+        return ModelRunner(
+            self.model,
+            cache,
+            GroupedAttention(cache, self.model.cached_layers(), self._parallel),
+            queue,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            epoch=epoch,
+            parallel=self._parallel,
+            eos_token_ids=self._config.eos_token_ids,
+            connector=self.connector,
+            guards_blocks=self._config.poison_kv,
+        )
 
     @cached_property
     def kv_cache(self) -> KVCacheConfig:

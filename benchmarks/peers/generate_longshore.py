@@ -1,9 +1,10 @@
 """Longshore's `LLM` with the protocol of `report.Peer`.
 
-    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes]
+    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes] [--grammars NAME]
 
-The jobs are those of generate_vllm.py. Without `--processes`, scheduler and worker run in this
-process. The model runs in bfloat16, with a KV cache of at most 2 GiB and vLLM's default batch sizes.
+The jobs are those of generate_vllm.py; `--grammars` is `llguidance` or `xgrammar`. Without
+`--processes`, scheduler and worker run in this process. The model runs in bfloat16, with a KV cache of
+at most 2 GiB and vLLM's default batch sizes.
 """
 
 import argparse
@@ -24,10 +25,13 @@ def main() -> None:
     arguments.add_argument("model", metavar="MODEL", help="folder of the model")
     arguments.add_argument("max_model_len", metavar="MAX_MODEL_LEN", type=int)
     arguments.add_argument("--processes", action="store_true", help="run the engine in its own process")
+    arguments.add_argument(
+        "--grammars", metavar="NAME", default="auto", help="backend of structured output"
+    )
     options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
-    from longshore import LLM, SamplingParams, __version__
+    from longshore import LLM, SamplingParams, StructuredOutputsParams, __version__
 
     with LLM(
         options.model,
@@ -37,14 +41,21 @@ def main() -> None:
         max_num_batched_tokens=4096,
         max_num_seqs=256,
         num_blocks=num_blocks(options.model),
+        structured_output_backend=options.grammars,
     ) as llm:
         print(json.dumps({"longshore": __version__}), file=answers, flush=True)
         for line in sys.stdin:
             job = json.loads(line)
             prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+            schemas = job.get("schemas") or [None] * len(prompts)
             params = [
-                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-                for n in job["output_lens"]
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=n,
+                    ignore_eos=schema is None,
+                    structured_outputs=schema and StructuredOutputsParams(json=schema),
+                )
+                for n, schema in zip(job["output_lens"], schemas, strict=True)
             ]
             begin_s = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -126,6 +126,7 @@ class _Owner:
     routes, layout: None until it has answered. peers: by rank of the owner.
     greet_at: when the next greeting is due.
     used_at:  when it was last needed.
+    done:     transfers that it has not been told to end yet.
     """
 
     key: tuple[str, int, str]
@@ -135,6 +136,7 @@ class _Owner:
     routes: Routes | None = None
     peers: dict[int, str] = field(default_factory=dict)
     layout: EngineLayout | None = None
+    done: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -231,8 +233,9 @@ class Reader:
             case Drop(source=source):
                 self._kept.pop(source.transfer_id, None)
                 owner = self._owners.get(_key(source))
-                if owner is not None and owner.routes is not None:
-                    self._send(owner, Done((source.transfer_id,)))
+                if owner is not None:
+                    owner.done.append(source.transfer_id)
+                    self._send_done(owner)
             case Pull():
                 self._begin(item, now)
             case Cancel(request_id=request_id):
@@ -306,6 +309,11 @@ class Reader:
         except zmq.ZMQError as error:
             logger.debug("%s cannot be reached: %s", owner.key, error)
 
+    def _send_done(self, owner: _Owner) -> None:
+        if owner.routes is not None and owner.done:
+            self._send(owner, Done(tuple(owner.done[:MAX_TRANSFER_IDS])))
+            owner.done.clear()  # what has no room expires
+
     def _receive(self, owner: _Owner) -> bool:
         """Handle messages of an owner; returns whether there may be more."""
         for _ in range(MAX_MESSAGES_PER_STEP):
@@ -378,6 +386,7 @@ class Reader:
             return
         owner.routes, owner.layout = routes, layout
         logger.info("connected to %s at %s:%d", owner.key[2], *owner.key[:2])
+        self._send_done(owner)
         for pull in list(self._pulls.values()):
             if pull.owner is owner:
                 self._claim(pull)

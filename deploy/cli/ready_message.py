@@ -26,7 +26,8 @@ def model_line(name: str, ready: Mapping[str, Ready], num_replicas: int = 1) -> 
         details = [report.details for who, report in ready.items() if replica.has_worker(who)]
         devices = ", ".join(dict.fromkeys(each["device"] for each in details))
         number = "1 worker" if len(details) == 1 else f"{len(details)} workers"
-        threads = f" with {details[0]['threads']} threads" if devices == "cpu" else ""
+        count = details[0].get("threads")
+        threads = f" with {count} thread{'s' * (count != '1')}" if devices == "cpu" else ""
         return f"{number} on {devices}{threads}, {details[0]['dtype']}"
 
     return f"model {name}: {_per_engine(num_replicas, workers)}"

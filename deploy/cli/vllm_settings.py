@@ -38,18 +38,24 @@ RENAMED_VALUES: Final = {
 }
 """Name and vLLM's value: ours."""
 
-_GRAPHS: Final = "steps are captured as CUDA graphs where that changes no token"
+_GRAPHS: Final = "models are neither compiled nor captured as CUDA graphs"
 _ALWAYS_SHOWN: Final = "statistics are always collected"
 
 WITHOUT_EFFECT: Final = {
     "compilation_config": _GRAPHS,
     "cuda_graph_sizes": _GRAPHS,
     "disable_custom_all_reduce": "there is no other all-reduce than that of NCCL or Gloo",
+    "disable_frontend_multiprocessing": "gateways are processes of their own",
     "disable_log_requests": "requests are logged at level debug only",
     "disable_log_stats": _ALWAYS_SHOWN,
+    "disable_uvicorn_access_log": "there is no access log without access_log",
     "enable_auto_tool_choice": "calls are found in every chat with tools",
     "enable_prompt_tokens_details": "usage always has the cached tokens",
+    "enable_reasoning": "reasoning is found in every chat",
+    "enable_request_id_headers": "every response has a header x-request-id",
+    "enable_server_load_tracking": "/load always counts the requests",
     "enforce_eager": _GRAPHS,
+    "max_log_len": "prompts are never logged",
     "max_seq_len_to_capture": _GRAPHS,
     "swap_space": "it has no effect in vLLM either; connectors keep KV in host memory",
     "trust_remote_code": "code from model folders is never run",
@@ -59,10 +65,15 @@ WITHOUT_EFFECT: Final = {
 FLAGS_WITHOUT_VALUE: Final = frozenset(
     {
         "disable_custom_all_reduce",
+        "disable_frontend_multiprocessing",
         "disable_log_requests",
         "disable_log_stats",
+        "disable_uvicorn_access_log",
         "enable_auto_tool_choice",
         "enable_prompt_tokens_details",
+        "enable_reasoning",
+        "enable_request_id_headers",
+        "enable_server_load_tracking",
         "enforce_eager",
         "trust_remote_code",
     }
@@ -88,6 +99,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         (False,),
         "scales of keys and values are those of the checkpoint, or 1",
     ),
+    "chat_template_content_format": (("auto", "string"), "templates get the text of messages"),
     "code_revision": ((), "code from model folders is never run"),
     "config_format": (("auto", "hf"), _FOLDER),
     "convert": (("auto", "none", "embed"), _ROLE),
@@ -96,6 +108,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "data_parallel_backend": (("mp",), _ONE_MACHINE),
     "data_parallel_rank": ((), _ONE_MACHINE),
     "data_parallel_size_local": ((), _ONE_MACHINE),
+    "default_chat_template_kwargs": (({},), "use chat_template_kwargs in requests"),
     "disable_hybrid_kv_cache_manager": ((False,), "all KV cache groups share one pool"),
     "disable_sliding_window": ((False,), "the model's windows are used"),
     "distributed_executor_backend": (("mp", "uni"), "workers are processes of one machine"),
@@ -103,10 +116,15 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "enable_eplb": ((False,), "experts stay on their workers"),
     "enable_expert_parallel": ((False,), "tensor_parallel_size splits experts"),
     "enable_force_include_usage": ((False,), "use stream_options in requests"),
-    "enable_log_requests": ((False,), "use log_level=debug"),
+    "enable_log_outputs": ((False,), "answers are never logged"),
+    "enable_log_requests": ((False,), "use access_log, or log_level=debug"),
     "enable_lora": ((False,), _LORA),
     "enable_prompt_embeds": ((False,), "pass the text or the token ids"),
     "enable_sleep_mode": ((False,), "an engine keeps its memory until it ends"),
+    "exclude_tools_when_tool_choice_none": (
+        (False,),
+        "the prompt shows the tools, so that its cached prefix can be used",
+    ),
     "generation_config": (("auto",), _FOLDER),
     "gpu_memory_utilization": (
         (),
@@ -151,8 +169,9 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     ),
     "prefix_caching_hash_algo": (("sha256",), "block hashes are seeded sha256"),
     "quantization": ((), "the format is that of the checkpoint"),
+    "reasoning_parser_plugin": (("",), "use reasoning_parser=package.module:Class"),
     "response_role": (("assistant",), "answers have the role assistant"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids in requests"),
+    "return_tokens_as_token_ids": ((False,), "use return_tokens_as_token_ids in requests"),
     "revision": ((), _REVISION),
     "root_path": (("",), _PROXY),
     "rope_scaling": ((), "change config.json of the model folder"),
@@ -170,6 +189,9 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "tokenizer": ((), _FOLDER),
     "tokenizer_mode": (("auto", "hf"), "tokenizer.json of the model folder is used"),
     "tokenizer_revision": ((), _REVISION),
+    "tool_parser_plugin": (("",), "use tool_call_parser=package.module:Class"),
+    "tool_server": ((), "clients run the tools"),
+    "trust_request_chat_template": ((False,), "use chat_template=FILE; a request cannot have one"),
     "uvicorn_log_level": ((), "use log_level"),
     "worker_cls": (("auto",), "workers are processes of Longshore"),
     "worker_extension_cls": (("",), "workers are processes of Longshore"),

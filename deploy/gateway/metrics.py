@@ -126,13 +126,7 @@ class GatewayMetrics:
         length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
         phase = partial(Histogram, buckets=_PHASE_BOUNDS_S, registry=registry)
         ProcessCollector(registry=registry)
-        Info("longshore_build", "Version of this gateway; the value is 1", registry=registry).info(
-            {
-                "version": longshore.__version__,
-                "protocol_version": str(PROTOCOL_VERSION),
-                "python_version": platform.python_version(),
-            }
-        )
+        _show_build(registry)
         self._ready = gauge("longshore_ready", "1 if the gateway accepts requests, else 0")
         self.responses = counter(
             "longshore_http_responses",
@@ -249,3 +243,13 @@ class GatewayMetrics:
         if self._vllm_names is not None:
             text += generate_latest(self._vllm_names)
         return text if self._model is None else label_samples(text, self._model, _OWN)
+
+
+def _show_build(registry: CollectorRegistry) -> None:
+    Info("longshore_build", "Version of this gateway; the value is 1", registry=registry).info(
+        {
+            "version": longshore.__version__,
+            "protocol_version": str(PROTOCOL_VERSION),
+            "python_version": platform.python_version(),
+        }
+    )

@@ -5,6 +5,8 @@ caused by the server. Texts, tokens and keys are never logged.
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
@@ -27,6 +29,7 @@ class HttpRequest:
     num_*_tokens: tokens of its prompts, and of all its answers.
     key:        name of its API key.
     first_token_s: time of the first token of any answer, from `time.perf_counter`.
+    log_level:  of its line in the access log.
     failure:    the error that it was answered with.
     bug:        the unexpected exception that it failed with.
     """
@@ -36,6 +39,7 @@ class HttpRequest:
     path: str
     client: str | None
     arrived_s: float
+    log_level: int = logging.DEBUG
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     key: str | None = None
@@ -84,7 +88,8 @@ class AccessLog:
         """Begin an exchange and make it the current one of this task."""
         shown = path if len(path) <= MAX_PATH_CHARACTERS else f"{path[:MAX_PATH_CHARACTERS]}..."
         address = None if client is None else f"{client[0]}:{client[1]}"
-        request = HttpRequest(request_id, method, shown, address, time.perf_counter())
+        arrived_s = time.perf_counter()
+        request = HttpRequest(request_id, method, shown, address, arrived_s, self._level)
         _current.set(request)
         return request
 
@@ -110,23 +115,39 @@ class AccessLog:
                 path=request.path,
                 status=500 if failure is None else failure.status,
             )
-        if logger.isEnabledFor(self._level):
-            first_s = request.first_token_s
-            about = fields(
-                request_id=request.request_id,
-                method=request.method,
-                path=request.path,
-                status=status,
-                duration_ms=(time.perf_counter() - request.arrived_s) * 1e3,
-                ttft_ms=None if first_s is None else (first_s - request.arrived_s) * 1e3,
-                prompt_tokens=request.num_prompt_tokens,
-                output_tokens=request.num_output_tokens,
-                key=request.key,
-                client=request.client,
-                error=None if failure is None else failure.body.code or failure.body.type,
-            )
-            message = "client disconnected" if status is None else "answered"
-            logger.log(self._level, message, extra=about)
+        _log_exchange("client disconnected" if status is None else "answered", request, status)
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """The current exchange goes on after its response. Its end has a line of its own in the access
+    log, with the tokens."""
+    request = _current.get()
+    try:
+        yield
+    finally:
+        if request is not None:
+            _log_exchange("ended in the background", request)
+
+
+def _log_exchange(message: str, request: HttpRequest, status: int | None = None) -> None:
+    if not logger.isEnabledFor(request.log_level):
+        return
+    first_s, failure = request.first_token_s, request.failure
+    about = fields(
+        request_id=request.request_id,
+        method=request.method,
+        path=request.path,
+        status=status,
+        duration_ms=(time.perf_counter() - request.arrived_s) * 1e3,
+        ttft_ms=None if first_s is None else (first_s - request.arrived_s) * 1e3,
+        prompt_tokens=request.num_prompt_tokens,
+        output_tokens=request.num_output_tokens,
+        key=request.key,
+        client=request.client,
+        error=None if failure is None else failure.body.code or failure.body.type,
+    )
+    logger.log(request.log_level, message, extra=about)
 
 
 def answers_begin(

@@ -1,8 +1,9 @@
 """The answers of an `LLM`: each from prompt to output, and many at a time on one engine."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -11,11 +12,11 @@ from tqdm import tqdm
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.llm.blocking_client import BlockingClient
-from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
+from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
 from longshore.deploy.requests.token_scores import Logprob
-from longshore.protocol.outputs import FinishReason
+from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import MultimodalFeature, PoolingParams, StructuredOutput
 from longshore.protocol.sampling import SamplingParams
 
@@ -35,6 +36,8 @@ class Answer:
     shows_stop:  its text includes the token that ended it.
     live:        the request, once it has been submitted.
     token_ids, text, logprobs, cumulative_logprob: the answer so far.
+    stats:       when it got how far.
+    arrived_s:   when it was made, by `time.monotonic`.
     other fields: see `LiveRequests.open`.
     """
 
@@ -59,6 +62,10 @@ class Answer:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    stats: RequestStateStats = field(
+        default_factory=lambda: RequestStateStats(arrival_time=time.time())
+    )
+    arrived_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_stopped(self) -> bool:
@@ -68,7 +75,7 @@ class Answer:
     def fields(self) -> RequestFields:
         """What its request needs beside prompt and sampling settings."""
         return RequestFields(
-            on_change=self.check_accepted,
+            on_change=self.note_change,
             fork_of=None if self.first is None else self.first.live,
             multimodal=self.multimodal,
             num_primed=self.num_primed,
@@ -79,11 +86,26 @@ class Answer:
             cache_salt=self.prompt.cache_salt,
         )
 
-    def check_accepted(self) -> None:
-        """Raise ValueError if the engine rejected the request, as for an invalid setting."""
-        end = None if self.live is None else self.live.finished
-        if end is not None and end.reason is FinishReason.IGNORED:
+    def note_change(self) -> None:
+        """After new tokens or the end. Raises ValueError if the engine rejected the request, as for
+        an invalid setting."""
+        live, stats = self.live, self.stats
+        if live is None:
+            return
+        if live.num_tokens > stats.num_generation_tokens:
+            now_s = time.monotonic()
+            if not stats.num_generation_tokens:
+                stats.queued_ts, stats.first_token_ts = live.opened_s, now_s
+                stats.first_token_latency = now_s - self.arrived_s
+            stats.num_generation_tokens, stats.last_token_ts = live.num_tokens, now_s
+        end = live.finished
+        if end is None:
+            return
+        if end.reason is FinishReason.IGNORED:
             raise ValueError(end.message or "the engine rejected this prompt")
+        scheduled = [after_s for event, after_s in end.events if event is RequestEvent.SCHEDULED]
+        if scheduled:
+            stats.scheduled_ts = live.opened_s + scheduled[0]
 
     def absorb(self) -> int | None:
         """Process new tokens. Returns the number of tokens to keep if they have a stop string."""
@@ -154,6 +176,7 @@ def request_output(request_id: str, answers: Sequence[Answer]) -> RequestOutput:
         finished=all(output.finished() for output in outputs),
         num_cached_tokens=outputs[0].num_cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
+        metrics=replace(first.stats),
     )
 
 
@@ -197,7 +220,7 @@ def _submit(answer: Answer, client: BlockingClient) -> None:
 
 def _stop_if_found(answer: Answer, client: BlockingClient) -> None:
     """Stop the request if its answer has grown to a stop string. Raises ValueError."""
-    answer.check_accepted()
+    answer.note_change()
     num_kept = answer.absorb()
     if num_kept is not None and answer.live is not None:
         client.stop(answer.live, num_kept)

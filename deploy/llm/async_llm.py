@@ -344,7 +344,7 @@ class _Stream:
         live, client = answer.live, self._client
         if live is None or client is None:
             return
-        answer.check_accepted()
+        answer.note_change()
         num_kept = answer.absorb()
         if num_kept is not None:
             client.stop(live, num_kept)

@@ -20,6 +20,7 @@ from longshore.connectors.registry import (
     load_scheduler_connector,
     load_worker_connector,
 )
+from longshore.deploy.llm.local_grammars import LocalGrammars
 from longshore.deploy.supervisor.engine_config import EnginePlan, worker_config
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.outputs import (
@@ -109,6 +110,7 @@ class InProcessEngine:
                 features=frozenset(self.worker.features),
                 connector=scheduler_half,
                 verify_plan=plan.options.verify_plan,
+                grammars=LocalGrammars(plan),
             )
         except BaseException:
             self.worker.close()
@@ -196,13 +198,19 @@ class InProcessEngine:
         connector = self.worker.connector
         if connector is not None and (transfers := connector.take_report()) is not None:
             self.scheduler.update_from_transfers(transfers, time.monotonic())
+        self._add_masks()
         while (plan := self.scheduler.schedule(time.monotonic())) is not None:
             self._runner.submit(plan, self._take_report)
             self._num_in_flight += 1
+        self._add_masks()
         self._outputs += [outputs for _, outputs in self.scheduler.take_outputs()]
         is_stuck = not self._num_in_flight and not self._outputs
         if is_stuck and connector is None and self.scheduler.is_waited_for():
             raise EngineDead("requests are waiting, but the scheduler cannot plan a step")
+
+    def _add_masks(self) -> None:
+        for mask in self.scheduler.take_masks():
+            self._runner.add_mask(mask)
 
     def _take_report(self, report: WorkerReport) -> None:
         """Called on the worker's compute thread."""

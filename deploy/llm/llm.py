@@ -45,6 +45,7 @@ from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
+    check_speech_settings,
     transcribe,
 )
 from longshore.deploy.model.folder import read_model_folder
@@ -111,7 +112,6 @@ class LLM:
             tokenizer,
             decoder,
             max_model_len=self._max_model_len,
-            compiles_grammars=not in_process,
         )
         self._requests = LiveRequests(seed_source(options.seed))
         # No generator: an interrupt inside one would end it.
@@ -285,7 +285,8 @@ class LLM:
         language: code of the spoken language, such as `en`. None: it is detected per input.
         task:     `translate` returns English text.
         prompt:   preceding text, which sets the style and the spelling of names.
-        sampling_params: None: greedy, without a token limit.
+        sampling_params: None: greedy, without a token limit. There is one transcript of each input,
+                  as plain text, so `n`, `stop`, `structured_outputs` and the like are rejected.
         Raises ValueError for invalid audio; otherwise as `generate`.
         """
         self._check_takes(text=False)
@@ -302,6 +303,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = SamplingParams(temperature=0, max_tokens=None)
         params = self._reader.check(sampling_params)
+        check_speech_settings(params.settings)
         with progress_bar("transcribe", 0, use_tqdm) as bar:
             return transcribe(
                 self._speech,
@@ -354,16 +356,21 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: one of `data_1` with each of `data_2`, or as many of each.
 
         A model with a classification head of one label scores each pair in one prompt, other
-        models give the cosine of the two embeddings. Other arguments and errors as in `generate`.
+        models give the cosine of the two embeddings. Of a pair in one prompt that is too long for
+        `truncate_prompt_tokens`, the text of `data_2` is truncated. Other arguments and errors as
+        in `generate`.
         """
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
         pairs = text_pairs(data_1, data_2)
-        return self._pooler.score(pairs, pooling_params or PoolingParams(), use_tqdm)
+        tokenization = as_tokenization(tokenization_kwargs)
+        params = pooling_params or PoolingParams()
+        return self._pooler.score(pairs, params, use_tqdm, tokenization)
 
     def encode(
         self,

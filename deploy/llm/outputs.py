@@ -49,6 +49,26 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestStateStats:
+    """When a request, or the first answer to a prompt, got how far. `arrival_time` is in seconds
+    since 1970, the others as `time.monotonic`; 0.0: it did not.
+
+    num_generation_tokens: output tokens so far.
+    queued_ts:           sent to the engine.
+    scheduled_ts:        first scheduled; known once the answer is complete.
+    first_token_latency: seconds from the arrival to the first token.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
+@dataclass
 class RequestOutput:
     """The answers to one prompt.
 
@@ -68,6 +88,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestStateStats | None = None
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:

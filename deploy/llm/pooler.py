@@ -26,6 +26,7 @@ from longshore.deploy.llm.progress import Progress
 from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.llm.request_reader import RequestReader
 from longshore.deploy.llm.scores import compared, labelled, probabilities
+from longshore.deploy.llm.tokenization import Tokenization
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.folder import ModelFolder
 from longshore.protocol.arrays import Float32Array
@@ -116,11 +117,15 @@ class Pooler:
         return [pooled_output(answer, output) for answer in answers]
 
     def score(
-        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, use_tqdm: Progress
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        use_tqdm: Progress,
+        tokenization: Tokenization,
     ) -> list[ScoringRequestOutput]:
         classifier = self.model.classifier
         if classifier is None:
-            return self._cosines(pairs, params, use_tqdm)
+            return self._cosines(pairs, params, use_tqdm, tokenization)
         if len(classifier.labels) > 1:
             raise ValueError(
                 f"{self.model.name} has {len(classifier.labels)} labels, so no single score: use "
@@ -131,16 +136,20 @@ class Pooler:
             probs = probabilities(classifier, pooled, use_activation=params.use_activation)
             return ScoringOutput(probs[0] if probs else math.nan)
 
-        answers = self._labelled(self.reader.read_pairs(pairs), params, use_tqdm)
+        answers = self._labelled(self.reader.read_pairs(pairs, tokenization), params, use_tqdm)
         return [pooled_output(answer, output) for answer in answers]
 
     def _cosines(
-        self, pairs: Sequence[tuple[str, str]], params: PoolingParams, use_tqdm: Progress
+        self,
+        pairs: Sequence[tuple[str, str]],
+        params: PoolingParams,
+        use_tqdm: Progress,
+        tokenization: Tokenization,
     ) -> list[ScoringRequestOutput]:
         if params.use_activation is not None:
             raise ValueError("PoolingParams: use_activation needs a classification head")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        prompts = self.reader.read_all(texts, gives_tokens=False)
+        prompts = self.reader.read_all(texts, gives_tokens=False, tokenization=tokenization)
         vectors = self.embed(prompts, dataclasses.replace(params, use_activation=True), use_tqdm)
         ends = dict(zip(texts, vectors, strict=True))
         return [compared(ends[one], ends[other]) for one, other in pairs]

@@ -42,7 +42,6 @@ class RequestReader:
 
     tokenizer: None: prompts must be token ids.
     decoder:   decodes answers; None: they have no text.
-    compiles_grammars: the engine does, so answers can be constrained.
     """
 
     def __init__(
@@ -52,10 +51,8 @@ class RequestReader:
         decoder: TokenDecoder | None,
         *,
         max_model_len: int,
-        compiles_grammars: bool = True,
     ) -> None:
         self._model = model
-        self._compiles_grammars = compiles_grammars
         self.tokenizer = tokenizer
         self.decoder = decoder
         self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
@@ -108,19 +105,38 @@ class RequestReader:
             prompts.append(self.parser.parse_rendered(text, where, tokenization))
         return prompts
 
-    def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[PromptInput]:
-        """A prompt of each pair of texts, for models that classify pairs."""
+    def read_pairs(
+        self, pairs: Sequence[tuple[str, str]], tokenization: Tokenization = AS_USUAL
+    ) -> list[PromptInput]:
+        """A prompt of each pair of texts, for models that classify pairs. The second text is
+        truncated."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError(f"a pair needs a tokenizer, but {self._model.path} has none")
-        return [
-            self.parser.checked(
-                PromptInput(tokenizer.join(tokenizer.part(one), tokenizer.part(other))),
-                f"pair {index}",
-                gives_tokens=False,
+        if tokenization.add_special_tokens is False:
+            raise ValueError(
+                "tokenization_kwargs: add_special_tokens=False is not supported for pairs; they "
+                "separate the two texts"
             )
-            for index, (one, other) in enumerate(pairs)
-        ]
+        cut = tokenization.cut(
+            tokenizer, max_model_len=self.parser.max_model_len, gives_tokens=False
+        )
+        prompts = []
+        for index, (one, other) in enumerate(pairs):
+            first = tokenizer.part(one)
+            if cut is None:
+                second = tokenizer.part(other)
+            else:
+                room = cut.max_tokens - len(first) - tokenizer.num_pair_tokens
+                if room < 1:
+                    raise ValueError(
+                        f"pair {index}: the first text has {len(first)} tokens, which leaves none "
+                        f"of {cut.max_tokens} for the second; shorten it"
+                    )
+                second = tokenizer.part(other, room, keeps_end=cut.keeps_end)
+            prompt = PromptInput(tokenizer.join(first, second))
+            prompts.append(self.parser.checked(prompt, f"pair {index}", gives_tokens=False))
+        return prompts
 
     def default_params(self) -> SamplingParams:
         """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
@@ -164,10 +180,6 @@ class RequestReader:
         if constraint is not None and self.tokenizer is None:
             raise ValueError(
                 f"structured_outputs needs a tokenizer, but {self._model.path} has none"
-            )
-        if constraint is not None and not self._compiles_grammars:
-            raise ValueError(
-                "structured_outputs needs a process that compiles grammars; remove in_process"
             )
         return CheckedParams(params, engine_params, constraint)
 

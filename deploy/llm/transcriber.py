@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from longshore.deploy.llm.outputs import RequestOutput, TranscriptionOutput
+from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.requests.audio import (
     Audio,
     BadAudio,
@@ -24,7 +25,7 @@ from longshore.deploy.requests.speech import (
     join_texts,
 )
 from longshore.protocol.requests import MultimodalFeature
-from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SpeechRequest:
     """One piece of an audio input. num_primed: see `LiveRequests.open`."""
 
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: EngineSamplingParams
     feature: MultimodalFeature
     num_primed: int
 
@@ -46,11 +47,31 @@ MAX_PIECES: Final = 512
 """Pieces that are decoded and answered together: a gigabyte at thirty seconds each."""
 
 
+_NOT_OF_SPEECH: Final = (
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+    "structured_outputs",
+    "detokenize",
+    "skip_special_tokens",
+    "skip_reading_prefix_cache",
+)
+
+
 def as_list(audio: Audio | Sequence[Audio]) -> list[Audio]:
     """A list of one or more audio inputs. A pair of samples and rate is one input, and so is an
     object of an unknown type, which is rejected when it is read."""
     one = str | os.PathLike | bytes | bytearray | memoryview | tuple | np.ndarray
     return list(audio) if isinstance(audio, Iterable) and not isinstance(audio, one) else [audio]
+
+
+def check_speech_settings(settings: SamplingParams) -> None:
+    """Raises ValueError naming a setting that does not apply to transcripts."""
+    usual = SamplingParams()
+    for name in _NOT_OF_SPEECH:
+        given, neutral = getattr(settings, name), getattr(usual, name)
+        if given != neutral and (given or neutral):
+            raise BadSpeechRequest(name, f"SamplingParams: {name} is not supported for audio")
 
 
 def transcribe(
@@ -60,7 +81,7 @@ def transcribe(
     language: str | None,
     task: str,
     prompt: str | None,
-    params: SamplingParams,
+    params: EngineSamplingParams,
     answer: AnswerAll,
 ) -> list[TranscriptionOutput]:
     """One output per audio input. Raises ValueError for invalid audio, with its index.
@@ -105,7 +126,7 @@ def _transcribe(
     group: Sequence[Features],
     codes: Sequence[str | None],
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    params: EngineSamplingParams,
     answer: AnswerAll,
 ) -> list[TranscriptionOutput]:
     answers = answer(

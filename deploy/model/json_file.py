@@ -11,8 +11,10 @@ def read_text(path: Path) -> str:
     """Raises ConfigError if the file cannot be read as UTF-8."""
     try:
         return read_bytes(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

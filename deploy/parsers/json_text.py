@@ -17,6 +17,9 @@ MAX_HELD_CHARACTERS: Final = 1024
 """A call that is longer is passed on as it arrives."""
 MAX_OBJECT_CHARACTERS: Final = 64 << 10
 """Limit of a call whose arguments cannot be passed on as they arrive."""
+MAX_MALFORMED: Final = 16
+"""After so many malformed objects over MAX_HELD_CHARACTERS, an answer has no more calls.
+A model that repeats itself writes a new beginning of a call into each, and each is searched."""
 MAX_DEPTH: Final = 64
 MAX_NAME_CHARACTERS: Final = 256
 
@@ -98,7 +101,7 @@ def json_call(source: Source, start: int, names: frozenset[str] | None = None) -
 
     names: the names that a call may have; None: any.
     """
-    if not source.text.startswith("{", start):
+    if not source.text.startswith("{", start) or source.num_malformed >= MAX_MALFORMED:
         return False
     scanner = JsonScanner(start)
     limit = start + MAX_HELD_CHARACTERS
@@ -116,6 +119,7 @@ def json_call(source: Source, start: int, names: frozenset[str] | None = None) -
         stop = yield from _scan(source, scanner, start + MAX_OBJECT_CHARACTERS)
     call = read_call(source.text[start:stop], names) if scanner.is_closed and stop else None
     if call is None:
+        source.num_malformed += (stop or len(source.text)) > limit
         return False
     source.take(stop)
     yield call

@@ -59,11 +59,13 @@ class AnswerContext(msgspec.Struct, frozen=True):
 class Source:
     """The text of one answer that the parser has not taken yet.
 
-    is_complete: no more text will come.
+    is_complete:   no more text will come.
+    num_malformed: long objects that were no calls.
     """
 
     def __init__(self) -> None:
         self.text = ""
+        self.num_malformed = 0
         self.is_complete = False
 
     def take(self, num_characters: int | None = None) -> str:

@@ -6,6 +6,7 @@ whether a JSON schema is one. What a grammar compiler cannot express, the engine
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -165,6 +166,7 @@ def _schema_validator() -> Any:
     """Validates JSON schemas of draft 7, and the keywords that later drafts have added. The later
     drafts' own schemas take five times as long."""
     from jsonschema import Draft7Validator
+    from jsonschema.validators import extend
 
     of_schemas = {"type": "object", "additionalProperties": {"$ref": "#"}}
     meta = {name: value for name, value in Draft7Validator.META_SCHEMA.items() if name != "$id"}
@@ -178,7 +180,17 @@ def _schema_validator() -> Any:
         "minContains": {"$ref": "#/definitions/nonNegativeInteger"},
         "maxContains": {"$ref": "#/definitions/nonNegativeInteger"},
     }
-    return Draft7Validator(meta)
+    return extend(Draft7Validator, {"uniqueItems": _unique_names})(meta)
+
+
+def _unique_names(_: Any, is_unique: bool, values: object, __: Any) -> Iterator[Any]:
+    """jsonschema's own `uniqueItems` compares all pairs if an array has values of several types. In
+    a schema these arrays have names only, and their type is checked as well."""
+    from jsonschema import ValidationError
+
+    names = [one for one in values if isinstance(one, str)] if isinstance(values, list) else []
+    if is_unique and len(set(names)) < len(names):
+        yield ValidationError("it has a name twice")
 
 
 def _pointer(path: Any) -> str:

@@ -1,7 +1,7 @@
 """Derives the configuration of an engine's processes from the user's settings."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -257,8 +257,57 @@ def engine_processes(
     is_restarted: processes that die are started again.
     num_standbys: processes that are kept ready to take the place of each worker."""
     clients = runtime_dir.endpoint(replica.file_name("clients"))
-    options = plan.options
-    layout = RankLayout(
+    ranks = range(plan.options.num_ranks)
+    endpoints = [runtime_dir.endpoint(replica.worker(rank).replace(" ", "-")) for rank in ranks]
+    layout = _rank_layout(plan.options, runtime_dir, replica)
+    scheduler = _scheduler_process(
+        plan, endpoints, clients, layout, runtime_dir, replica, is_restarted=is_restarted
+    )
+    memory_fd = None
+    if plan.options.kv_connector is not None and uses_shared_memory(plan.options.kv_connector):
+        memory_fd = runtime_dir.shared_memory(f"longshore-{replica.engine_id}")
+    workers = []
+    for rank, endpoint in enumerate(endpoints):
+        kv_memory_fd = None
+        if scheduler.adopts_kv:
+            kv_memory_fd = runtime_dir.shared_memory(f"longshore-kv-{replica.engine_id}-{rank}")
+        config = msgspec.structs.replace(
+            _worker_process(plan, rank, endpoint, layout, replica),
+            shared_memory_fd=memory_fd,
+            kv_memory_fd=kv_memory_fd,
+        )
+        workers.append(
+            ProcessSpec(
+                replica.worker(rank),
+                "longshore.worker",
+                config,
+                pass_fds=tuple(fd for fd in (memory_fd, kv_memory_fd) if fd is not None),
+                environment=_worker_environment(plan.options, runtime_dir),
+                stop_group="workers",
+                stopped_by=replica.scheduler,
+                restart_group=replica.engine_id,
+                survives=(replica.scheduler,),
+                config_after=_next_worker,
+                num_standbys=num_standbys,
+                config_of_standby=_standby,
+            )
+        )
+    spec = ProcessSpec(
+        replica.scheduler,
+        "longshore.scheduler",
+        scheduler,
+        environment=NO_BLAS_THREADS,
+        stop_group="schedulers",
+        restart_group=replica.engine_id,
+        survives=tuple(map(replica.worker, ranks)),
+        is_told=True,
+        config_after=_next_scheduler,
+    )
+    return [*workers, spec], clients
+
+
+def _rank_layout(options: EngineOptions, runtime_dir: RuntimeDir, replica: Replica) -> RankLayout:
+    return RankLayout(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         decode_context_parallel_size=options.decode_context_parallel_size,
@@ -266,18 +315,25 @@ def engine_processes(
         rendezvous=str(runtime_dir.path / replica.file_name("rendezvous")),
         timeout_s=options.rank_timeout_s,
     )
-    workers = tuple(
-        runtime_dir.endpoint(replica.worker(rank).replace(" ", "-"))
-        for rank in range(options.num_ranks)
-    )
-    adopts_kv = is_restarted and options.kv_adoption and plan.device == "cpu"
-    scheduler = SchedulerProcessConfig(
+
+
+def _scheduler_process(
+    plan: EnginePlan,
+    workers: Sequence[Endpoint],
+    clients: Endpoint,
+    layout: RankLayout,
+    runtime_dir: RuntimeDir,
+    replica: Replica,
+    *,
+    is_restarted: bool,
+) -> SchedulerProcessConfig:
+    return SchedulerProcessConfig(
         scheduler=plan.scheduler,
         cache=plan.cache,
         identity=plan.identity,
-        workers=workers,
+        workers=tuple(workers),
         sampling_rank=layout.sampling_rank,
-        rank_timeout_s=options.rank_timeout_s,
+        rank_timeout_s=plan.options.rank_timeout_s,
         clients=clients,
         hash_seed=plan.hash_seed.hex(),
         vocab_size=plan.model.vocab_size,
@@ -289,54 +345,9 @@ def engine_processes(
         structured_output=_structured_output(plan, runtime_dir, replica),
         engine_id=replica.engine_id,
         outlives_workers=is_restarted,
-        adopts_kv=adopts_kv,
+        adopts_kv=is_restarted and plan.options.kv_adoption and plan.device == "cpu",
         log_level=plan.options.log_level,
     )
-    memory_fd = None
-    if options.kv_connector is not None and uses_shared_memory(options.kv_connector):
-        memory_fd = runtime_dir.shared_memory(f"longshore-{replica.engine_id}")
-    kv_memory_fds: list[int | None] = [None] * options.num_ranks
-    if adopts_kv:
-        kv_memory_fds = [
-            runtime_dir.shared_memory(f"longshore-kv-{replica.engine_id}-{rank}")
-            for rank in range(options.num_ranks)
-        ]
-    return [
-        *(
-            ProcessSpec(
-                replica.worker(rank),
-                "longshore.worker",
-                msgspec.structs.replace(
-                    _worker_process(plan, rank, endpoint, layout, replica),
-                    shared_memory_fd=memory_fd,
-                    kv_memory_fd=kv_memory_fd,
-                ),
-                pass_fds=tuple(fd for fd in (memory_fd, kv_memory_fd) if fd is not None),
-                environment=_worker_environment(options, runtime_dir),
-                stop_group="workers",
-                stopped_by=replica.scheduler,
-                restart_group=replica.engine_id,
-                survives=(replica.scheduler,),
-                config_after=_next_worker,
-                num_standbys=num_standbys,
-                config_of_standby=_standby,
-            )
-            for rank, (endpoint, kv_memory_fd) in enumerate(
-                zip(workers, kv_memory_fds, strict=True)
-            )
-        ),
-        ProcessSpec(
-            replica.scheduler,
-            "longshore.scheduler",
-            scheduler,
-            environment=NO_BLAS_THREADS,
-            stop_group="schedulers",
-            restart_group=replica.engine_id,
-            survives=tuple(replica.worker(rank) for rank in range(options.num_ranks)),
-            is_told=True,
-            config_after=_next_scheduler,
-        ),
-    ], clients
 
 
 def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict[str, str]:

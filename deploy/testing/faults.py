@@ -14,16 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from longshore.connectors.base import (
     AskLater,
-    BlockHolds,
     ConnectorConfig,
-    ConnectorOutput,
-    ConnectorStats,
     FinishAction,
     FinishedTransfers,
     KVCaches,
@@ -31,9 +28,7 @@ from longshore.connectors.base import (
     Matched,
     RequestView,
     SchedulerConnector,
-    StepTokens,
     StepView,
-    SwapSize,
     TransferQueue,
     TransferQueues,
     WorkerConnector,
@@ -42,12 +37,7 @@ from longshore.connectors.base import (
 from longshore.connectors.registry import load_scheduler_connector, load_worker_connector
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.events import KVEvent
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.protocol.statistics import TransferOperation
-
-if TYPE_CHECKING:
-    import torch
 
 FAULTY_CONNECTOR: Final = "longshore.testing.faults:FaultyConnector"
 """Value of `--kv-connector`."""
@@ -174,12 +164,47 @@ class _Chance:
         return self.random.sample(block_ids, self.random.randint(1, len(block_ids)))
 
 
+def _counted(hook: str) -> Any:
+    """A method that counts the call and calls the hook of the wrapped half."""
+
+    def call(self: "FaultyConnector | FaultyWorker", *arguments: Any) -> Any:
+        self._chance.called(hook)
+        return getattr(self.wrapped, hook)(*arguments)
+
+    call.__name__ = hook
+    return call
+
+
+def _counted_for_plan(hook: str) -> Any:
+    """The same for a hook about a plan, if the plan is for the wrapped half, too."""
+
+    def call(self: "FaultyWorker", metadata: "BoundPlan", *arguments: Any) -> None:
+        self._chance.called(hook)
+        if metadata.has_wrapped:
+            getattr(self.wrapped, hook)(metadata.wrapped, *arguments)
+
+    call.__name__ = hook
+    return call
+
+
 class FaultyConnector(SchedulerConnector):
     """The scheduler half. `num_calls` counts the calls of its hooks."""
 
     contract_version: ClassVar[int] = 1
     uses_shared_memory: ClassVar[bool] = True  # in case the wrapped connector does
     worker_half: ClassVar[str] = "longshore.testing.faults:FaultyWorker"
+
+    bind_blocks = _counted("bind_blocks")
+    on_new_request = _counted("on_new_request")
+    skips_prefix_cache = _counted("skips_prefix_cache")
+    update_connector_output = _counted("update_connector_output")
+    load_abandoned = _counted("load_abandoned")
+    swap_size = _counted("swap_size")
+    swap_out = _counted("swap_out")
+    release_swap = _counted("release_swap")
+    take_events = _counted("take_events")
+    get_kv_connector_stats = _counted("get_kv_connector_stats")
+    reset_cache = _counted("reset_cache")
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
@@ -198,18 +223,6 @@ class FaultyConnector(SchedulerConnector):
     @property
     def num_calls(self) -> Counter[str]:
         return self._chance.num_calls
-
-    def bind_blocks(self, holds: BlockHolds) -> None:
-        self._chance.called("bind_blocks")
-        self.wrapped.bind_blocks(holds)
-
-    def on_new_request(self, request: RequestView) -> None:
-        self._chance.called("on_new_request")
-        self.wrapped.on_new_request(request)
-
-    def skips_prefix_cache(self, request: RequestView) -> bool:
-        self._chance.called("skips_prefix_cache")
-        return self.wrapped.skips_prefix_cache(request)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         chance, faults = self._chance, self._chance.faults
@@ -252,10 +265,6 @@ class FaultyConnector(SchedulerConnector):
             return b""
         return msgspec.msgpack.encode(FaultyMetadata(wrapped, loads))
 
-    def update_connector_output(self, output: ConnectorOutput) -> None:
-        self._chance.called("update_connector_output")
-        self.wrapped.update_connector_output(output)
-
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
@@ -263,42 +272,10 @@ class FaultyConnector(SchedulerConnector):
         self._matched.pop(request.request_id, None)
         return self.wrapped.request_finished(request, block_ids)
 
-    def load_abandoned(self, request_id: str) -> None:
-        self._chance.called("load_abandoned")
-        self.wrapped.load_abandoned(request_id)
-
-    def swap_size(
-        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
-    ) -> SwapSize:
-        self._chance.called("swap_size")
-        return self.wrapped.swap_size(request, block_ids, num_computed_tokens)
-
-    def swap_out(
-        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
-    ) -> bool:
-        self._chance.called("swap_out")
-        return self.wrapped.swap_out(request, block_ids, num_computed_tokens)
-
-    def release_swap(self, request_id: str) -> None:
-        self._chance.called("release_swap")
-        self.wrapped.release_swap(request_id)
-
     @property
     def has_pending_work(self) -> bool:
         self._chance.called("has_pending_work")
         return self.wrapped.has_pending_work
-
-    def take_events(self) -> list[KVEvent]:
-        self._chance.called("take_events")
-        return self.wrapped.take_events()
-
-    def get_kv_connector_stats(self) -> ConnectorStats:
-        self._chance.called("get_kv_connector_stats")
-        return self.wrapped.get_kv_connector_stats()
-
-    def reset_cache(self) -> bool:
-        self._chance.called("reset_cache")
-        return self.wrapped.reset_cache()
 
     def on_new_epoch(self, epoch: int) -> None:
         self._chance.called("on_new_epoch")
@@ -345,6 +322,13 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
 
     contract_version: ClassVar[int] = 1
 
+    handle_preemptions = _counted_for_plan("handle_preemptions")
+    get_kv_connector_stats = _counted("get_kv_connector_stats")
+    wait_for_layer_load = _counted_for_plan("wait_for_layer_load")
+    save_kv_layer = _counted_for_plan("save_kv_layer")
+    save_hidden_states = _counted_for_plan("save_hidden_states")
+    wait_for_save = _counted_for_plan("wait_for_save")
+
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)
         options = faulty_options(config)
@@ -385,11 +369,6 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
             return BoundPlan(metadata.loads)
         wrapped = self.wrapped.bind_connector_metadata(metadata.wrapped)
         return BoundPlan(metadata.loads, wrapped, has_wrapped=True)
-
-    def handle_preemptions(self, metadata: BoundPlan) -> None:
-        self._chance.called("handle_preemptions")
-        if metadata.has_wrapped:
-            self.wrapped.handle_preemptions(metadata.wrapped)
 
     def start_load_kv(self, metadata: BoundPlan) -> None:
         self._chance.called("start_load_kv")
@@ -448,10 +427,6 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
         metadata, self._metadata = self._metadata, b""
         return metadata
 
-    def get_kv_connector_stats(self) -> Sequence[TransferOperation]:
-        self._chance.called("get_kv_connector_stats")
-        return self.wrapped.get_kv_connector_stats()
-
     # On the compute queue
 
     def wait_for_load(self, metadata: BoundPlan) -> None:
@@ -464,33 +439,6 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
                 overwritten = chance.some(load.block_ids)
                 self._overwrite(overwritten)
                 metadata.failed += overwritten
-
-    def wait_for_layer_load(self, metadata: BoundPlan, layer_name: str) -> None:
-        self._chance.called("wait_for_layer_load")
-        if metadata.has_wrapped:
-            self.wrapped.wait_for_layer_load(metadata.wrapped, layer_name)
-
-    def save_kv_layer(
-        self,
-        metadata: BoundPlan,
-        layer_name: str,
-        kv_layer: "torch.Tensor | tuple[torch.Tensor, ...]",
-    ) -> None:
-        self._chance.called("save_kv_layer")
-        if metadata.has_wrapped:
-            self.wrapped.save_kv_layer(metadata.wrapped, layer_name, kv_layer)
-
-    def save_hidden_states(
-        self, metadata: BoundPlan, tokens: StepTokens, hidden_states: "torch.Tensor"
-    ) -> None:
-        self._chance.called("save_hidden_states")
-        if metadata.has_wrapped:
-            self.wrapped.save_hidden_states(metadata.wrapped, tokens, hidden_states)
-
-    def wait_for_save(self, metadata: BoundPlan) -> None:
-        self._chance.called("wait_for_save")
-        if metadata.has_wrapped:
-            self.wrapped.wait_for_save(metadata.wrapped)
 
     def get_block_ids_with_load_errors(self, metadata: BoundPlan) -> Sequence[int]:
         self._chance.called("get_block_ids_with_load_errors")

@@ -139,14 +139,21 @@ def close_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     context.term()
 
 
-class Channel(Generic[Out, In]):
-    """Channel to one peer. Not thread-safe. `num_bad` counts dropped messages by error name."""
+class _TypedSocket(Generic[Out, In]):
+    """Not thread-safe. `num_bad` counts dropped messages by error name."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
         self.socket = socket
         self.num_bad: Counter[str] = Counter()
         self._encoder: Encoder[Out] = Encoder()
         self._decoder: Decoder[In] = Decoder(receives)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Channel(_TypedSocket[Out, In]):
+    """Channel to one peer."""
 
     def send(self, message: Out) -> None:
         """Pass the message to ZMQ without blocking. Raises EngineDead if no peer is connected to a
@@ -192,9 +199,6 @@ class Channel(Generic[Out, In]):
             yield message
             message = self.receive() if has_input(self.socket) else None
 
-    def close(self) -> None:
-        self.socket.close()
-
 
 class ClientChannel(Channel[Out, In]):
     """A client's end of a `ServerChannel`.
@@ -218,15 +222,12 @@ class ClientChannel(Channel[Out, In]):
         return self._numbering.check(frames)
 
 
-class ServerChannel(Generic[Out, In]):
+class ServerChannel(_TypedSocket[Out, In]):
     """Channel to many `ClientChannel`s on one ROUTER socket; ZMQ's identity of a connection is the
     peer."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
-        self.socket = socket
-        self.num_bad: Counter[str] = Counter()
-        self._encoder: Encoder[Out] = Encoder()
-        self._decoder: Decoder[In] = Decoder(receives)
+        super().__init__(socket, receives)
         self._numberings: dict[bytes, Numbering] = {}
 
     def send(self, peer: bytes, message: Out) -> bool:
@@ -292,9 +293,6 @@ class ServerChannel(Generic[Out, In]):
         while message is not None:
             yield message
             message = self.receive(answer_bad) if has_input(self.socket) else None
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def has_input(socket: "zmq.Socket[bytes]") -> bool:

@@ -101,6 +101,7 @@ class Drafts:
         }
 
     def _sampled_in(self, planned: PlannedStep, row: int) -> bool:
-        index = int(np.searchsorted(planned.rows, row))
-        is_there = index < len(planned.rows) and planned.rows[index] == row
-        return bool(is_there and planned.generations[index] == self.running.generation[row])
+        rows, generations = planned.sampling.rows, planned.sampling.generations
+        index = int(np.searchsorted(rows, row))
+        is_there = index < len(rows) and rows[index] == row
+        return bool(is_there and generations[index] == self.running.generation[row])

@@ -144,11 +144,12 @@ class Grammars:
         width = -(-self._vocab_size // 8)
         rows: list[int] = []
         masks: list[UInt8Array] = []
+        sampling = planned.sampling
         is_complete = True
         for index in np.flatnonzero(is_masked).tolist():
-            row, drafts = int(planned.rows[index]), planned.draft_token_ids(index)
+            row, drafts = int(sampling.rows[index]), planned.draft_token_ids(index)
             bits = np.zeros((1 + len(drafts), width), np.uint8)
-            occupant = self._in_flight.occupant(row, int(planned.generations[index]))
+            occupant = self._in_flight.occupant(row, int(sampling.generations[index]))
             if occupant.expects_output_of(planned.step):
                 is_complete &= self._fill(occupant.request, drafts, bits)
             else:

@@ -17,16 +17,10 @@ from longshore.protocol.arrays import BoolArray, Int32Array, int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.encoder import EncoderCache
-from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Outcome, Request
-from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
-from longshore.scheduler.step.plan_builder import PlanBuilder
-from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep
 from longshore.scheduler.step.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
@@ -45,22 +39,11 @@ class _Holder:
     num_good: int
 
 
-@dataclass(slots=True)
-class Recovery:
-    """Finds the requests that bad blocks have made invalid, and rewinds their rows.
+@dataclass(slots=True, kw_only=True)
+class Recovery(SchedulerPart):
+    """Finds the requests that bad blocks have made invalid, and rewinds their rows."""
 
-    transfers, encoder: None unless configured.
-    """
-
-    config: SchedulerConfig
-    running: RunningTable
-    holds: Holds
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
-    plan: PlanBuilder
     lifecycle: Lifecycle
-    transfers: Transfers | None
-    encoder: EncoderCache | None
     budget: TokenBudget
     num_rewinds: int = 0
     # Nothing of the plans up to this one is valid; the later ones have been planned with this.
@@ -102,9 +85,10 @@ class Recovery:
         """The logits of `output.nan_rows` are not finite. Rows are handled in admission order: a
         later one that found blocks of an earlier one is rewound, and its own output is void."""
         num_nans = dict(zip(output.nan_rows.tolist(), output.num_nans.tolist(), strict=True))
-        indices = np.flatnonzero(np.isin(planned.rows, output.nan_rows))
-        for index in indices[np.argsort(planned.generations[indices])].tolist():
-            row, generation = int(planned.rows[index]), int(planned.generations[index])
+        rows, generations = planned.sampling.rows, planned.sampling.generations
+        indices = np.flatnonzero(np.isin(rows, output.nan_rows))
+        for index in indices[np.argsort(generations[indices])].tolist():
+            row, generation = int(rows[index]), int(generations[index])
             self._fail_row(row, generation, num_nans[row], planned.step, now)
 
     def _fail_row(self, row: int, generation: int, num_nans: int, step: int, now: float) -> None:

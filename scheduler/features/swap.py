@@ -20,13 +20,11 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preem
 from longshore.scheduler.features.connector_hooks import view_of
 from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.policies import SchedulingPolicy
 from longshore.scheduler.request import Request
 from longshore.scheduler.step.admission import AdmissionGates
-from longshore.scheduler.step.in_flight import StepsInFlight
-from longshore.scheduler.step.running import RunningTable
 
 REST_STEPS: Final = 32
 """Steps without a swap after one that had no room in host memory, or cost more than recomputing:
@@ -42,8 +40,8 @@ class _Victim:
     last_step: int
 
 
-@dataclass(slots=True)
-class Swaps:
+@dataclass(slots=True, kw_only=True)
+class Swaps(SchedulerPart):
     """The request that is being swapped out, if there is one.
 
     num_swapped_out, num_swapped_out_blocks: requests swapped out, and the blocks that they held.
@@ -52,12 +50,9 @@ class Swaps:
     prefill_rate: with the mode `auto`, else None.
     """
 
-    policy: SchedulingPolicy
-    running: RunningTable
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
-    gates: AdmissionGates
     transfers: Transfers
+    policy: SchedulingPolicy
+    gates: AdmissionGates
     lifecycle: Lifecycle
     prefill_rate: PrefillRate | None
     num_swapped_out: int = 0

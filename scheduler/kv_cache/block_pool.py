@@ -26,7 +26,7 @@ from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, FEW_FREED_BLOCKS, BlockIds
-from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue, OutOfBlocks
+from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue
 from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 
@@ -102,12 +102,8 @@ class BlockPool:
     # Blocks
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Allocate the first free blocks, retained ones last; cached ones are evicted. Raises
+        """Allocate the first free blocks; cached ones are evicted, retained ones last. Raises
         OutOfBlocks."""
-        if self.retained:
-            block_ids = self._take_unretained(count)
-            self._evict(block_ids.tolist())
-            return block_ids
         if count > FEW_BLOCKS:
             block_ids = self.free_queue.popleft_n(count)
             self._evict(block_ids.tolist())
@@ -116,33 +112,6 @@ class BlockPool:
         self._evict(few)
         return few
 
-    def _take_unretained(self, count: int) -> Int32Array:
-        """Remove the first free blocks that are not retained, and retained ones only if there are
-        too few others. Retained blocks on the way move to the tail, so that they are passed once
-        in a round through the queue. Raises OutOfBlocks."""
-        if count > self.num_free:
-            raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
-        found, passed, missing = [EMPTY_INT32], [EMPTY_INT32], count
-        for block_ids in self.free_queue.chunks():
-            is_retained = self.retained.is_retained(block_ids)
-            found.append(block_ids[~is_retained][:missing])
-            passed.append(block_ids[is_retained])
-            missing -= len(found[-1])
-            if not missing:
-                break
-        retained = np.concatenate(passed)
-        found.append(retained[:missing])
-        taken = np.concatenate(found)
-        self.free_queue.remove_n(taken)
-        if len(retained) > missing:
-            self.free_queue.move_to_tail(retained[missing:])
-        return taken
-
-    def retain(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> None:
-        """Retain those of these blocks of a prefix that are cached; see `RetainedPrefixes`."""
-        cached = block_ids[self._is_cached[block_ids] != 0]
-        self.retained.add(cached, hint, tenant=tenant, now=now)
-
     def get_settled_blocks(
         self, count: int, answered_step: int, keep: Int32Array
     ) -> Int32Array | None:
@@ -150,17 +119,14 @@ class BlockPool:
         in `keep`. None, and nothing has changed, if there are too few."""
         pieces: list[Int32Array] = []
         missing = count
-        for is_retained in (False, True) if self.retained else (False,):
-            for block_ids in self.free_queue.chunks():
-                settled: BoolArray = self._fence[block_ids] <= answered_step
-                if len(keep):
-                    settled &= np.isin(block_ids, keep, invert=True)
-                if self.retained:
-                    settled &= self.retained.is_retained(block_ids) == is_retained
-                pieces.append(block_ids[settled][:missing])
-                missing -= len(pieces[-1])
-                if missing == 0:
-                    break
+        for block_ids in self.free_queue.chunks():
+            settled: BoolArray = self._fence[block_ids] <= answered_step
+            if len(keep):
+                settled &= np.isin(block_ids, keep, invert=True)
+            pieces.append(block_ids[settled][:missing])
+            missing -= len(pieces[-1])
+            if missing == 0:
+                break
         if missing:
             return None
         found = np.concatenate(pieces) if pieces else EMPTY_INT32
@@ -180,6 +146,8 @@ class BlockPool:
         if not (is_long and self.free_queue.release_n(np.asarray(block_ids, np.int32))):
             block_ids = block_ids if isinstance(block_ids, list) else block_ids.tolist()
             self.free_queue.release_few(block_ids)
+        if self.retained.prefixes:
+            self._set_aside_retained(int32_array(block_ids))
         if step:
             self.fence(block_ids, step)
 
@@ -215,6 +183,21 @@ class BlockPool:
                 fence[block_id] = step
         else:
             self._fence[block_ids.astype(np.int64)] = step
+
+    # Retained prefixes
+
+    def retain(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> None:
+        """Retain those of these held blocks of a prefix that are cached; see `RetainedPrefixes`."""
+        cached = block_ids[self._is_cached[block_ids] != 0]
+        self.free_queue.move_to_tail(self.retained.add(cached, hint, tenant=tenant, now=now))
+
+    def expire_retained(self, now: float) -> None:
+        """End the hints whose time to live has passed."""
+        self.free_queue.move_to_tail(self.retained.expire(now))
+
+    def _set_aside_retained(self, block_ids: Int32Array) -> None:
+        """Of these blocks, in this order, allocate those that are retained after all others."""
+        self.free_queue.move_to_retained(block_ids[self.retained.is_retained(block_ids)])
 
     # The prefix cache
 
@@ -291,18 +274,20 @@ class BlockPool:
         when[self.free_block_ids()] = np.arange(1, self.num_free + 1)
         when[released] = np.arange(self.num_free + 1, self.num_free + 1 + len(released))
         order = np.lexsort((when * self._is_cached, self._is_cached))
-        self._start_free(int32_array(order[order > NULL_BLOCK + self._num_set_aside]))
+        free = int32_array(order[order > NULL_BLOCK + self._num_set_aside])
+        self._start_free(free)
+        self._set_aside_retained(free)
 
     def cached_block_ids(self) -> Int32Array:
         """All cached blocks, ascending."""
         return int32_array(np.flatnonzero(self._is_cached))
 
     def _uncache_all(self) -> None:
-        self.retained.clear()
         for prefixes in self._prefixes:
             prefixes.clear()
         self._hashes = [None] * self.num_blocks
         self._is_cached[:] = 0
+        self.free_queue.move_to_head(self.retained.clear().tolist())
         if self._events is not None:
             self._events.cleared()
 
@@ -327,7 +312,7 @@ class BlockPool:
                 hashes.append(block_hash)
         if not cached:
             return cached
-        if self.retained:
+        if self.retained.prefixes:
             self.retained.evicted(cached)
         if len(self._prefixes) == 1:
             self._prefixes[0].pop_n(hashes, cached)
@@ -395,6 +380,9 @@ class BlockPool:
                 raise LongshoreError(f"block {block_id} is not found under its hash")
         if np.flatnonzero(self._is_cached).tolist() != cached:
             raise LongshoreError("the column of cached blocks differs from their hashes")
+        is_retained = self.retained.is_retained(int32_array(free))
+        if (is_retained[:-1] > is_retained[1:]).any():
+            raise LongshoreError("a retained block is reused before another cached one")
         uncached = int32_array(np.flatnonzero(self._is_cached == 0))
         if self.retained.is_retained(uncached).any():
             raise LongshoreError("a block is retained that is not cached")

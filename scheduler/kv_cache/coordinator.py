@@ -90,7 +90,7 @@ def _load(spec: CustomSpec) -> type[SingleTypeManager]:
 
 
 class KVCacheCoordinator:
-    """The managers of all groups, and those among them whose blocks are cached.
+    """The managers of all groups, and those among them whose blocks are cached: here none.
 
     use_eagle: recompute the last hit block, because a drafter needs its hidden states.
     """
@@ -114,22 +114,13 @@ class KVCacheCoordinator:
         """The longest prefix of at most `max_tokens` tokens that all caching groups have: its
         blocks per group, with null blocks where a group needs none, and its number of tokens, a
         multiple of all their block sizes, or 0."""
-        raise NotImplementedError
+        return self._no_hits, 0
 
     def find_junction(self, hashes: Sequence[bytes], max_tokens: int) -> int:
         """The longest prefix of at most `max_tokens` tokens that all groups have that keep every
         block: another request had computed it, even if no state at its end was kept. A multiple of
         all block sizes, or 0."""
         return 0
-
-
-class NoPrefixCacheCoordinator(KVCacheCoordinator):
-    """Any number of groups; nothing is cached."""
-
-    def find_longest_hit(
-        self, hashes: Sequence[bytes], max_tokens: int
-    ) -> tuple[tuple[BlockIds, ...], int]:
-        return self._no_hits, 0
 
 
 class HybridCoordinator(KVCacheCoordinator):
@@ -301,7 +292,7 @@ def make_coordinator(
     ]
     caching = [manager for manager in managers if manager.caches_prefixes]
     if not cache.enable_prefix_caching or not caching:
-        return NoPrefixCacheCoordinator(managers)
+        return KVCacheCoordinator(managers)
     for manager in caching:
         if manager.block_size % cache.tokens_per_hash:
             raise ConfigError(

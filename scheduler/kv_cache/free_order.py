@@ -27,8 +27,8 @@ class FreeOrder:
         self._frees_skipped = tuple(frees_skipped)
 
     def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
-        """The blocks of all groups without null blocks, by the token at which they end, latest
-        first, then by group. `tables` are by group, from position 0.
+        """The blocks of two or more groups without null blocks, by the token at which they end,
+        latest first, then by group. `tables` are by group, from position 0.
 
         The blocks are put into a grid with a line per token at which a block can end (in units of
         the greatest common divisor of all block sizes) and a column per group, which is read from

@@ -1,5 +1,6 @@
 """The order in which free blocks are allocated: first those without a hash, which nobody can find,
-the last freed first; then the cached ones, least recently freed first.
+the last freed first; then the cached ones, least recently freed first; then retained ones, in the
+same order.
 
 Blocks without a hash form a stack at the head. A request frees its tail first, so its blocks come
 from the stack in ascending order of position, and the next request gets the same contiguous run.
@@ -9,7 +10,8 @@ A log of block ids with lazy deletion, instead of a linked list: `ring[position]
 blocks takes a few vector operations instead of n changes of links, and removing one from the middle
 takes one store. When an end of the log is reached, its live entries move to the middle; it is three
 times as long as the number of blocks, so this costs O(1) per block. There are no links to repair
-and no sentinel nodes, hence no edge cases for them.
+and no sentinel nodes, hence no edge cases for them. Retained blocks have a part of their own behind
+it, which only grows at its end.
 """
 
 from collections.abc import Iterator
@@ -65,7 +67,8 @@ class FreeQueue:
         self.position_item = memoryview(self.position)
         self._middle, self._capacity = num_blocks, 3 * num_blocks
         self._head = self._tail = num_blocks
-        self._ring: Int32Array = np.zeros(self._capacity, np.int32)
+        self._retained_head = self._retained_tail = self._capacity
+        self._ring: Int32Array = np.zeros(self._capacity + 2 * num_blocks, np.int32)
         self._ring_item = memoryview(self._ring)
         ascending = np.arange(first, num_blocks, dtype=np.int32)
         self._fill(ascending if block_ids is None else block_ids)
@@ -79,9 +82,11 @@ class FreeQueue:
 
     def chunks(self) -> Iterator[Int32Array]:
         """The queue from its head, in pieces; it must not change during the iteration."""
-        for start in range(self._head, self._tail, _CHUNK):
-            entries, live = self._live(start, min(start + _CHUNK, self._tail))
-            yield entries[live]
+        parts = (self._head, self._tail), (self._retained_head, self._retained_tail)
+        for head, tail in parts:
+            for start in range(head, tail, _CHUNK):
+                entries, live = self._live(start, min(start + _CHUNK, tail))
+                yield entries[live]
 
     def popleft_n(self, count: int) -> Int32Array:
         """Remove the first `count` blocks; each gets one reference. Raises OutOfBlocks."""
@@ -91,15 +96,20 @@ class FreeQueue:
         pieces: list[Int32Array] = []
         missing = count
         while missing:
-            start = self._head
-            end = min(start + max(missing, _CHUNK), self._tail)
+            is_retained = self._head == self._tail
+            start = self._retained_head if is_retained else self._head
+            tail = self._retained_tail if is_retained else self._tail
+            end = min(start + max(missing, _CHUNK), tail)
             entries, live = self._live(start, end)
             if len(live) >= missing:
                 live = live[:missing]
                 end = start + int(live[-1]) + 1
             pieces.append(entries[live])
             missing -= len(live)
-            self._head = end
+            if is_retained:
+                self._retained_head = end
+            else:
+                self._head = end
         popped = np.concatenate(pieces) if pieces else EMPTY_INT32
         self.position[popped.astype(np.int64)] = TAKEN
         return popped
@@ -108,6 +118,8 @@ class FreeQueue:
         """`popleft_n`, one by one: 50 times faster for one block, twice for 16."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
+        if self._retained_head != self._retained_tail:
+            return self.popleft_n(count).tolist()
         self.num_free -= count
         ring, position, head = self._ring_item, self.position_item, self._head
         popped: list[int] = []
@@ -204,10 +216,27 @@ class FreeQueue:
             self.remove(block_id)
         self.release_few(free)
 
+    def move_to_retained(self, block_ids: Int32Array) -> None:
+        """Of these cached blocks, those that are free become the last of the retained ones."""
+        free = block_ids[self.position[block_ids] >= 0]
+        if self._retained_tail + len(free) > len(self._ring):
+            entries, live = self._live(self._retained_head, self._retained_tail)
+            self._retained_head = self._retained_tail = self._capacity
+            self._append_retained(entries[live])
+        self._append_retained(free)
+
     def move_to_tail(self, block_ids: Int32Array) -> None:
-        """These blocks of the queue, all different and cached, become its last ones."""
-        self.remove_n(block_ids)
-        self.release_n(block_ids)
+        """Of these blocks, all different and cached, those that are free become the last ones
+        before all retained blocks, in the order that they have in the queue."""
+        positions = self.position[block_ids]
+        order = np.argsort(positions)
+        free = block_ids[order[np.count_nonzero(positions < 0) :]]
+        self.remove_n(free)
+        self.release_n(free)
+        ring, position, head = self._ring_item, self.position_item, self._retained_head
+        while head < self._retained_tail and position[ring[head]] != head:
+            head += 1
+        self._retained_head = head
 
     def acquire_few(self, block_ids: list[int]) -> None:
         """Add one reference each; a block that had none is removed."""
@@ -267,3 +296,10 @@ class FreeQueue:
         self._head, self._tail = self._middle, self._middle + len(block_ids)
         self._ring[self._head : self._tail] = block_ids
         self.position[block_ids] = np.arange(self._head, self._tail, dtype=np.int32)
+
+    def _append_retained(self, block_ids: Int32Array) -> None:
+        tail = self._retained_tail
+        self._retained_tail = end = tail + len(block_ids)
+        self._ring[tail:end] = block_ids
+        # Of a repeated block, the last one remains.
+        self.position[block_ids] = np.arange(tail, end, dtype=np.int32)

@@ -178,9 +178,10 @@ class KVCacheManager:
 
     # Allocation for a request that starts
 
-    def num_blocks_for(self, num_tokens: int, *, num_encoder_tokens: int = 0) -> int:
-        """Most blocks of all groups that a request of `num_tokens` tokens holds at a time."""
-        return sum([m.num_blocks_for(num_tokens, num_encoder_tokens) for m in self._managers])
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at a time, without those that
+        depend on encoder tokens."""
+        return sum([manager.num_blocks_for(num_tokens) for manager in self._managers])
 
     def demand(
         self,
@@ -289,17 +290,18 @@ class KVCacheManager:
         """Release these references, one owner after the other, the blocks of each tail first (see
         `FreeOrder`). Cached blocks can be found until they are evicted. step: the newest plan that
         may still refer to the blocks."""
-        if len(self._managers) == 1:
-            tables = [one.block_ids[0][::-1] for one in held]
-        else:
-            tables = [self._free_order.tail_first(one.block_ids) for one in held]
+        tables = list(map(self._tail_first, held))
         self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
     def retain(self, held: HeldBlocks, hint: CacheHint, *, tenant: str, now: float) -> None:
         """Evict the cached blocks of these tables after those of other prefixes; see
         `RetainedPrefixes`."""
-        first_to_last = self._free_order.tail_first(held.block_ids)[::-1]
-        self.pool.retain(first_to_last, hint, tenant=tenant, now=now)
+        self.pool.retain(self._tail_first(held)[::-1], hint, tenant=tenant, now=now)
+
+    def _tail_first(self, held: HeldBlocks) -> Int32Array:
+        if len(self._managers) == 1:
+            return held.block_ids[0][::-1]
+        return self._free_order.tail_first(held.block_ids)
 
     # Blocks that several requests share
 

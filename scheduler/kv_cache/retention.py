@@ -6,110 +6,169 @@ allocated like all others.
 """
 
 import heapq
+import math
+from collections import OrderedDict
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from longshore.protocol.arrays import BoolArray, Int32Array
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, int32_array
 from longshore.protocol.requests import CacheHint
 
 MAX_SHARE_OF_TENANT: Final = 0.25
 """Share of all blocks that one tenant may retain."""
-MAX_PREFIXES: Final = 4096
 
 
-class _Prefix(msgspec.Struct):
-    """A prefix whose blocks are retained. block_ids: those that no later prefix has, too; first
-    blocks first."""
+class Prefix(msgspec.Struct):
+    """A prefix with a hint.
+
+    block_ids:  the blocks that it retains, first blocks first, and others that it no longer does.
+    num_blocks: that it retains.
+    """
 
     tenant: str
     session: str | None
+    expires_at_s: float
     block_ids: Int32Array
+    num_blocks: int
+
+
+class _Tenant(msgspec.Struct):
+    """prefixes: the numbers of its prefixes, oldest first; num_blocks: that these retain."""
+
+    prefixes: OrderedDict[int, None]
+    num_blocks: int = 0
 
 
 class RetainedPrefixes:
-    """The prefixes with a hint, and which of `num_blocks` blocks are retained."""
+    """The prefixes with a hint, and which of `num_blocks` blocks are retained.
+
+    A block of several prefixes is retained by the one that expires last, the newest of equals, and
+    no longer than by that one. All methods but `clear` take time for the blocks of the prefixes
+    that begin or end, whatever the number of the others.
+
+    prefixes:      by number.
+    next_expiry_s: `expire` has nothing to do before.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._max_of_tenant = int(num_blocks * MAX_SHARE_OF_TENANT)
-        self._prefixes: dict[int, _Prefix] = {}  # by number, which grows
-        self._numbers: dict[tuple[str, str], int] = {}  # by tenant and session
-        self._expiries: list[tuple[float, int]] = []  # a heap
+        self._retained_by = np.zeros(num_blocks, np.int64)  # number of the prefix; 0: none
+        self._retained_by_item = memoryview(self._retained_by)
         self._last_number = 0
-        # The number of the newest prefix that retains the block; 0: none does.
-        self._owner: Int32Array = np.zeros(num_blocks, np.int32)
-        self._owner_item = memoryview(self._owner)
-
-    def __len__(self) -> int:
-        return len(self._prefixes)
+        self.prefixes: dict[int, Prefix] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._sessions: dict[tuple[str, str], int] = {}  # by tenant and session
+        self._expiries: list[tuple[float, int]] = []  # a heap; some prefixes have ended
+        self.next_expiry_s = math.inf
 
     def is_retained(self, block_ids: Int32Array) -> BoolArray:
-        retained: BoolArray = self._owner[block_ids] != 0
+        retained: BoolArray = self._retained_by[block_ids] != 0
         return retained
 
-    def add(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> None:
-        """Retain cached blocks, all different, of one prefix, first blocks first. The former prefix
-        of its session is not retained any more, except for blocks that both have."""
-        block_ids = block_ids[: self._max_of_tenant]
-        self._last_number += 1
-        number, former = self._last_number, np.unique(self._owner[block_ids])
-        self._owner[block_ids] = number
-        for other in former[former != 0].tolist():
-            self._keep_owned(other)
-        if hint.session is not None:
-            self._remove(self._numbers.get((tenant, hint.session)))
-        if not len(block_ids):
-            return
-        if hint.session is not None:
-            self._numbers[tenant, hint.session] = number
-        self._prefixes[number] = _Prefix(tenant, hint.session, block_ids)
-        heapq.heappush(self._expiries, (now + hint.ttl_s, number))
-        self._limit(tenant)
+    def add(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> Int32Array:
+        """Retain cached blocks, all different, of one prefix, first blocks first, instead of the
+        former prefix of its session. Returns blocks that are no longer retained."""
+        ended: list[Int32Array] = []
+        if hint.session is not None and (tenant, hint.session) in self._sessions:
+            ended.append(self._remove(self._sessions[tenant, hint.session]))
+        expires_at_s = now + hint.ttl_s
+        block_ids = self._take_over(block_ids[: self._max_of_tenant], expires_at_s)
+        if len(block_ids):
+            self._insert(Prefix(tenant, hint.session, expires_at_s, block_ids, len(block_ids)))
+        of_tenant = self._tenants.get(tenant)
+        while of_tenant is not None and of_tenant.num_blocks > self._max_of_tenant:
+            ended.append(self._remove(next(iter(of_tenant.prefixes))))
+        block_ids = np.concatenate(ended) if ended else EMPTY_INT32
+        unretained: Int32Array = block_ids[self._retained_by[block_ids] == 0]
+        return unretained
 
-    def expire(self, now: float) -> None:
-        """End the hints whose time to live has passed."""
+    def expire(self, now: float) -> Int32Array:
+        """End the hints whose time to live has passed; returns their blocks."""
+        ended = [EMPTY_INT32]
         while self._expiries and self._expiries[0][0] <= now:
-            self._remove(heapq.heappop(self._expiries)[1])
+            _, number = heapq.heappop(self._expiries)
+            if number in self.prefixes:
+                ended.append(self._remove(number))
+        self._set_next_expiry()
+        return np.concatenate(ended)
 
     def evicted(self, block_ids: list[int]) -> None:
         """These blocks are not cached any more."""
-        owner = self._owner_item
+        retained_by = self._retained_by_item
         for block_id in block_ids:
-            owner[block_id] = 0
+            if number := retained_by[block_id]:
+                retained_by[block_id] = 0
+                self._lose(number, 1)
 
-    def clear(self) -> None:
-        self._prefixes.clear()
-        self._numbers.clear()
+    def clear(self) -> Int32Array:
+        """End all hints; returns the retained blocks."""
+        ended = int32_array(np.flatnonzero(self._retained_by))
+        self._retained_by[:] = 0
+        self.prefixes.clear()
+        self._tenants.clear()
+        self._sessions.clear()
         self._expiries.clear()
-        self._owner[:] = 0
+        self._set_next_expiry()
+        return ended
 
-    def _limit(self, tenant: str) -> None:
-        """Remove the oldest prefixes beyond the limits."""
-        while len(self._prefixes) > MAX_PREFIXES:
-            self._remove(next(iter(self._prefixes)))
-        of_tenant = [n for n, prefix in self._prefixes.items() if prefix.tenant == tenant]
-        num_blocks = sum(len(self._prefixes[number].block_ids) for number in of_tenant)
-        for number in of_tenant:
-            if num_blocks <= self._max_of_tenant:
-                break
-            num_blocks -= len(self._prefixes[number].block_ids)
-            self._remove(number)
+    def _take_over(self, block_ids: Int32Array, expires_at_s: float) -> Int32Array:
+        """Those of these blocks that no prefix retains for longer; others lose them to the next
+        prefix."""
+        retained_by = self._retained_by[block_ids]
+        numbers, counts = np.unique(retained_by[retained_by != 0], return_counts=True)
+        lasting = {n for n in numbers.tolist() if self.prefixes[n].expires_at_s > expires_at_s}
+        if lasting:
+            block_ids = block_ids[np.isin(retained_by, list(lasting), invert=True)]
+        self._retained_by[block_ids] = self._last_number + 1
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if number not in lasting:
+                self._lose(number, count)
+        return block_ids
 
-    def _keep_owned(self, number: int) -> None:
-        """A prefix keeps only the blocks that it still owns."""
-        prefix = self._prefixes[number]
-        prefix.block_ids = prefix.block_ids[self._owner[prefix.block_ids] == number]
-        if not len(prefix.block_ids):
-            self._remove(number)
-
-    def _remove(self, number: int | None) -> None:
-        prefix = None if number is None else self._prefixes.pop(number, None)
-        if number is None or prefix is None:
-            return
-        self._owner[prefix.block_ids[self._owner[prefix.block_ids] == number]] = 0
-        if prefix.session is not None and self._numbers[prefix.tenant, prefix.session] == number:
-            del self._numbers[prefix.tenant, prefix.session]
-        if len(self._expiries) > 2 * MAX_PREFIXES:
-            self._expiries = [e for e in self._expiries if e[1] in self._prefixes]
+    def _insert(self, prefix: Prefix) -> None:
+        self._last_number += 1
+        number = self._last_number
+        self.prefixes[number] = prefix
+        tenant = self._tenants.setdefault(prefix.tenant, _Tenant(OrderedDict()))
+        tenant.prefixes[number] = None
+        tenant.num_blocks += prefix.num_blocks
+        if prefix.session is not None:
+            self._sessions[prefix.tenant, prefix.session] = number
+        heapq.heappush(self._expiries, (prefix.expires_at_s, number))
+        if len(self._expiries) > 2 * len(self.prefixes):
+            self._expiries = [each for each in self._expiries if each[1] in self.prefixes]
             heapq.heapify(self._expiries)
+        self._set_next_expiry()
+
+    def _lose(self, number: int, count: int) -> None:
+        """`count` blocks are no longer retained by this prefix; it ends with the last one."""
+        prefix = self.prefixes[number]
+        prefix.num_blocks -= count
+        self._tenants[prefix.tenant].num_blocks -= count
+        if not prefix.num_blocks:
+            self._remove(number)
+        elif len(prefix.block_ids) > 2 * prefix.num_blocks:
+            prefix.block_ids = self._blocks_of(number, prefix)
+
+    def _remove(self, number: int) -> Int32Array:
+        """End a prefix; returns the blocks that it retained."""
+        prefix = self.prefixes.pop(number)
+        block_ids = self._blocks_of(number, prefix)
+        self._retained_by[block_ids] = 0
+        tenant = self._tenants[prefix.tenant]
+        tenant.num_blocks -= prefix.num_blocks
+        del tenant.prefixes[number]
+        if not tenant.prefixes:
+            del self._tenants[prefix.tenant]
+        if prefix.session is not None:
+            del self._sessions[prefix.tenant, prefix.session]
+        return block_ids
+
+    def _blocks_of(self, number: int, prefix: Prefix) -> Int32Array:
+        block_ids: Int32Array = prefix.block_ids[self._retained_by[prefix.block_ids] == number]
+        return block_ids
+
+    def _set_next_expiry(self) -> None:
+        self.next_expiry_s = self._expiries[0][0] if self._expiries else math.inf

@@ -55,9 +55,10 @@ from longshore.protocol.transport.lifeline import (
     stop_signals,
 )
 from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.inspect.stall_log import StallLog
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
+from longshore.scheduler.kv_events.publisher import EventPublisher
 from longshore.scheduler.process.clients import Clients
-from longshore.scheduler.process.event_publisher import EventPublisher
 from longshore.scheduler.process.operator_commands import OperatorCommands
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
@@ -73,8 +74,6 @@ STATS_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
 DISCONNECT_POLL_S = 0.002
 DISCONNECT_TIMEOUT_S = 5.0
-STALL_S = 10.0
-MAX_STALL_LINES = 10
 FLUSH_TIMEOUT_S = 1.0
 CAUSE_TIMEOUT_S = 2.0
 RESTART_TIMEOUT_S = 30.0
@@ -133,7 +132,7 @@ class Engine:
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
         self._failing: asyncio.TimerHandle | None = None
-        self._next_stall_s = STALL_S
+        self._stalls = StallLog(scheduler)
         self._unanswered_since_s = 0.0
         self._poll: asyncio.TimerHandle | None = None
 
@@ -218,9 +217,6 @@ class Engine:
             try:
                 callback()
             except Exception as error:
-                if not isinstance(error, LongshoreError):
-                    about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
-                    logger.exception("internal error; the engine stops", extra=about)
                 self._fail(error)
 
         return guarded
@@ -244,6 +240,9 @@ class Engine:
         self._fail_soon(error, RESTART_TIMEOUT_S if outlives else CAUSE_TIMEOUT_S)
 
     def _fail(self, error: Exception) -> None:
+        if not isinstance(error, LongshoreError):
+            about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
+            logger.error("internal error; the engine stops", exc_info=error, extra=about)
         self._failure = error
         self._stopping.set()
 
@@ -264,12 +263,8 @@ class Engine:
                     f"worker {rank} sent an output of step {message.step}, but only worker "
                     f"{self._config.sampling_rank} samples"
                 )
-            case ModelRunnerOutput():
-                self._unanswered_since_s = time.monotonic()
-                self._scheduler.update_from_output(message, time.monotonic())
-                self._send_outputs_and_plans()
-            case TransferReport():
-                self._scheduler.update_from_transfers(message, time.monotonic())
+            case ModelRunnerOutput() | TransferReport():
+                self._apply(message)
                 self._send_outputs_and_plans()
             case WorkerStats():
                 self._statistics.update(rank, message)
@@ -282,6 +277,16 @@ class Engine:
                 raise EngineError(f"worker {rank} has restarted and lost its rows")
             case _:
                 assert_never(message)
+
+    def _apply(self, message: FromWorker) -> None:
+        """Apply what a rank has computed or moved, if the message is about that."""
+        now = time.monotonic()
+        match message:
+            case ModelRunnerOutput():
+                self._unanswered_since_s = now
+                self._scheduler.update_from_output(message, now)
+            case TransferReport():
+                self._scheduler.update_from_transfers(message, now)
 
     # New workers
 
@@ -306,7 +311,7 @@ class Engine:
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
-                    self._take_last(message)
+                    self._apply(message)
         if self._failing is not None:
             self._failing.cancel()
             self._failing = None
@@ -336,13 +341,6 @@ class Engine:
         self._tell_clients(EnginePaused(reason))
         self._send_outputs_and_plans()
         self._check_sockets()
-
-    def _take_last(self, message: FromWorker) -> None:
-        match message:
-            case ModelRunnerOutput():
-                self._scheduler.update_from_output(message, time.monotonic())
-            case TransferReport():
-                self._scheduler.update_from_transfers(message, time.monotonic())
 
     def _end_pause(self, handshake: WorkerHandshake) -> None:
         """All new workers are ready."""
@@ -413,8 +411,6 @@ class Engine:
         try:
             await task
         except Exception as error:
-            if not isinstance(error, LongshoreError):
-                logger.exception("internal error; the engine stops")
             self._fail(error)
 
     def _poll_if_idle(self) -> None:
@@ -489,38 +485,16 @@ class Engine:
                 )
             )
 
-    def _warn_of_stall(self) -> None:
-        """If no request advances, log what the waiting ones wait for, at growing intervals."""
-        if self._handshake is not None:
-            return
-        now = time.monotonic()
-        idle_s = self._scheduler.idle_s(now)
-        if idle_s < self._next_stall_s:
-            if idle_s < STALL_S:
-                self._next_stall_s = STALL_S
-            return
-        self._next_stall_s *= 2
-        report = self._scheduler.make_report(now, self._engine_id)
-        logger.warning(
-            "stalled: no request has advanced for %.0f s; %d run, %d wait, %d plans are unanswered",
-            idle_s,
-            report.num_running,
-            report.num_waiting,
-            report.steps_in_flight,
-            extra=fields(step_id=self._scheduler.num_steps, idle_s=idle_s),
-        )
-        for waiting in report.waiting[:MAX_STALL_LINES]:
-            about = fields(request_id=waiting.request_id, waited_s=waiting.waited_s)
-            logger.warning("request waits for %s", waiting.waits_for, extra=about)
-
     async def _report_regularly(self) -> None:
         while True:
             self._lifeline.report_alive()
             await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
-            self._warn_of_stall()
+            now = time.monotonic()
+            if self._handshake is None:
+                self._stalls.check(now, self._engine_id)
             if self._grammars is not None:
-                self._grammars.check(time.monotonic())
+                self._grammars.check(now)
             workers = self._statistics.latest()
             num_worker_steps = sum(stats.num_steps for stats in workers)
             counts = self._scheduler.get_request_counts()

@@ -20,7 +20,7 @@ from longshore.protocol.commands import (
     Resume,
     WriteKVSnapshot,
 )
-from longshore.scheduler.process.event_publisher import EventPublisher
+from longshore.scheduler.kv_events.publisher import EventPublisher
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.planner import PauseState
 

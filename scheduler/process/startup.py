@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import ExitStack, closing
 
 import uvloop
 import zmq
@@ -9,12 +10,12 @@ import zmq
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
-from longshore.protocol.kv_cache_spec import tokens_that_fit
+from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
 from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
-from longshore.scheduler.process.event_publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -29,79 +30,83 @@ logger = logging.getLogger(__name__)
 def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     """Run the engine until it is stopped. Raises LongshoreError for errors that an operator can
     cause."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    workers: list[WorkerChannel] = []
-    clients: ServerChannel[ToClient, ToEngine] | None = None
-    event_sockets: EventSockets | None = None
-    grammars: GrammarProcess | None = None
-    try:
+    with ExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(close_context, context)
+        event_sockets = None
         if config.kv_events is not None:
-            event_sockets = EventSockets.open(context, config.kv_events)
+            event_sockets = stack.enter_context(
+                closing(EventSockets.open(context, config.kv_events))
+            )
+        workers: list[WorkerChannel] = []
         for endpoint in config.workers:
             worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
-            workers.append(Channel(worker_socket, FromWorker))
+            workers.append(stack.enter_context(closing(Channel(worker_socket, FromWorker))))
         # Gateways connect while the workers are awaited; what they send waits for the engine.
-        clients = ServerChannel(
-            open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
-        )
+        client_socket = open_socket(context, zmq.ROUTER, config.clients, bind=True)
+        clients: ServerChannel[ToClient, ToEngine] = ServerChannel(client_socket, ToEngine)
+        stack.enter_context(closing(clients))
         accepted = accept_workers(
             workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
         )
-        kv_cache, features = accepted.kv_cache, accepted.features
-        if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:
-            raise ConfigError(
-                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}, but the "
-                "workers do not support drafts. Set it to 0."
-            )
+        grammars = None
         if config.structured_output is not None:
-            grammars = GrammarProcess(config, context)
-        scheduler = Scheduler(
-            config.scheduler,
-            config.cache,
-            kv_cache=kv_cache,
-            hash_seed=bytes.fromhex(config.hash_seed),
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            epoch=config.epoch,
-            verify_plan=config.verify_plan,
-            features=features,
-            connector=_load_connector(config, accepted),
-            grammars=grammars,
-            num_ranks=len(workers),
-        )
-        num_sharing = config.cache.context_parallel_size
+            grammars = stack.enter_context(closing(GrammarProcess(config, context)))
+        scheduler = _make_scheduler(config, accepted, grammars)
         events = None
         if config.kv_events is not None and event_sockets is not None:
             events = EventPublisher(
-                event_sockets, config.kv_events, kv_cache, context_parallel_size=num_sharing
+                event_sockets,
+                config.kv_events,
+                accepted.kv_cache,
+                context_parallel_size=config.cache.context_parallel_size,
             )
-        longest = config.scheduler.longest_request(num_sharing)
-        tokens = tokens_that_fit(kv_cache.groups, kv_cache.num_blocks, longest)
-        block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
-        lifeline.report(
-            Ready(
-                {
-                    "num_blocks": str(kv_cache.num_blocks),
-                    "block_sizes": " or ".join(f"{size:,}" for size in block_sizes),
-                    "kv_cache_tokens": str(tokens),
-                }
-            )
-        )
-        logger.debug("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
+        lifeline.report(_ready(config, accepted.kv_cache))
         engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events, grammars)
         lifeline.handle_commands(engine.command)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(engine.run())
-    finally:
-        if grammars is not None:
-            grammars.close()
-        if clients is not None:
-            clients.close()
-        if event_sockets is not None:
-            event_sockets.close()
-        for worker in workers:
-            worker.close()
-        close_context(context)
+
+
+def _make_scheduler(
+    config: SchedulerProcessConfig, accepted: AcceptedWorkers, grammars: GrammarProcess | None
+) -> Scheduler:
+    num_drafts = config.scheduler.num_speculative_tokens
+    if num_drafts and Feature.DRAFTS not in accepted.features:
+        raise ConfigError(
+            f"num_speculative_tokens={num_drafts}, but the workers do not support drafts. Set it "
+            "to 0."
+        )
+    return Scheduler(
+        config.scheduler,
+        config.cache,
+        kv_cache=accepted.kv_cache,
+        hash_seed=bytes.fromhex(config.hash_seed),
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        epoch=config.epoch,
+        verify_plan=config.verify_plan,
+        features=accepted.features,
+        connector=_load_connector(config, accepted),
+        grammars=grammars,
+        num_ranks=len(config.workers),
+    )
+
+
+def _ready(config: SchedulerProcessConfig, kv_cache: KVCacheConfig) -> Ready:
+    """The size of the KV cache, which the start's log shows."""
+    num_sharing = config.cache.context_parallel_size
+    longest = config.scheduler.longest_request(num_sharing)
+    tokens = tokens_that_fit(kv_cache.groups, kv_cache.num_blocks, longest)
+    block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
+    logger.debug("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
+    return Ready(
+        {
+            "num_blocks": str(kv_cache.num_blocks),
+            "block_sizes": " or ".join(f"{size:,}" for size in block_sizes),
+            "kv_cache_tokens": str(tokens),
+        }
+    )
 
 
 def _load_connector(

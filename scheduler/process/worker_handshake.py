@@ -112,9 +112,13 @@ class WorkerHandshake:
                 raise EngineDead(f"worker {message.rank} failed: {message.reason}")
             case WorkerFailed():  # the supervisor notices it, too
                 logger.warning("worker %d failed: %s", message.rank, message.reason)
-            case ModelRunnerOutput() | TransferReport() | WorkerStats() if self._former is not None:
+            case ModelRunnerOutput() | TransferReport() | WorkerStats() if (
+                self._former is not None or message.epoch < self._epoch
+            ):
                 if rank in self._ready and message.epoch == self._epoch:
-                    self.early.append((rank, message))  # else of a former worker
+                    self.early.append((rank, message))
+                # Else of a former worker, or to a former scheduler: ZeroMQ may connect again before
+                # the rank has noticed that it is gone.
             case WorkerReady() if self._former is not None:
                 logger.info("dropped a late message of a former worker %d", rank)
             case _:

@@ -90,18 +90,8 @@ class PlannedStep:
     loads: tuple[tuple[int, int], ...] = ()
     scored: ScoredRows | None = None
 
-    @property
-    def rows(self) -> Int64Array:
-        """Of `sampling`."""
-        return self.sampling.rows
-
-    @property
-    def generations(self) -> Int64Array:
-        """Of `sampling`."""
-        return self.sampling.generations
-
     def draft_token_ids(self, index: int) -> list[int]:
-        """Drafts of the row at `index` of `rows`."""
+        """Drafts of the row at `index` of `sampling.rows`."""
         if self.num_drafts is None or self.drafts is None:
             return []
         end = int(self.num_drafts[: index + 1].sum())

@@ -9,51 +9,38 @@ import numpy as np
 
 from longshore.protocol.arrays import Float32Array, Int32Array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
-from longshore.scheduler.features.drafts import Drafts
-from longshore.scheduler.features.grammar import Grammars
 from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.repetition import is_repeating
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.client_outputs import ClientOutputs
-from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.output_validator import OutputValidator
-from longshore.scheduler.step.plan_builder import PlanBuilder
-from longshore.scheduler.step.running import RunningTable
 
 _STOPPED: Final = Outcome(FinishReason.STOPPED, ends_output=True)
 _LENGTH_CAPPED: Final = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
 _REPETITION: Final = Outcome(FinishReason.REPETITION, ends_output=True)
 
 
-@dataclass(slots=True)
-class OutputProcessor:
+@dataclass(slots=True, kw_only=True)
+class OutputProcessor(SchedulerPart):
     """Applies outputs in the order of the plans.
 
-    drafts, grammars: None unless configured.
     num_stale_tokens: tokens dropped, because their request had ended or was rewound, or because
                       they are of another epoch.
     """
 
-    running: RunningTable
-    in_flight: StepsInFlight
     outputs: ClientOutputs
-    plan: PlanBuilder
     lifecycle: Lifecycle
     recovery: Recovery
     validator: OutputValidator
-    drafts: Drafts | None
-    grammars: Grammars | None
     num_stale_tokens: int = 0
     # Requests that end with the output being applied, with the generation of its row.
     _ending: list[tuple[int, Request, Outcome]] = field(default_factory=list)
 
     def apply(self, output: ModelRunnerOutput, now: float) -> None:
-        """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`. One
-        of another epoch is counted and dropped."""
-        if output.epoch != self.plan.epoch:
-            self.num_stale_tokens += len(output.sampled_tokens)
-            return
+        """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`."""
         planned = self.validator.plan_of(output)
         if len(output.failed_block_ids):
             self.recovery.fail_loads(output.failed_block_ids, planned, now)
@@ -135,8 +122,8 @@ class OutputProcessor:
         self, planned: PlannedStep, index: int, token_ids: list[int], pooled: Float32Array | None
     ) -> None:
         """Apply the tokens of one row of the plan, whose occupant may have changed."""
-        generation = int(planned.generations[index])
-        occupant = self.in_flight.occupant(int(planned.rows[index]), generation)
+        generation = int(planned.sampling.generations[index])
+        occupant = self.in_flight.occupant(int(planned.sampling.rows[index]), generation)
         request = occupant.request
         if not occupant.expects_output_of(planned.step):
             self.num_stale_tokens += len(token_ids)

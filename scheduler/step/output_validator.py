@@ -68,7 +68,7 @@ class OutputValidator:
         if text is not None:
             return text
         if len(output.nan_rows) or len(output.num_nans):
-            if not np.isin(output.nan_rows, planned.rows).all():
+            if not np.isin(output.nan_rows, planned.sampling.rows).all():
                 return "a row that does not sample has logits that are not finite"
             if len(output.num_nans) != len(output.nan_rows) or (output.num_nans < 1).any():
                 return "num_nans must be at least 1 for each row whose logits are not finite"
@@ -91,7 +91,7 @@ class OutputValidator:
         """A row of a pooling request that expects a vector and has none, if there is one."""
         answered = {*output.pooled_rows.tolist(), *output.nan_rows.tolist()}
         for row, generation in zip(
-            planned.rows.tolist(), planned.generations.tolist(), strict=True
+            planned.sampling.rows.tolist(), planned.sampling.generations.tolist(), strict=True
         ):
             if row in answered:
                 continue
@@ -112,7 +112,9 @@ class OutputValidator:
         flaw: str | None = "of rows that requested none"
         if scored is not None:
             num_sampled = np.zeros(self.running.max_num_seqs, np.int64)
-            num_sampled[planned.rows] = output.num_sampled if len(output.num_sampled) else 1
+            num_sampled[planned.sampling.rows] = (
+                output.num_sampled if len(output.num_sampled) else 1
+            )
             current = scored.current(self.running, self.in_flight.occupant, planned.step)
             flaw = scored.flaw(entries, num_sampled, *current)
         return None if flaw is None else f"it has log probabilities {flaw}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.plan import AppendedBlocks, SchedulerOutput
-from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.logprobs import ScoredRows
 from longshore.scheduler.features.swap import Swaps
 from longshore.scheduler.lifecycle import Lifecycle
@@ -39,14 +38,13 @@ class PauseState(enum.Enum):
 class StepPlanner(SchedulerPart):
     """Plans the steps.
 
-    drafts, swaps: None unless configured.
+    swaps: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
     policy: SchedulingPolicy
     lifecycle: Lifecycle
     admission: Admission
-    drafts: Drafts | None
     swaps: Swaps | None
     budget: TokenBudget
     pause: PauseState = PauseState.UNPAUSED

@@ -234,9 +234,9 @@ class RunningTable(RowTable):
         if wrong:
             raise LongshoreError(f"{', '.join(wrong)} of the rows differ from their requests")
 
-    def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
-        """A view of the row's first `count` verified token ids; None: all."""
-        ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
+    def tokens_of(self, row: int) -> Int32Array:
+        """A view of the row's verified token ids."""
+        ids: Int32Array = self.token_ids[row, : self.num_tokens[row]]
         return ids
 
     def request_on(self, row: int) -> Request:

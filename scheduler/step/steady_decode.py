@@ -22,8 +22,8 @@ class SteadyDecode:
     def __init__(
         self, running: RunningTable, planned: PlannedStep, num_scheduled: Int64Array
     ) -> None:
-        rows = planned.rows
         self.sampling, self.scored = planned.sampling, planned.scored
+        rows = self.sampling.rows
         self.num_scheduled = num_scheduled
         self.num_tokens = len(rows)
         left = running.last_computed[rows] - running.num_computed[rows]

@@ -2,6 +2,7 @@
 starts it and writes its configuration to its standard input."""
 
 import ctypes
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from longshore.scheduler.structured_output.backends import Backends, CompiledGra
 from longshore.scheduler.structured_output.process import Compiler, GrammarServer
 from longshore.scheduler.structured_output.schema_support import installed_backends
 from longshore.scheduler.structured_output.vocabulary import load_vocabulary
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,6 +59,9 @@ def main() -> int:
         backends.load_first()
     except GrammarError as error:
         compiler = Unusable(str(error))
+    except Exception as error:  # of a library that cannot be imported
+        logger.exception("structured output is not possible")
+        compiler = Unusable(f"structured output is not possible on this server: {error!r}")
     socket = open_socket(zmq.Context(), zmq.DEALER, settings.endpoint, bind=False)
     GrammarServer(config, Channel(socket, ToGrammarProcess), compiler).run()
     return 1

@@ -37,6 +37,7 @@ _MAX_INDENT: Final = 32
 on without end."""
 
 _MAX_LEXER_STATES: Final = 50_000  # of 1 to 2 kB each
+_MAX_ROW_ITEMS: Final = 20_000  # an optional property is four; the library's default is 2000
 _NUM_COMPILE_THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
@@ -44,7 +45,8 @@ class Matcher(Protocol):
     """The state of one request's grammar."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token. After False the state is undefined."""
+        """Advance by a token; False, without advancing, if it is not allowed. Raises
+        GrammarError."""
 
     def fill(self, mask: Int32Array) -> None:
         """Set the bits of the tokens allowed next in `mask`, (cdiv(vocabulary, 32),) zeros. Raises
@@ -112,10 +114,23 @@ class Backends:
         for name in names:
             backend = self._load(name)
             try:
-                return backend.compile(spec)
+                grammar = backend.compile(spec)
+                self._check_first_token(grammar)
+                return grammar
             except GrammarError as error:
                 problems.append(f"{name}: {error}")
         raise GrammarError(f"the {spec.kind} cannot be compiled ({'; '.join(problems)})")
+
+    def _check_first_token(self, grammar: CompiledGrammar) -> None:
+        """Raise GrammarError if no token can begin an output, as with a schema that refers to
+        nothing but itself."""
+        mask = np.zeros(-(-len(self._vocabulary.tokens) // 32), np.int32)
+        try:
+            grammar.matcher().fill(mask)
+        except GrammarError as error:
+            raise GrammarError(f"no output matches it: {error}") from error
+        if not mask.any():
+            raise GrammarError("no output matches it, or the vocabulary cannot spell it")
 
 
 def choices_of(text: str) -> list[str]:
@@ -146,7 +161,11 @@ class LLGuidance:
             n_vocab=len(vocabulary.tokens),
             eos_token=list(vocabulary.eos_token_ids),
         )
-        self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_items_in_row=_MAX_ROW_ITEMS,
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
 
     def compile(self, spec: StructuredOutput) -> "_LLGrammar":
         from llguidance import LLMatcher
@@ -217,22 +236,36 @@ class _LLMatcher:
     def __init__(self, matcher: Any, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._num_ends = 0  # accepted after the end, which the library does not count
 
     def accept(self, token_id: int) -> bool:
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            return token_id in self._eos_token_ids
-        return bool(self._matcher.consume_token(token_id))
+        if self._is_over():
+            is_end = token_id in self._eos_token_ids
+            self._num_ends += is_end
+            return is_end
+        # Its `consume_token` fails for good with a token that is not allowed.
+        num_consumed: int = self._matcher.try_consume_tokens([token_id])
+        self._raise_error()
+        return num_consumed == 1
 
     def fill(self, mask: Int32Array) -> None:
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        if self._is_over():
             allow(mask, self._eos_token_ids)
             return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            raise GrammarError(_first_lines(self._matcher.get_error()))
+        self._raise_error()
 
     def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+        num_ends = min(num_tokens, self._num_ends)
+        self._num_ends -= num_ends
+        self._matcher.rollback(num_tokens - num_ends)
+
+    def _is_over(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_lines(self._matcher.get_error()))
 
 
 class XGrammar:
@@ -300,10 +333,13 @@ class _XGMatcher:
         self._matcher = matcher
         self._eos_token_ids: list[int] = info.stop_token_ids
         self._num_bits: int = info.vocab_size
+        self._num_ends = 0  # accepted after the end, which the library does not count
 
     def accept(self, token_id: int) -> bool:
         if self._matcher.is_terminated():
-            return token_id in self._eos_token_ids
+            is_end = token_id in self._eos_token_ids
+            self._num_ends += is_end
+            return is_end
         return bool(self._matcher.accept_token(token_id))
 
     def fill(self, mask: Int32Array) -> None:
@@ -315,7 +351,9 @@ class _XGMatcher:
             mask.view(np.uint32)[-1] &= np.uint32((1 << num_rest) - 1)
 
     def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+        num_ends = min(num_tokens, self._num_ends)
+        self._num_ends -= num_ends
+        self._matcher.rollback(num_tokens - num_ends)
 
 
 def allow(mask: Int32Array, token_ids: Sequence[int]) -> None:

@@ -51,6 +51,13 @@ START_TIMEOUT_S: Final = 120.0
 FILL_TIMEOUT_S: Final = 20.0
 """A process that computes masks for longer is killed: all requests of the step wait for them."""
 
+SILENCE_S: Final = 90.0
+"""A process that has grammars to compile, and says nothing for this time after the limit for one of
+them, is killed."""
+
+MAX_FAILED_STARTS: Final = 3
+"""After so many processes in a row that did not start, the requests that wait for one fail."""
+
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 30.0
 CALM_S: Final = 60.0
@@ -148,7 +155,8 @@ class GrammarProcess:
         self._unanswered: deque[tuple[int, float, list[tuple[RemoteGrammar, int]]]] = deque()
         self._connection: _Connection | None = None
         self._is_ready = self._is_closed = False
-        self._started_at_s = self._next_start_s = 0.0
+        self._started_at_s = self._next_start_s = self._heard_at_s = 0.0
+        self._num_failed_starts = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._killed: list[subprocess.Popen[bytes]] = []
 
@@ -181,6 +189,8 @@ class GrammarProcess:
             if not self._is_ready:
                 self._start_process()
                 return
+            if not self._compiling:
+                self._heard_at_s = time.monotonic()
             grammar = self._waiting.popleft()
             self._compiling.add(grammar.grammar_id)
             grammar.is_sent = True
@@ -210,11 +220,15 @@ class GrammarProcess:
         self._killed = [process for process in self._killed if process.poll() is None]
         if self._connection is None:
             return
+        silence_s = self._settings.compile_timeout_s + SILENCE_S
         if not self._is_ready and now_s > self._started_at_s + START_TIMEOUT_S:
             self._end_process(f"did not start within {START_TIMEOUT_S:g} s")
             self._on_news()
         elif self._unanswered and now_s > self._unanswered[0][1] + FILL_TIMEOUT_S:
             self._end_process(f"computed token masks for more than {FILL_TIMEOUT_S:g} s")
+            self._on_news()
+        elif self._compiling and now_s > self._heard_at_s + silence_s:
+            self._end_process("hangs")
             self._on_news()
 
     def close(self) -> None:
@@ -232,13 +246,18 @@ class GrammarProcess:
             return
         self.num_starts += 1
         self._started_at_s = now_s
-        self._connection = _Connection(self._config, self._context, self.num_starts)
+        try:
+            self._connection = _Connection(self._config, self._context, self.num_starts)
+        except (OSError, zmq.ZMQError) as error:
+            self._end_process(f"cannot be started ({error})")
+            return
         self._connection.watch(self._on_message, self._on_lifeline)
         logger.info("the grammar process %d starts", self.num_starts)
 
     def _on_message(self) -> None:
         connection = self._connection
         assert connection is not None
+        self._heard_at_s = time.monotonic()
         for message in connection.channel.drain():
             self._take(message)
             if self._connection is not connection:  # it was ended
@@ -250,6 +269,7 @@ class GrammarProcess:
         match message:
             case GrammarProcessReady():
                 self._is_ready = True
+                self._num_failed_starts = 0
             case GrammarCompiled(grammar_id, error):
                 self._compiling.discard(grammar_id)
                 if (grammar := self._grammars.get(grammar_id)) is not None:
@@ -290,8 +310,14 @@ class GrammarProcess:
 
     def _end_process(self, what: str) -> None:
         """The requests in the process fail."""
-        assert self._connection is not None
-        self._disconnect(self._connection)
+        if not self._is_ready:
+            self._num_failed_starts += 1
+        if self._connection is not None:
+            self._disconnect(self._connection)
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            for grammar in self._waiting:
+                grammar.is_sent = True
+            self._waiting.clear()
         lost = [grammar for grammar in self._grammars.values() if grammar.is_sent]
         for grammar in lost:
             if grammar.error is None:
@@ -349,12 +375,17 @@ class _Connection:
             is_relayed=config.lifeline_fd is not None,
             log_level=config.log_level,
         )
-        with child_end:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE],
-                stdin=subprocess.PIPE,
-                pass_fds=(child_end.fileno(),),
-            )
+        try:
+            with child_end:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", MODULE],
+                    stdin=subprocess.PIPE,
+                    pass_fds=(child_end.fileno(),),
+                )
+        except OSError:
+            self._lifeline.close()
+            self.channel.socket.close(linger=0)
+            raise
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(msgspec.json.encode(process_config))  # fits into the pipe

@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol, TypeAlias, assert_never
 
 import numpy as np
 import zmq
@@ -37,6 +38,9 @@ from longshore.scheduler.structured_output.backends import CompiledGrammar, Matc
 
 logger = logging.getLogger(__name__)
 
+MaskWords: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+"""(masks, cdiv(vocabulary, 32)): the lowest token id in the lowest bit."""
+
 NUM_COMPILERS: Final = 2
 """Threads that compile. One of them can be busy with a grammar that has passed its time limit."""
 
@@ -59,10 +63,14 @@ class Compiler(Protocol):
 
 @dataclass
 class _Job:
-    """A grammar that is being compiled. grammar_ids: of the requests that wait for it."""
+    """A grammar to compile.
 
-    deadline_s: float
+    grammar_ids: of the requests that wait for it.
+    deadline_s:  set when a thread begins with it.
+    """
+
     grammar_ids: list[int]
+    deadline_s: float | None = None
     is_expired: bool = False
 
 
@@ -93,6 +101,8 @@ class GrammarCache:
 
     def add(self, spec: StructuredOutput, grammar: CompiledGrammar) -> None:
         """Keep a grammar, unless it is larger than the cache, and evict what is over the limits."""
+        if grammar.num_bytes + len(spec.text) > self._max_bytes:
+            return
         self.num_bytes -= self._size(spec)
         self._grammars[spec] = grammar
         self._grammars.move_to_end(spec)
@@ -121,7 +131,7 @@ class CompilerThreads:
             threading.Thread(target=self._run, name="compiler", daemon=True).start()
 
     def start(self, spec: StructuredOutput) -> None:
-        """Compile when a thread is free."""
+        """Compile on a thread, of which there are NUM_COMPILERS."""
         self._waiting.put(spec)
 
     def take(self) -> list[tuple[StructuredOutput, CompiledGrammar | str]]:
@@ -140,7 +150,7 @@ class CompilerThreads:
                 result = self.compiler.compile(spec)
             except GrammarError as error:
                 result = str(error)
-            except Exception as error:  # of a backend
+            except BaseException as error:  # of a backend: a panic in Rust is no Exception
                 logger.exception("a backend has failed")
                 result = f"the {spec.kind} cannot be compiled: {error}"
             self._done.append((spec, result))
@@ -166,6 +176,7 @@ class GrammarServer:
         self._cache = GrammarCache(settings.max_cached_grammars, settings.max_cached_bytes)
         self._requests: dict[int, _Request] = {}
         self._jobs: dict[StructuredOutput, _Job] = {}
+        self._waiting: deque[StructuredOutput] = deque()  # jobs for which no thread was free
         self._poller = zmq.Poller()
         self._poller.register(channel.socket, zmq.POLLIN)
         self._poller.register(self._threads.wake_fd, zmq.POLLIN)
@@ -188,6 +199,7 @@ class GrammarServer:
             self._take(message)
         for spec, result in self._threads.take():
             self._end_job(spec, result)
+        self._begin_jobs(time.monotonic())
         self._expire_jobs(time.monotonic())
 
     def _take(self, message: ToGrammarProcess) -> None:
@@ -212,13 +224,26 @@ class GrammarServer:
             return
         job = self._jobs.get(spec)
         if job is None:
-            timeout_s = self._timeout_s + (0.0 if self._compiler.is_loaded else LOAD_TIMEOUT_S)
-            self._jobs[spec] = _Job(time.monotonic() + timeout_s, [grammar_id])
-            self._threads.start(spec)
+            self._jobs[spec] = _Job([grammar_id])
+            self._waiting.append(spec)
         elif job.is_expired:
             self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
         else:
             job.grammar_ids.append(grammar_id)
+
+    def _begin_jobs(self, now_s: float) -> None:
+        """Give free threads what is waiting, except grammars whose requests have all ended."""
+        num_begun = sum(job.deadline_s is not None for job in self._jobs.values())
+        while self._waiting and num_begun < NUM_COMPILERS:
+            spec = self._waiting.popleft()
+            job = self._jobs[spec]
+            if self._requests.keys().isdisjoint(job.grammar_ids):
+                del self._jobs[spec]
+                continue
+            timeout_s = self._timeout_s + (0.0 if self._compiler.is_loaded else LOAD_TIMEOUT_S)
+            job.deadline_s = now_s + timeout_s
+            self._threads.start(spec)
+            num_begun += 1
 
     def _end_job(self, spec: StructuredOutput, result: CompiledGrammar | str) -> None:
         if not isinstance(result, str):
@@ -237,7 +262,7 @@ class GrammarServer:
 
     def _expire_jobs(self, now_s: float) -> None:
         for spec, job in self._jobs.items():
-            if now_s > job.deadline_s and not job.is_expired:
+            if job.deadline_s is not None and now_s > job.deadline_s and not job.is_expired:
                 job.is_expired = True
                 for grammar_id in job.grammar_ids:
                     self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
@@ -251,8 +276,8 @@ class GrammarServer:
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether no thread can compile any more."""
-        stuck = [job for job in self._jobs.values() if now_s > job.deadline_s + MAX_STUCK_S]
-        return len(stuck) >= NUM_COMPILERS
+        deadlines = [job.deadline_s for job in self._jobs.values() if job.deadline_s is not None]
+        return sum(now_s > deadline_s + MAX_STUCK_S for deadline_s in deadlines) >= NUM_COMPILERS
 
     # Masks
 
@@ -265,40 +290,13 @@ class GrammarServer:
         for row in message.rows:
             masks = words[first : first + 1 + len(row.draft_token_ids)]
             try:
-                self._fill_row(row, masks)
+                fill_row(self._advanced(row), row.draft_token_ids.tolist(), masks)
             except GrammarError as error:
                 self._requests[row.grammar_id].error = errors[row.grammar_id] = str(error)
                 masks[:] = 0  # for the next row
                 continue
             first += len(masks)
-        return MasksFilled(message.number, self._packed(words[:first]), errors)
-
-    def _packed(self, words: "np.ndarray[tuple[int, int], np.dtype[np.int32]]") -> UInt8Array:
-        """The bits of whole words without the last ones that no token has."""
-        bits = words.astype("<i4", copy=False).view(np.uint8)
-        return np.ascontiguousarray(bits[:, : -(-self._vocab_size // 8)]).reshape(-1)
-
-    def _fill_row(
-        self, row: MaskedRow, masks: "np.ndarray[tuple[int, int], np.dtype[np.int32]]"
-    ) -> None:
-        matcher = self._advanced(row)
-        drafts = row.draft_token_ids.tolist()
-        num_accepted = 0
-        for index in range(len(masks)):
-            matcher.fill(masks[index])
-            if not masks[index].any():
-                raise GrammarError(
-                    "no token continues the output as the grammar demands: the vocabulary cannot "
-                    "spell it"
-                )
-            if index < len(drafts):
-                if not matcher.accept(drafts[index]):
-                    # The masks after a draft that is not allowed are not used.
-                    masks[index + 1 :] = -1
-                    break
-                num_accepted += 1
-        if num_accepted:
-            matcher.rollback(num_accepted)
+        return MasksFilled(message.number, packed(words[:first], self._vocab_size), errors)
 
     def _advanced(self, row: MaskedRow) -> Matcher:
         request = self._requests[row.grammar_id]
@@ -309,3 +307,28 @@ class GrammarServer:
             if not request.matcher.accept(token_id):
                 raise GrammarError("the output so far does not match the grammar")
         return request.matcher
+
+
+def fill_row(matcher: Matcher, drafts: Sequence[int], masks: MaskWords) -> None:
+    """The mask of the next token, and one after each draft. Raises GrammarError."""
+    num_accepted = 0
+    for index in range(len(masks)):
+        matcher.fill(masks[index])
+        if not masks[index].any():
+            raise GrammarError(
+                "no token continues the output as the grammar demands: the vocabulary cannot "
+                "spell it"
+            )
+        if index < len(drafts):
+            if not matcher.accept(drafts[index]):
+                masks[index + 1 :] = -1  # the masks after it are not used
+                break
+            num_accepted += 1
+    if num_accepted:
+        matcher.rollback(num_accepted)
+
+
+def packed(words: MaskWords, vocab_size: int) -> UInt8Array:
+    """The bits of whole words without the last ones that no token has."""
+    bits = words.astype("<i4", copy=False).view(np.uint8)
+    return np.ascontiguousarray(bits[:, : -(-vocab_size // 8)]).reshape(-1)

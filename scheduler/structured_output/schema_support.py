@@ -5,9 +5,11 @@ keyword that a backend does not enforce is not given to that backend. This modul
 backend.
 """
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, Final, Literal, TypeAlias
+from urllib.parse import unquote
 
 from longshore.protocol.model_files import parse_json
 from longshore.protocol.requests import StructuredOutput
@@ -71,6 +73,7 @@ _XGRAMMAR_TOGETHER: Final = {
     "array": ({"items", "minItems", "maxItems"}, {"items", "prefixItems"}),
     "object": ({"properties", "required", "additionalProperties"},),
 }
+_INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")  # of an array, in a JSON pointer
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas")
 _SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS: Final = (
@@ -143,15 +146,15 @@ def _depth(value: object) -> int:
 
 
 def subschemas(schema: object) -> Iterator[tuple[str, object]]:
-    """All schemas within a schema that apply to something, with their JSON pointers."""
+    """All schemas within a schema that apply to something, once, with their JSON pointers."""
     waiting = [("", schema)]
-    seen = {""}
+    seen = {id(schema)}  # by object: pointers to one schema may be spelled in many ways
     while waiting:
         pointer, node = waiting.pop()
         yield pointer, node
         for inner, value in _applied(schema, node, pointer):
-            if inner not in seen:
-                seen.add(inner)
+            if isinstance(value, bool) or id(value) not in seen:
+                seen.add(id(value))
                 waiting.append((inner, value))
 
 
@@ -182,11 +185,11 @@ def _applied(root: object, node: object, pointer: str) -> Iterator[tuple[str, ob
 def _target(root: object, pointer: str) -> object | None:
     """What a pointer refers to; None if there is nothing: then the backend rejects it."""
     value = root
-    for part in pointer.split("/")[1:]:
+    for part in unquote(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict) and name in value:
             value = value[name]
-        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
+        elif isinstance(value, list) and _INDEX.fullmatch(name) and int(name) < len(value):
             value = value[int(name)]
         else:
             return None
@@ -217,7 +220,7 @@ def _lacks_of_xgrammar(node: object) -> list[str]:
     if not rest:
         return [] if kind is None or isinstance(kind, str | list) else ["type"]
     if len(present) == 1 and rest <= {"$ref", "anyOf", "const", "enum"}:
-        return []
+        return [keyword for keyword in rest if not _is_exact(keyword, node)]
     if isinstance(kind, str) and kind in _XGRAMMAR_TOGETHER:
         allowed = _XGRAMMAR_TOGETHER[kind]
         if any(rest <= together for together in allowed):
@@ -231,6 +234,8 @@ def _is_exact(keyword: str, node: dict[str, Any]) -> bool:
     """Whether xgrammar enforces this keyword with this value."""
     value = node[keyword]
     match keyword:
+        case "$ref":  # it ignores others
+            return isinstance(value, str) and (value == "#" or value.startswith("#/"))
         case "minimum" | "maximum" | "minItems" | "maxItems":
             return isinstance(value, int) and not isinstance(value, bool)
         case "items":

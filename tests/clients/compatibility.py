@@ -82,6 +82,18 @@ def _program(name: str) -> list[str]:
     return [str(python), str(HERE / f"{name}_client.py")]
 
 
+def features_of(name: str) -> set[str]:
+    """The features that a client's program uses, by its source."""
+    if name == "ai_sdk":
+        found = re.findall(
+            r"^  async (\w+)\(", (HERE / name / "client.mjs").read_text(), re.MULTILINE
+        )
+    else:
+        source = (HERE / f"{name}_client.py").read_text()
+        found = re.findall(r"^@feature\ndef (\w+)", source, re.MULTILINE)
+    return set(map(_title, found))
+
+
 def table(clients: Sequence[UsedClient]) -> str:
     """Rows are features, in the order in which the clients use them first; columns are clients."""
     features = dict.fromkeys(feature for client in clients for feature in client.features)

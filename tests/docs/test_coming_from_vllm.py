@@ -79,12 +79,6 @@ def test_request_fields_of_the_same_name_exist() -> None:
     assert set(names) <= known
 
 
-def test_metrics_exist() -> None:
-    metrics = (ROOT / "docs" / "metrics.md").read_text()
-    for name in rows_after("## Metrics").values():
-        assert f"| {name}<br>" in metrics
-
-
 def test_names_to_import_exist() -> None:
     for names in re.findall(r"`from longshore import ([\w, ]+)`", PAGE):
         assert all(hasattr(longshore, name) for name in names.split(", "))

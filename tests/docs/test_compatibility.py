@@ -3,24 +3,67 @@
 import json
 import re
 
-from tests.clients.compatibility import CLIENTS, HERE, PAGE, clients_of, page_with, table
+import pytest
+
+from tests.clients.compatibility import (
+    CLIENTS,
+    HERE,
+    PAGE,
+    clients_of,
+    features_of,
+    page_with,
+    table,
+)
 
 
-def test_table_is_as_the_script_writes_it() -> None:
-    page = PAGE.read_text("utf-8")
-    assert page_with(page, table(clients_of(page))) == page
-
-
-def test_clients_and_versions_are_those_that_are_installed() -> None:
-    """Also noticed where no client is installed."""
+def pinned_versions() -> dict[str, str]:
     pinned = json.loads((HERE / "ai_sdk" / "package.json").read_text())["dependencies"]
     files = {path.stem: path.read_text() for path in HERE.glob("requirements/*.txt")}
+    assert {*files, "ai_sdk"} == set(CLIENTS)
     for text in files.values():
         pinned |= re.findall(r"^([\w-]+)(?:\[\w+\])?==(.+)$", text, re.MULTILINE)
-    assert {*files, "ai_sdk"} == set(CLIENTS)
-    documented = clients_of(PAGE.read_text("utf-8"))
-    assert len(documented) == len(CLIENTS)
-    assert {client.package: client.version for client in documented}.items() <= pinned.items()
+    return dict(pinned)
+
+
+def problems_of(page: str) -> list[str]:
+    """Where the table differs from the clients' programs and their pinned versions. Also noticed
+    where no client is installed."""
+    documented = clients_of(page)
+    pinned = pinned_versions()
+    problems = [
+        f"{client.package} {client.version} is not installed"
+        for client in documented
+        if pinned.get(client.package) != client.version
+    ]
+    for name, client in zip(CLIENTS, documented, strict=True):
+        differing = features_of(name) ^ set(client.features)
+        problems += [f"{client.package}: {feature}" for feature in sorted(differing)]
+    if page_with(page, table(documented)) != page:
+        problems.append("the table is not as scripts/compatibility writes it")
+    return problems
+
+
+def test_table_says_what_the_programs_use() -> None:
+    assert problems_of(PAGE.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (r"\| models \| ✓ ", "| models | "),
+        (r"\| models \| ✓ \| ✓ \| \|", "| models | ✓ | ✓ | ✓ |"),
+        (r"^\| models .*\n", ""),
+        (r"^\| models ", "| other "),
+        (r"^\| version \| \S+", "| version | 0.0.1"),
+        (r"^\| version \| ", "| version |  "),
+        (r"^\| \| `openai`", "| | `other`"),
+    ],
+)
+def test_a_wrong_table_is_noticed(right: str, wrong: str) -> None:
+    page = PAGE.read_text("utf-8")
+    changed, num_changes = re.subn(right, wrong, page, count=1, flags=re.MULTILINE)
+    assert num_changes == 1
+    assert problems_of(changed)
 
 
 def test_every_client_of_the_table_is_explained() -> None:

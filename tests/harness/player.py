@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Final
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
-from tests.harness.grammar import FakeCompiler
+from tests.harness.grammar import FakeCompiler, grammar_for
 from tests.harness.kv_groups import chunked, full, window
 from tests.harness.random_requests import RandomRequests, random_kinds
 from tests.harness.shared_drivers import connected
@@ -402,6 +403,58 @@ class PressedPlayer(Player):
             "swapped out": stats.num_swapped_out,
             "swapped in": stats.num_swapped_in,
             "no room": stats.num_swaps_refused,
+        }
+
+
+class HintingPlayer(PressedPlayer):
+    """Requests ask to keep their KV, in a pool that is too small for them, and most forks have a
+    grammar, so that drafts, masks and preemption meet.
+
+    grammar_forks: their ids; num_retaining: actions after which a prefix is retained.
+    """
+
+    MODES = ("recompute", "recompute", "swap")
+    ACTIONS: ClassVar[dict[str, float]] = PressedPlayer.ACTIONS | {"add": 12, "compile": 8}
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.compiler.ready.add("all")
+        self.grammar_forks: set[str] = set()
+        self.num_retaining = 0
+
+    def act(self, action: str) -> None:
+        super().act(action)
+        self.num_retaining += len(self.driver.scheduler.kv_cache.pool.retained.prefixes) > 0
+
+    def _draw(self) -> tuple[str, str, list[int], dict[str, Any]]:
+        chance = self.chance
+        kind, request_id, prompt, fields = super()._draw()
+        fields["tenant"] = chance.choice([NO_TENANT, Tenant("a")])
+        if chance.random() < 0.7:
+            ttl_s = chance.choice([2.0, 10.0, 1000.0])
+            fields["cache_hint"] = CacheHint(ttl_s, chance.choice([None, "s", "t"]))
+        if kind == "fork" and chance.random() < 0.8:
+            fields["structured_output"] = grammar_for(request_id)
+            self.grammar_forks.add(request_id)
+        return kind, request_id, prompt, fields
+
+    def seen(self) -> dict[str, int]:
+        ends = {
+            self.driver.names[key]: end
+            for key, end in self.driver.finished.items()
+            if self.driver.names[key] in self.grammar_forks
+        }
+        return super().seen() | {
+            "actions with retained prefixes": self.num_retaining,
+            "forks with a grammar": len(ends),
+            "their accepted drafts": sum(end.num_accepted_tokens for end in ends.values()),
+            "their drafts against a grammar": sum(
+                end.num_invalid_draft_tokens for end in ends.values()
+            ),
+            "their preemptions": sum(end.num_preemptions for end in ends.values()),
+            "those with drafts that were preempted": sum(
+                end.num_draft_tokens > 0 and end.num_preemptions > 0 for end in ends.values()
+            ),
         }
 
 

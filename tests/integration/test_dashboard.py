@@ -120,7 +120,22 @@ def test_a_narrow_window_shows_everything_one_below_the_other(
         )
         above, below = narrow.run(boxes)
         assert above < below
+        cut = (
+            "return [...document.querySelectorAll('.wide')].filter("
+            "(table) => table.scrollWidth > table.clientWidth).map((table) => table.innerText)"
+        )
+        assert narrow.run(cut) == []
         assert narrow.complaints == []
+
+
+def test_a_page_without_a_size_is_drawn_when_it_has_one_again(page: Page) -> None:
+    page.wait_for_polls()
+    page.run("document.body.style.width = '0'; document.body.style.padding = '0'")
+    page.wait_for_polls()
+    page.run("document.body.style = ''")
+    page.wait_for_polls()
+    assert page.run("return document.getElementById('map').width") > 0
+    assert page.complaints == []
 
 
 FILL_WITH_WIDE_NUMBERS = """

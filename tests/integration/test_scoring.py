@@ -225,6 +225,17 @@ def test_llm_scores_and_classifies(reranker: tuple[Path, Any], tmp_path: Path) -
         (label,) = llm.classify(QUERY, use_tqdm=False)
         assert_close(label.outputs.probs, logits_of(path, model, QUERY).sigmoid().numpy())
         assert (label.outputs.label, label.outputs.num_classes) == ("LABEL_0", 1)
+        (whole,) = llm.score("a", "bcdef", use_tqdm=False)
+        length = len(whole.prompt_token_ids) - 3
+        (cut,) = llm.score("a", "bcdef", tokenization_kwargs={"truncate_prompt_tokens": length})
+        assert len(cut.prompt_token_ids) == length
+        assert_close(cut.outputs.score, relevance(path, model, "a", ["bc"])[0])
+        for words, kwargs in (
+            ("leaves none of 2", {"truncate_prompt_tokens": 2}),
+            ("add_special_tokens=False", {"add_special_tokens": False}),
+        ):
+            with pytest.raises(ValueError, match=words):
+                llm.score("a", "b", tokenization_kwargs=kwargs)
         with pytest.raises(ValueError, match="2 texts and data_2 has 3"):
             llm.score(["a"] * 2, ["b"] * 3)
         for call in (llm.generate, llm.embed):

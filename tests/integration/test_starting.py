@@ -215,7 +215,7 @@ def test_a_newcomer_gets_at_most_ten_lines_with_the_ways_in_last(deployment: Dep
     lines = [line for line in start.splitlines() if "still starting after" not in line]
     assert len(lines) <= 9, deployment.output
     assert "starting at http://127.0.0.1:" in lines[0]
-    assert re.search(r"model tiny\d+: 1 worker on cpu with 1 threads, float32$", lines[-4])
+    assert re.search(r"model tiny\d+: 1 worker on cpu with 1 thread, float32$", lines[-4])
     assert "KV cache: 600 blocks of 16 tokens" in lines[-3]
     assert lines[-2].startswith(f"longshore: ready at {deployment.url} (model ")
     assert lines[-1] == f"longshore: dashboard: {deployment.url}/dashboard"

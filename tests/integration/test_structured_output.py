@@ -175,8 +175,12 @@ def test_a_complete_answer_ends_before_min_tokens(client: openai.OpenAI, model: 
 
 @pytest.mark.parametrize(
     "constraint",
-    [{"guided_regex": "(unclosed"}, {"guided_grammar": "root ::= missing"}],
-    ids=["regex", "grammar"],
+    [
+        {"guided_regex": "(unclosed"},
+        {"guided_grammar": "root ::= missing"},
+        {"guided_json": {"$ref": "#"}},
+    ],
+    ids=["regex", "grammar", "schema without output"],
 )
 def test_what_cannot_be_compiled_is_a_bad_request(
     constraint: dict[str, Any], client: openai.OpenAI, model: str

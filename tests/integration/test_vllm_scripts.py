@@ -262,6 +262,8 @@ def test_the_score_script(llm: LLM) -> None:
     same, other = llm.score(texts[0], texts, use_tqdm=False)
     assert same.outputs.score == pytest.approx(1, abs=1e-5)
     assert other.outputs.score < same.outputs.score
+    (cut,) = llm.score("a b c", "a d e", tokenization_kwargs={"truncate_prompt_tokens": 1})
+    assert cut.outputs.score == pytest.approx(1, abs=1e-5)  # the first token is left
     with pytest.raises(ValueError, match="use_activation needs a classification head"):
         llm.score("x", "y", pooling_params=PoolingParams(use_activation=False))
     with pytest.raises(ValueError, match="demo_model has no classification head"):
@@ -287,11 +289,7 @@ def test_the_beam_search_script(llm: LLM) -> None:
 
 
 @pytest.mark.req("FEA-01")
-def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["llm"]:
-        with pytest.raises(ValueError, match="remove in_process"):
-            llm.generate(FACTS, SamplingParams(structured_outputs=CHOICE), use_tqdm=False)
-        return
+def test_the_structured_output_script(llm: LLM) -> None:
     schema = {"enum": ["free", None, 3]}  # no whitespace, which the demo model likes
     grammar = 'root ::= "SELECT " column\ncolumn ::= "a" | "b"'
     constraints = [
@@ -315,12 +313,11 @@ def test_the_structured_output_script(llm: LLM, request: pytest.FixtureRequest) 
 
 
 def test_a_request_that_the_engine_rejects_is_a_value_error(llm: LLM) -> None:
-    if llm._reader._compiles_grammars:
-        grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
-        bad = SamplingParams(structured_outputs=grammar)
-        with pytest.raises(ValueError, match="missing"):
-            llm.generate([FACTS] * 2, [SamplingParams(max_tokens=100), bad], use_tqdm=False)
-        assert not llm._requests.all()
+    grammar = StructuredOutputsParams(grammar='root ::= "a" missing')
+    bad = SamplingParams(structured_outputs=grammar)
+    with pytest.raises(ValueError, match="missing"):
+        llm.generate([FACTS] * 2, [SamplingParams(max_tokens=100), bad], use_tqdm=False)
+    assert not llm._requests.all()
     assert llm.generate(FACTS, SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 

@@ -5,8 +5,12 @@ The rules are the checklist's POO, FRQ and HSH; cost is of no concern here.
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from tests.oracle.retention import Retention
 
 
 class OutOfBlocks(Exception):
@@ -19,6 +23,7 @@ class Block:
 
     fence:     the newest plan that may still write to it, or read from it.
     num_taken: how often it was taken from the free queue, which tells one content from the next.
+    retention: the hint that retains it.
     """
 
     block_id: int
@@ -26,6 +31,7 @@ class Block:
     name: int | None = None
     fence: int = 0
     num_taken: int = 0
+    retention: "Retention | None" = None
 
 
 class BlockNames:
@@ -56,19 +62,20 @@ class BlockNames:
 
 class TextbookBlockPool:
     """Hands out blocks: the last freed of those without a name, then the least recently freed of
-    the others; a block keeps its name until it is reused.
+    the others, and retained ones last of all; a block keeps its name until it is reused.
 
-    `free_queue` holds the blocks without a holder, the next to be taken first.
+    `free_queue` and `retained_queue` hold the blocks without a holder, the next to be taken first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = [block for block in self.blocks if block.block_id != NULL_BLOCK]
+        self.retained_queue: list[Block] = []
         self._by_name: dict[int, list[Block]] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self.free_queue)
+        return len(self.free_queue) + len(self.retained_queue)
 
     def take(self, num_blocks: int, *, answered_step: int | None = None) -> list[Block]:
         """Blocks from the head of the free queue; they lose their names. With `answered_step`,
@@ -78,7 +85,7 @@ class TextbookBlockPool:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {len(taken)} are free")
         for block in taken:
             self.remove_name(block)
-            self.free_queue.remove(block)
+            self._dequeue(block)
             block.ref_count = 1
             block.num_taken += 1
         return taken
@@ -86,15 +93,16 @@ class TextbookBlockPool:
     def available(self, answered_step: int | None = None) -> list[Block]:
         """The free blocks, the next to be taken first; with `answered_step`, those behind their
         fences only."""
+        free = self.free_queue + self.retained_queue
         if answered_step is None:
-            return self.free_queue
-        return [block for block in self.free_queue if block.fence <= answered_step]
+            return free
+        return [block for block in free if block.fence <= answered_step]
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """One more holder for each block; those without one leave the free queue."""
         for block in blocks:
             if block.ref_count == 0:
-                self.free_queue.remove(block)
+                self._dequeue(block)
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -110,8 +118,19 @@ class TextbookBlockPool:
     def _enqueue(self, block: Block) -> None:
         if block.name is None:
             self.free_queue.insert(0, block)
-        else:
+        elif block.retention is None:
             self.free_queue.append(block)
+        else:
+            self.retained_queue.append(block)
+
+    def _dequeue(self, block: Block) -> None:
+        (self.free_queue if block in self.free_queue else self.retained_queue).remove(block)
+
+    def requeue(self) -> None:
+        """Hints have ended: what they retained is as if it were freed only now."""
+        for block in [block for block in self.retained_queue if block.retention is None]:
+            self._dequeue(block)
+            self._enqueue(block)
 
     def set_name(self, block: Block, name: int) -> None:
         """Make a full block findable. Several blocks may carry one name."""
@@ -125,9 +144,9 @@ class TextbookBlockPool:
         without a name."""
         if block.name is not None:
             self._by_name[block.name].remove(block)
-            block.name = None
-            if block in self.free_queue:
-                self.free_queue.remove(block)
+            block.name = block.retention = None
+            if block.ref_count == 0:
+                self._dequeue(block)
                 self._enqueue(block)
 
     def find(self, name: int) -> Block | None:
@@ -145,11 +164,15 @@ class TextbookBlockPool:
         null_block = self.blocks[NULL_BLOCK]
         assert null_block.ref_count == 0, "somebody holds the null block"
         assert null_block.name is None, "the null block has a name"
-        assert len(self.free_queue) == len(set(self.free_queue)), "a block is free twice"
-        is_named = [block.name is not None for block in self.free_queue]
+        free = self.available()
+        assert len(free) == len(set(free)), "a block is free twice"
+        is_named = [block.name is not None for block in free]
         assert is_named == sorted(is_named), "a block with a name is taken before one without"
+        is_retained = [block.retention is not None for block in free]
+        assert is_retained == sorted(is_retained), "a retained block is taken before another"
+        assert all(block.name is not None for block in self.blocks if block.retention is not None)
         not_held = {block for block, count in num_holders.items() if count == 0}
-        assert set(self.free_queue) == not_held - {null_block}, "a block is lost"
+        assert set(free) == not_held - {null_block}, "a block is lost"
         cached = [block for blocks in self._by_name.values() for block in blocks]
         assert len(cached) == len(set(cached)), "a block has two names"
         assert set(cached) == {block for block in self.blocks if block.name is not None}

@@ -14,6 +14,7 @@ def check_books(scheduler: "TextbookScheduler") -> None:
     holders += [block for load in scheduler.transfers.quarantine for block in load.blocks]
     holders += [block for send in scheduler.transfers.sends for block in send.blocks]
     scheduler.tables.pool.check_invariants(holders)
+    scheduler.retentions.check_invariants()
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
     assert len(scheduler.unanswered) <= scheduler.config.max_steps_in_flight
     waiting = scheduler.queues.requests()

@@ -100,6 +100,7 @@ class FastAdapter:
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._num_steps = 0
+        self._now = 0.0  # of the latest call that says it
         self._begin_epoch(1)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -117,25 +118,29 @@ class FastAdapter:
         return self.scheduler.kv_cache.num_free_blocks
 
     def add_request(self, request: AddRequest, *, client: int, now: float) -> None:
+        self._now = now
         self.scheduler.add_request(request, client=client, now=now)
 
     def continue_session(self, message: ContinueSession, *, client: int, now: float) -> None:
+        self._now = now
         self.scheduler.continue_session(client, message, now)
 
     def abort(self, handles: Sequence[int], *, client: int) -> None:
-        self.scheduler.abort_requests(client, int32_array(handles), 0.0)
+        self.scheduler.abort_requests(client, int32_array(handles), self._now)
 
     def stop_found(self, handle: int, num_tokens: int, *, client: int) -> None:
-        self.scheduler.stop_found(client, StopFound(handle, num_tokens), 0.0)
+        self.scheduler.stop_found(client, StopFound(handle, num_tokens), self._now)
 
     def set_pause(self, state: PauseState) -> None:
         self.scheduler.set_pause(state)
 
     def begin_epoch(self, epoch: int, now: float) -> None:
+        self._now = now
         self.scheduler.begin_epoch(epoch, now)
         self._begin_epoch(epoch)
 
     def schedule(self, now: float) -> OraclePlan | None:
+        self._now = now
         plan = self.scheduler.schedule(now)
         if plan is None:
             return None
@@ -244,11 +249,12 @@ class FastAdapter:
                 pooled=tuple(np.array(vector, "<f4") for vector in answer.pooled.values()),
                 failed_block_ids=int32_array(answer.failed_block_ids),
             ),
-            0.0,
+            self._now,
         )
         if step in self._loading_steps:
             for rank in range(1, self._num_ranks):
-                self.scheduler.update_from_transfers(TransferReport(self._epoch, rank, step), 0.0)
+                report = TransferReport(self._epoch, rank, step)
+                self.scheduler.update_from_transfers(report, self._now)
         if draft_rows and not in_answer:
             self.scheduler.update_drafts(int32_array(draft_rows), int32_array(draft_tokens))
 
@@ -261,6 +267,7 @@ class FastAdapter:
             )
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
+        self._now = now
         self.scheduler.update_from_transfers(report, now)
 
     def take_outputs(self) -> Outputs:

@@ -12,6 +12,7 @@ from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.requests import (
     NO_TENANT,
     AddRequest,
+    CacheHint,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -179,6 +180,10 @@ class RequestMaker:
             extras["is_last_step"] = rng.random() < 0.5
         if "fair" in self._features:
             extras["tenant"] = rng.choice((NO_TENANT, Tenant("a"), Tenant("b", 2), Tenant("c", 5)))
+        if "hints" in self._features and rng.random() < 0.6:
+            ttl_s = rng.choice((0.5, 2.0, 10.0, 1000.0, 1000.0, 1000.0))
+            extras["cache_hint"] = CacheHint(ttl_s, rng.choice((None, "s", "s", "t")))
+            extras.setdefault("tenant", rng.choice((NO_TENANT, NO_TENANT, Tenant("a"))))
         kinds = [kind for kind in ("pooling", "grammar", "session") if kind in self._features]
         kind = rng.choice(kinds) if kinds and rng.random() < 0.6 else None
         if kind == "pooling":

@@ -1,7 +1,16 @@
 """The scheduler makes the plans that the textbook makes, on random workloads."""
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from msgspec.structs import replace
+
+from longshore.protocol.arrays import EMPTY_INT32
+from longshore.protocol.errors import LongshoreError
+from longshore.scheduler.kv_cache import retention
+from longshore.scheduler.kv_cache.free_queue import FreeQueue
+from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 from tests.oracle.driver import Surroundings, drive, first_difference
 from tests.oracle.fast_adapter import FastAdapter
 from tests.oracle.textbook import TextbookScheduler
@@ -59,6 +68,40 @@ def test_plans_equal_the_textbook_with_tenants() -> None:
     assert len(fair) > NUM_FAIR / 20
     for workload in fair:
         compare(workload)
+
+
+def compare_with_hints(seeds: range) -> None:
+    for seed in seeds:
+        compare(Workload.random(seed, ("hints",)))
+
+
+def ignore_sessions(patch: pytest.MonkeyPatch) -> None:
+    add = RetainedPrefixes.add
+
+    def add_without_session(self: Any, block_ids: Any, hint: Any, **fields: Any) -> Any:
+        return add(self, block_ids, replace(hint, session=None), **fields)
+
+    patch.setattr(RetainedPrefixes, "add", add_without_session)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda patch: patch.setattr(RetainedPrefixes, "expire", lambda *_: EMPTY_INT32),
+        lambda patch: patch.setattr(RetainedPrefixes, "evicted", lambda *_: None),
+        lambda patch: patch.setattr(FreeQueue, "move_to_retained", lambda *_: None),
+        lambda patch: patch.setattr(FreeQueue, "move_to_tail", lambda *_: None),
+        lambda patch: patch.setattr(retention, "MAX_SHARE_OF_TENANT", 1.0),
+        ignore_sessions,
+    ],
+    ids=["expiry", "eviction", "order", "end", "bound", "sessions"],
+)
+def test_a_wrong_treatment_of_hints_is_found(
+    damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(monkeypatch)
+    with pytest.raises((AssertionError, LongshoreError)):
+        compare_with_hints(range(400))
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ class NamesDrafts(TextbookScheduler):
 
 class PoolWithoutFences(TextbookBlockPool):
     def available(self, answered_step: int | None = None) -> list[Block]:
-        return self.free_queue
+        return super().available()
 
 
 class IgnoresFences(TextbookScheduler):

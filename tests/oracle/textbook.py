@@ -28,6 +28,7 @@ from tests.oracle.intake import rejection
 from tests.oracle.loads import Transfers
 from tests.oracle.plan import Answer, Delivery, Finish, OraclePlan, Outputs
 from tests.oracle.request import Status, TextbookRequest, WaitingQueues
+from tests.oracle.retention import Retentions
 from tests.oracle.running import schedule_running
 from tests.oracle.settle import settle
 from tests.oracle.step import Step, UnansweredPlan
@@ -75,6 +76,7 @@ class TextbookScheduler:
         self.gates = Gates(cache, num_blocks, num_reserved)
         self.pause = PauseState.UNPAUSED
         self.num_steps = 0
+        self._now = 0.0
         self.answered_step = 0
         self._num_ranks = num_ranks
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -100,6 +102,7 @@ class TextbookScheduler:
             caches_prefixes=self._cache.enable_prefix_caching,
             cross=self.cross,
         )
+        self.retentions = Retentions(self.tables.pool)
         capacity = self.config.encoder_cache_size
         if capacity is None:
             capacity = self.config.max_num_encoder_input_tokens
@@ -128,6 +131,7 @@ class TextbookScheduler:
         """Queue a request, or reject it: ERROR without a prompt, under an id or handle that is
         alive, under an id whose transfers go on, or with an item too large for the encoder; IGNORED
         if too long. One that has all its tokens already ends at once."""
+        self._now = now
         request = TextbookRequest.from_message(
             message,
             client=client,
@@ -168,6 +172,7 @@ class TextbookScheduler:
     def continue_session(self, message: ContinueSession, *, client: int = 0, now: float) -> None:
         """The next input of a session: at once if the session waits for it. A chunk after the last
         one, or for a request that is no session, is ignored."""
+        self._now = now
         request = self._find(client, message.handle)
         if request is None or not request.is_resumable:
             return
@@ -217,6 +222,11 @@ class TextbookScheduler:
     ) -> None:
         """The request ends, wherever it stands."""
         self._report_end(request, reason, pooled)
+        hint = request.message.cache_hint
+        is_loading = request.load is not None and not request.load_is_over
+        if hint is not None and request.blocks and not is_loading:
+            tenant = request.message.tenant.name
+            self.retentions.add(request.blocks, hint, tenant=tenant, now=self._now)
         if self.connector is not None:
             self._finish_transfers(request)
         self._vacate(request)
@@ -295,6 +305,7 @@ class TextbookScheduler:
     def begin_epoch(self, epoch: int, now: float) -> None:
         """All workers are new: what was computed, loaded or in flight is gone. Running requests
         wait again, before all others and in their order."""
+        self._now = now
         for request in reversed(self.running[:]):
             self.preempt(request)
         for request in self.queues.requests():
@@ -310,9 +321,11 @@ class TextbookScheduler:
     def schedule(self, now: float) -> OraclePlan | None:
         """Plan the next step, at `now` in seconds; None if too many plans are unanswered or there
         is nothing to say."""
+        self._now = now
         if len(self.unanswered) >= self.config.max_steps_in_flight:
             return None
         self._give_up_late_loads(now)
+        self.retentions.expire(now)
         step = Step(
             budget=0 if self.pause is PauseState.PAUSED_ALL else self.config.token_budget,
             encoder_budget=self.config.max_num_encoder_input_tokens,
@@ -429,6 +442,7 @@ class TextbookScheduler:
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """A rank's transfers have ended. Loads of which a block failed may end their request."""
+        self._now = now
         arrived, freed = self.transfers.apply(report)
         self.tables.pool.free(freed)
         for load in arrived:

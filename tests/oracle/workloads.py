@@ -24,6 +24,7 @@ ALL_FEATURES: Final = (
     "repetition",
     "continuum",
     "epoch",
+    "hints",
 )
 """What a workload may draw beside the plain rules. "rewind": synchronous loads that fail."""
 
@@ -148,6 +149,8 @@ class Workload:
         spare = rng.choice((0, 0, 1, rng.randrange(1, 5), blocks_per_request * 4))
         if features & {"gates", "connector", "rewind"}:
             spare += rng.choice((0, blocks_per_request))
+        if "hints" in features:
+            spare += blocks_per_request * rng.randrange(3)  # a quarter of it holds some prompts
         cross = None
         if "cross" in features:
             longest = rng.randrange(1, scheduler.max_num_encoder_input_tokens + 1)

@@ -1,11 +1,20 @@
 """Prefixes that clients ask to keep are evicted last, within limits."""
 
+import math
+import sys
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
 from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS
 from longshore.scheduler.kv_cache.free_queue import OutOfBlocks
 from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 from tests.harness.driver import Driver
@@ -43,6 +52,17 @@ def test_a_prefix_with_a_hint_outlives_those_without() -> None:
     crowd_out(driver)
     assert answer(driver, "plain") == 0
     assert answer(driver, "hinted") == 12
+
+
+def test_a_prefix_of_many_blocks_is_retained_up_to_the_limit() -> None:
+    num_blocks = 4 * FEW_BLOCKS
+    driver = Driver(num_blocks=2 * num_blocks, max_model_len=4 * num_blocks)
+    driver.add("long", prompt_of(4 * num_blocks - 4), max_tokens=1, cache_hint=HINT)
+    driver.run()
+    (retained,) = driver.scheduler.kv_cache.pool.retained.is_retained(
+        np.arange(2 * num_blocks)
+    ).nonzero()
+    assert len(retained) == num_blocks // 2
 
 
 def test_pressure_wins_over_a_hint() -> None:
@@ -91,8 +111,142 @@ def test_blocks_that_a_later_prefix_shares_are_retained_as_long_as_it() -> None:
     retained.expire(15.0)
     assert retained.is_retained(ids(1, 2, 3, 4)).tolist() == [True, True, False, True]
     retained.expire(20.0)
-    assert len(retained) == 0
+    assert not retained.prefixes
     assert not retained.is_retained(ids(1, 2, 3, 4)).any()
+
+
+def test_a_later_hint_does_not_shorten_the_time_of_an_earlier_one() -> None:
+    retained = RetainedPrefixes(100)
+    retained.add(ids(1, 2, 3), CacheHint(20.0), tenant="", now=0.0)
+    retained.add(ids(1, 2, 4), CacheHint(10.0), tenant="", now=0.0)
+    assert retained.expire(15.0).tolist() == [4]
+    assert retained.is_retained(ids(1, 2, 3)).all()
+
+
+def test_evicted_blocks_do_not_count_against_the_bound_of_their_tenant() -> None:
+    retained = RetainedPrefixes(40)
+    retained.add(np.arange(1, 9, dtype=np.int32), HINT, tenant="a", now=0.0)
+    retained.evicted([8, 7, 6])
+    retained.add(ids(11, 12, 13, 14, 15), HINT, tenant="a", now=0.0)
+    assert retained.is_retained(ids(1, 5, 11, 15)).all()
+    retained.evicted([1, 2, 3, 4, 5])
+    assert len(retained.prefixes) == 1
+
+
+class Hinted:
+    """A hint of the reference."""
+
+    def __init__(self, tenant: str, session: str | None, expires_at: float) -> None:
+        self.tenant, self.session, self.expires_at = tenant, session, expires_at
+        self.blocks: set[int] = set()
+
+
+class RetainedPrefixesMachine(RuleBasedStateMachine):
+    """Beside it, a list of hints with sets of blocks, oldest first, searched for every block."""
+
+    NUM_BLOCKS = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retained = RetainedPrefixes(self.NUM_BLOCKS)
+        self.hints: list[Hinted] = []
+        self.now = 0.0
+
+    def blocks(self) -> set[int]:
+        return {block_id for hint in self.hints for block_id in hint.blocks}
+
+    @rule(
+        block_ids=st.lists(st.integers(1, NUM_BLOCKS - 1), unique=True, max_size=8),
+        ttl_s=st.sampled_from([1.0, 2.0, 5.0]),
+        session=st.sampled_from([None, "s", "t"]),
+        tenant=st.sampled_from(["", "a"]),
+    )
+    def add(self, block_ids: list[int], ttl_s: float, session: str | None, tenant: str) -> None:
+        before, new = self.blocks(), Hinted(tenant, session, self.now + ttl_s)
+        same = [h for h in self.hints if session and (h.tenant, h.session) == (tenant, session)]
+        self.hints = [hint for hint in self.hints if hint not in same]
+        limit = self.NUM_BLOCKS // 4
+        for block_id in block_ids[:limit]:
+            others = [hint for hint in self.hints if block_id in hint.blocks]
+            if not any(other.expires_at > new.expires_at for other in others):
+                for other in others:
+                    other.blocks.remove(block_id)
+                new.blocks.add(block_id)
+        self.hints = [hint for hint in [*self.hints, new] if hint.blocks]
+        mine = [hint for hint in self.hints if hint.tenant == tenant]
+        while sum(len(hint.blocks) for hint in mine) > limit:
+            self.hints.remove(mine.pop(0))
+        hint = CacheHint(ttl_s, session)
+        ended = self.retained.add(ids(*block_ids), hint, tenant=tenant, now=self.now)
+        assert sorted(ended.tolist()) == sorted(before - self.blocks())
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    def expire(self, seconds: float) -> None:
+        before = self.blocks()
+        self.now += seconds
+        self.hints = [hint for hint in self.hints if hint.expires_at > self.now]
+        ended = self.retained.expire(self.now)
+        assert sorted(ended.tolist()) == sorted(before - self.blocks())
+
+    @rule(block_ids=st.lists(st.integers(1, NUM_BLOCKS - 1), unique=True, max_size=6))
+    def evict(self, block_ids: list[int]) -> None:
+        self.retained.evicted(block_ids)
+        for hint in self.hints:
+            hint.blocks -= set(block_ids)
+        self.hints = [hint for hint in self.hints if hint.blocks]
+
+    @rule()
+    def clear(self) -> None:
+        assert set(self.retained.clear().tolist()) == self.blocks()
+        self.hints = []
+
+    @invariant()
+    def they_retain_the_same_blocks(self) -> None:
+        everything = np.arange(self.NUM_BLOCKS, dtype=np.int32)
+        assert set(np.flatnonzero(self.retained.is_retained(everything))) == self.blocks()
+        assert len(self.retained.prefixes) == len(self.hints)
+        next_expiry_s = min((hint.expires_at for hint in self.hints), default=math.inf)
+        assert self.retained.next_expiry_s <= next_expiry_s
+
+
+def test_retained_prefixes_behave_like_a_list_of_hints() -> None:
+    run_state_machine_as_test(
+        RetainedPrefixesMachine,
+        settings=settings(
+            max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+        ),
+    )
+
+
+def num_lines_of_an_event(num_prefixes: int) -> float:
+    """Lines of Python that begin and end one more hint, on average, beside so many others."""
+    retained = RetainedPrefixes(20_000)
+    for index in range(num_prefixes):
+        hint = CacheHint(50_000.0 + index, f"{index}")
+        retained.add(ids(1 + 2 * index, 2 + 2 * index), hint, tenant="", now=0.0)
+    assert len(retained.prefixes) == num_prefixes
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    for turn in range(1000):
+        index = turn % num_prefixes
+        hint = CacheHint(1.0, "new") if turn % 2 else CacheHint(50_000.0, f"{index}")
+        block_id = 10_000 if turn % 2 else 1 + 2 * index
+        retained.add(ids(block_id, block_id + 1), hint, tenant="", now=float(turn))
+        retained.expire(float(turn))
+        retained.evicted([block_id + 1])
+    sys.settrace(before)
+    return num_lines / 1000
+
+
+def test_an_event_costs_the_same_however_many_prefixes_are_retained() -> None:
+    assert num_lines_of_an_event(2000) < 2 * num_lines_of_an_event(20)
 
 
 def test_retained_blocks_are_allocated_last_and_evicted_ones_are_not_retained() -> None:
@@ -121,3 +275,38 @@ def test_loads_take_retained_blocks_last() -> None:
     assert first is not None
     assert sorted(first.tolist()) == sorted(taken[2:].tolist())
     assert pool.get_settled_blocks(2, 0, nothing) is not None
+
+
+def test_retained_blocks_are_evicted_in_the_order_in_which_they_were_freed() -> None:
+    pool = BlockPool(41)
+    taken = np.asarray(pool.get_new_blocks(40), np.int32)
+    pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
+    for session, prefix in (("s", taken[:3]), ("t", taken[3:6])):
+        pool.retain(prefix, CacheHint(1000.0, session), tenant="", now=0.0)
+    pool.free_blocks(taken[2::-1])  # tails first, between others
+    pool.free_blocks(taken[6:])
+    pool.free_blocks(taken[5:2:-1])
+    assert pool.free_block_ids() == [*range(7, 41), 3, 2, 1, 6, 5, 4]
+    for _ in range(20):
+        pool.free_blocks(pool.get_new_blocks(1))
+    assert pool.free_block_ids()[-6:] == [3, 2, 1, 6, 5, 4]
+    held = pool.get_new_blocks(1)
+    pool.cache_blocks(held, [b"new"])
+    pool.retain(np.array(held, np.int32), CacheHint(5.0, "s"), tenant="", now=0.0)
+    pool.free_blocks(held)
+    assert pool.free_block_ids()[-7:] == [3, 2, 1, 6, 5, 4, held[0]]
+    pool.expire_retained(5.0)
+    assert pool.free_block_ids()[-4:] == [held[0], 6, 5, 4]
+
+
+def test_a_reset_of_the_prefix_cache_ends_all_hints() -> None:
+    pool = BlockPool(9)
+    taken = np.asarray(pool.get_new_blocks(8), np.int32)
+    pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
+    pool.retain(taken[:2], HINT, tenant="", now=0.0)
+    pool.free_blocks(taken[::-1])
+    assert pool.reset_prefix_cache()
+    held = pool.get_new_blocks(4)
+    pool.cache_blocks(held, [b"a", b"b", b"c", b"d"])
+    pool.free_blocks(held)
+    pool.check(np.zeros(9, np.int64))

@@ -181,6 +181,31 @@ def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path)
     assert any("scheduler/" in name for name in functions), functions
 
 
+@pytest.mark.services
+def test_structured_output_is_measured_per_mask_and_per_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEER_DIR", str(tmp_path))
+    sizes = ("--vocabularies", "32000", "--running", "2", "--steps", "20", "--repeats", "1")
+    result = Result(tmp_path, "structured_output.py", *sizes)
+    rows_of = {
+        part: [row for row in result.rows if row["part"] == part]
+        for part in ("compile", "fill", "apply", "steps", "model")
+    }
+    assert [row["properties"] for row in rows_of["compile"]] == 2 * [5, 50, 500]
+    assert [row["backend"] for row in rows_of["fill"]] == [
+        "llguidance",
+        "xgrammar",
+        "xgrammar, as vLLM",
+    ]
+    (apply,), (step,) = rows_of["apply"], rows_of["steps"]
+    assert apply["ours_us"] > 0
+    assert step["masked_us"] > 0
+    assert [row["system"] for row in rows_of["model"]] == ["ours, llguidance", "ours, xgrammar"]
+    assert all(row["half_ms"] > 0 and row["all_ms"] > 0 for row in rows_of["model"])
+    assert "NO PEER" in result.errors
+
+
 def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
     result = Result(tmp_path, "two_trees.py", ".", "--turns", "1", "--only", "256 blocks")
     assert [row["load"] for row in result.rows] == [

@@ -6,7 +6,7 @@ outputs come from the queue's thread, in order. So two steps overlap: while one 
 is prepared, and its input tokens are read on the device without a round trip to the host.
 
 A step with structured output computes its logits at once and samples when its token mask arrives.
-Plans after it are held until then, since their tokens depend on it.
+Plans after it are held until then, since their tokens depend on it; the first of them is prepared.
 """
 
 import logging
@@ -35,7 +35,7 @@ from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
-from longshore.worker.step.step_launcher import StepLauncher
+from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
 from longshore.worker.step.token_table import known_token_ids
 from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.warm_up import WarmUp
@@ -108,6 +108,7 @@ class ModelRunner:
         )
         self._guards_blocks = guards_blocks
         self._unsampled: UnsampledStep | None
+        self._prepared: PreparedStep | None
         self._held: deque[_Held] = deque()
         self.begin_epoch(epoch, connector)
 
@@ -117,7 +118,7 @@ class ModelRunner:
         self._epoch = epoch
         self._connector = connector
         self._masks_follow = True
-        self._unsampled = None
+        self._unsampled = self._prepared = None
         self._held.clear()
         self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
         self._guard = None
@@ -139,10 +140,8 @@ class ModelRunner:
             logger.info("ignored a repeated plan", extra=about)
             return None
         held = _Held(plan, on_report, Completion(plan.step))
-        if self._unsampled is None:
-            self._start(held)
-        else:
-            self._held.append(held)
+        self._held.append(held)
+        self._submit_held()
         return held.completion
 
     def _is_repeat(self, plan: SchedulerOutput) -> bool:
@@ -169,22 +168,29 @@ class ModelRunner:
                 f"for one in epoch {self._epoch}"
             )
         unsampled.sample(mask)
-        self._start_held()
+        self._unsampled = None
+        self._submit_held()
 
     def stop_masking(self) -> None:
         """No further mask arrives, because the scheduler has ended, and no token reaches a client:
         from now on steps do not wait for masks."""
         self._masks_follow = False
-        if self._unsampled is not None:
+        while self._unsampled is not None:
             self._unsampled.sample_unmasked()
-            self._start_held()
+            self._unsampled = None
+            self._submit_held()
 
-    def _start_held(self) -> None:
-        self._unsampled = None
-        while self._held and self._unsampled is None:
-            self._start(self._held.popleft())
+    def _submit_held(self) -> None:
+        """Submit the held plans, up to one that waits for its token mask, and prepare the next."""
+        while self._prepared is not None or self._held:
+            if self._prepared is None:
+                self._prepared = self._prepare(self._held.popleft())
+            if self._unsampled is not None:
+                return
+            self._prepared.submit()
+            self._unsampled, self._prepared = self._prepared.unsampled, None
 
-    def _start(self, held: "_Held") -> None:
+    def _prepare(self, held: "_Held") -> PreparedStep:
         plan = held.plan
         num_scheduled = self._rows.apply(plan)
         launcher, table = self._launcher, self._rows.rows
@@ -199,8 +205,7 @@ class ModelRunner:
             (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
             for start in plan.added
         ]
-        self._unsampled = self._waiting_for_mask(plan, sampled_rows)
-        launcher.launch(
+        return launcher.prepare(
             batch,
             self._rows.sampling,
             sampled_rows=sampled_rows,
@@ -214,7 +219,7 @@ class ModelRunner:
             transfers=transfers,
             guard=self._guarded(plan, num_scheduled),
             step_id=plan.step,
-            unsampled=self._unsampled,
+            unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(
                 self._report(plan.step, inputs, generates, pooling, transfers, completion)
             ),

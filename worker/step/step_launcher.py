@@ -4,6 +4,7 @@ Owns what all steps share: block tables, staging memory and the state on the dev
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -39,6 +40,48 @@ from longshore.worker.transfer.connector import StepTransfers
 
 NO_BLOCKS: Final = np.empty(0, np.int64)
 NO_TOKENS: Final = NO_BLOCKS
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step whose part on the host is done. Steps are submitted in the order in which they were
+    prepared.
+
+    unsampled: the step waits for its token mask before it samples; no other step may be submitted
+               until then.
+    """
+
+    unsampled: UnsampledStep | None
+    _queue: ComputeQueue
+    _step: DeviceStep
+    _on_done: Callable[[Completion], None] | None
+    _step_id: int | None
+
+    def submit(self) -> Completion:
+        """Start the step; does not wait for the device. Returns the completion of what could be
+        submitted."""
+        step = self._step
+        if self.unsampled is None:
+            completion = self._queue.submit(step.run, self._on_done, step_id=self._step_id)
+            step.inputs.staging.guard(completion)
+        else:
+            completion = self._queue.submit(step.compute, step_id=self._step_id)
+            self.unsampled.launched(partial(self._finish, completion))
+        for upload in step.uploads:
+            upload.guard(completion)
+        return completion
+
+    def _finish(self, computed: Completion, mask: TokenMask | None) -> None:
+        """Submit the second operation of the step. computed: the first."""
+
+        def ended(completion: Completion) -> None:
+            completion.elapsed_s += computed.elapsed_s
+            if self._on_done is not None:
+                self._on_done(completion)
+
+        finish = partial(self._step.finish, mask)
+        completion = self._queue.submit(finish, ended, step_id=self._step_id)
+        self._step.inputs.staging.guard(completion)
 
 
 class StepLauncher:
@@ -111,7 +154,7 @@ class StepLauncher:
             pin_memory=self.pin_memory,
         )
 
-    def launch(
+    def prepare(
         self,
         batch: StepBatch,
         sampling: SamplingColumns,
@@ -130,16 +173,15 @@ class StepLauncher:
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
         unsampled: UnsampledStep | None = None,
-    ) -> Completion:
-        """Start one step; does not wait for the device. Returns the completion of what could be
-        submitted.
+    ) -> PreparedStep:
+        """Do the host's part of one step. Of the steps prepared and not yet submitted, or submitted
+        and without their mask, there may be two: each occupies a staging set.
 
         sampling:  settings of all rows.
         prepare:   see DeviceStep.
         on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first. The
                    time of a step in two operations is the sum of both.
-        unsampled: the step waits for its token mask before it samples; no other step may be
-                   launched until then.
+        unsampled: see PreparedStep.
         The other arguments: see StepInputsBuilder.build and DeviceStep.
         """
         tables = self.tables
@@ -157,14 +199,13 @@ class StepLauncher:
             cleared_blocks=np.concatenate((zero_block_ids, *begun)),
             sampling=sampling,
         )
-        uploads = tables.commit()
         step = DeviceStep(
             state=self.state,
             inputs=inputs,
             segments=self._segments(batch, cross_lens),
             chunks=batch.prefill_chunks(),
             copied_of_group=copies.num_of_group,
-            uploads=uploads,
+            uploads=tables.commit(),
             started=started,
             encoded=encoded,
             fed_back=fed_back,
@@ -174,33 +215,7 @@ class StepLauncher:
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
-        if unsampled is None:
-            completion = self._queue.submit(step.run, on_done, step_id=step_id)
-            inputs.staging.guard(completion)
-        else:
-            completion = self._queue.submit(step.compute, step_id=step_id)
-            unsampled.launched(partial(self._finish, step, completion, on_done))
-        for upload in uploads:
-            upload.guard(completion)
-        return completion
-
-    def _finish(
-        self,
-        step: DeviceStep,
-        computed: Completion,
-        on_done: Callable[[Completion], None] | None,
-        mask: TokenMask | None,
-    ) -> None:
-        """Submit the second operation of a step. computed: the first."""
-
-        def ended(completion: Completion) -> None:
-            completion.elapsed_s += computed.elapsed_s
-            if on_done is not None:
-                on_done(completion)
-
-        finish = partial(step.finish, mask)
-        completion = self._queue.submit(finish, ended, step_id=computed.step_id)
-        step.inputs.staging.guard(completion)
+        return PreparedStep(unsampled, self._queue, step, on_done, step_id)
 
     def _segments(self, batch: StepBatch, cross_lens: Int64s) -> list[Sequence[DecodeSegment]]:
         """The segments of the decodes, per group.

@@ -71,7 +71,7 @@ class WarmUp:
         encoded: Sequence[EncoderInput] = (),
     ) -> None:
         samples = slice(None if self._launcher.state.model.config.has_head else 0)
-        completion = self._launcher.launch(
+        step = self._launcher.prepare(
             batch,
             self._sampling,
             sampled_rows=np.sort(batch.rows)[samples],
@@ -79,6 +79,7 @@ class WarmUp:
             encoded=encoded,
             prepare=prepare,
         )
+        completion = step.submit()
         completion.wait()
         if isinstance(completion.error, RankLost):
             raise completion.error

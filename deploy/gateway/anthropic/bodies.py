@@ -104,3 +104,14 @@ class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
     """The last event."""
+
+
+MessageEvent: TypeAlias = (
+    MessageStart
+    | Ping
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+)

@@ -10,6 +10,7 @@ from longshore.deploy.gateway.openai.chat_messages import (
     ChatMessage,
     ContentPart,
     MessageToolCall,
+    Unread,
 )
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.protocol.errors import shortened
@@ -28,16 +29,23 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class ResultBlock(msgspec.Struct):
-    """A block of a tool's result; only type `text` is supported."""
+class ResultBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """A block of a tool's result; only type `text` is supported. The fields after `cache_control`
+    are accepted."""
 
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None
+    citations: Unread = msgspec.UNSET
+    source: Unread = msgspec.UNSET
+    title: Unread = msgspec.UNSET
+    content: Unread = msgspec.UNSET
+    tool_name: Unread = msgspec.UNSET
 
 
-class ContentBlock(msgspec.Struct):
-    """A block of content. Fields of types that are not supported are not decoded.
+class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
+    """A block of content. The fields after `cache_control` are accepted: they are of types that are
+    not supported, or have no effect.
 
     text:     of type `text`.
     thinking: of type `thinking`.
@@ -54,19 +62,27 @@ class ContentBlock(msgspec.Struct):
     tool_use_id: str | None = None
     content: str | list[ResultBlock] | None = None
     cache_control: CacheControl | None = None
+    caller: Unread = msgspec.UNSET
+    citations: Unread = msgspec.UNSET
+    context: Unread = msgspec.UNSET
+    data: Unread = msgspec.UNSET
+    is_error: Unread = msgspec.UNSET
+    signature: Unread = msgspec.UNSET
+    source: Unread = msgspec.UNSET
+    title: Unread = msgspec.UNSET
 
 
 Content: TypeAlias = str | list[ContentBlock]
 
 
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+class MessageParam(msgspec.Struct, forbid_unknown_fields=True):
     """One turn, or a part of it: messages of the same role in a row are one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-def chat_messages(system: Content | None, messages: Sequence[InputMessage]) -> list[ChatMessage]:
+def chat_messages(system: Content | None, messages: Sequence[MessageParam]) -> list[ChatMessage]:
     """The messages in OpenAI's format. Raises ApiError for what is not supported."""
     if not messages:
         raise invalid("messages is empty; it needs at least one message", param="messages")
@@ -83,7 +99,7 @@ def chat_messages(system: Content | None, messages: Sequence[InputMessage]) -> l
 
 
 def cache_controls(
-    system: Content | None, messages: Sequence[InputMessage]
+    system: Content | None, messages: Sequence[MessageParam]
 ) -> Iterable[CacheControl]:
     """Those of all blocks."""
     for content in (system, *(message.content for message in messages)):

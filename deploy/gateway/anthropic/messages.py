@@ -43,7 +43,7 @@ from longshore.deploy.gateway.openai.answer_blocks import (
 )
 from longshore.deploy.gateway.openai.chat import ChatEndpoint, chat_parsing
 from longshore.deploy.gateway.openai.endpoint import NamedEventWriter, ResponseWriter, Service
-from longshore.deploy.gateway.openai.errors import ApiError, renamed
+from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.requests import OF_CHATS, ChatRequest
@@ -55,7 +55,6 @@ _DELTAS: Final[Mapping[str, Callable[[str], TextDelta | ThinkingDelta | InputJso
     "reasoning": ThinkingDelta,
     "call": InputJsonDelta,
 }
-_NAMES: Final = {"response_format": "output_config.format"}
 # Other finish reasons of ours: the model's turn ended.
 _STOP_REASONS: Final = {"length": "max_tokens"}
 
@@ -74,18 +73,11 @@ class MessagesEndpoint(ChatEndpoint):
 
     path = "/v1/messages"
     id_prefix = "msg"
+    names: Mapping[str, str] = {"response_format": "output_config.format"}
 
     async def read(self, exchange: Exchange, service: Service) -> ChatRequest:
         body = await self.read_body(exchange, service)
         return await service.json.run(len(body), partial(parse_conversation, MessagesRequest), body)
-
-    async def specify(
-        self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
-    ) -> GenerationSpec:
-        try:
-            return await super().specify(service, request, request_id, arrived_s)
-        except ApiError as error:
-            raise renamed(error, _NAMES) from error
 
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec

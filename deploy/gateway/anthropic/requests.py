@@ -7,7 +7,7 @@ import msgspec
 from longshore.deploy.gateway.anthropic.content import (
     CacheControl,
     Content,
-    InputMessage,
+    MessageParam,
     cache_controls,
     chat_messages,
 )
@@ -79,7 +79,7 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens, and the prompt of POST /v1/messages."""
 
     model: str
-    messages: list[InputMessage]
+    messages: list[MessageParam]
     system: Content | None = None
     cache_control: CacheControl | None = None
     tools: list[Tool] | None = None

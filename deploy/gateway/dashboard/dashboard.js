@@ -241,6 +241,7 @@ function drawMap() {
   if (!map.state) return;
   const { states } = map.state, marks = emphasis(), { plain, dim } = map.palette;
   const scale = window.devicePixelRatio || 1, width = Math.floor(map.canvas.clientWidth * scale);
+  if (!width) return; // the window has no size
   if (map.laidOutFor !== `${states.length} ${width} ${scale}`) layOutMap(states.length);
   const { columns, rows, cell, perCell, image } = map;
   const picture = new ImageData(columns, rows), pixels = new Uint32Array(picture.data.buffer);

@@ -1,7 +1,7 @@
 """The messages of a chat, in OpenAI's format and as input of chat templates."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -11,6 +11,8 @@ from longshore.protocol.errors import shortened
 
 MAX_MESSAGES: Final = 16_384
 _EMPTY: Final = (b"null", b"[]")
+Unread: TypeAlias = msgspec.Raw | msgspec.UnsetType
+"""A field that is not decoded."""
 
 
 class ContentPart(msgspec.Struct):
@@ -63,9 +65,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    audio: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    function_call: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    annotations: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
     tool_call_id: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     reasoning_content: str | None = None

@@ -1,6 +1,5 @@
 """POST /classify: the label of each text or list of token ids, with vLLM's bodies."""
 
-import asyncio
 import time
 
 import msgspec
@@ -17,7 +16,6 @@ from longshore.deploy.gateway.openai.pooling_endpoint import (
 )
 from longshore.deploy.gateway.openai.requests import TokenIds, each_of
 from longshore.deploy.gateway.openai.scoring import label_scores
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS
 from longshore.deploy.model.classifier import CLASSIFIED
 
 
@@ -70,21 +68,13 @@ class ClassifyEndpoint(PoolingEndpoint[ClassificationRequest]):
 
     async def answer(self, call: PoolingCall[ClassificationRequest]) -> bytes:
         service, request = call.service, call.request
-        inputs = request.inputs()
-        max_tokens = max_tokens_of(request.truncate_prompt_tokens, service)
-
-        def encode() -> list[TokenIds]:
-            return token_ids_of(
-                inputs,
-                service,
-                max_tokens=max_tokens,
-                keeps_end=request.keeps_end,
-                with_special=request.add_special_tokens is not False,
-                name_of="input[{}]".format,
-            )
-
-        is_long = sum(map(len, inputs)) > MAX_INLINE_CHARACTERS
-        prompts = await asyncio.to_thread(encode) if is_long else encode()
+        prompts = await token_ids_of(
+            request.inputs(),
+            service,
+            max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
+            keeps_end=request.keeps_end,
+            with_special=request.add_special_tokens is not False,
+        )
         ends = await self.pooled(call, prompts, CLASSIFIED)
         assert service.classifier is not None
         labels = service.classifier.labels

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any, Final
 
-from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.openai.openapi import EVENTS, document
 
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -65,8 +65,15 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:
 
 def _contents(content: Mapping[str, Any]) -> str:
     return "<br>".join(
-        f"{escape(media)}: {_type(described['schema'])}" for media, described in content.items()
+        f"{escape(media)}: "
+        f"{_type(_data_of_events(described) if media == EVENTS else described['schema'])}"
+        for media, described in content.items()
     )
+
+
+def _data_of_events(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    data: Mapping[str, Any] = described["schema"]["properties"]["data"]
+    return data
 
 
 def _fields(schema: Mapping[str, Any]) -> str:
@@ -94,6 +101,10 @@ def _type(schema: Mapping[str, Any]) -> str:
         return _either(map(_type, schema["anyOf"]))
     if "enum" in schema:
         return _either(escape(json.dumps(value)) for value in schema["enum"])
+    if "const" in schema:
+        return escape(schema["const"])
+    if "contentSchema" in schema:
+        return _type(schema["contentSchema"])
     kind = schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}"

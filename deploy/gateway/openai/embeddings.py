@@ -4,7 +4,6 @@ Each input is a request to the engine. A limited number of them run at a time; t
 returned together, in order.
 """
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Literal
@@ -23,7 +22,6 @@ from longshore.deploy.gateway.openai.pooling_endpoint import (
     usage_of,
 )
 from longshore.deploy.gateway.openai.requests import Int32, TokenIds, each_of
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.requests import PoolingParams
@@ -80,11 +78,13 @@ class EmbeddingsEndpoint(PoolingEndpoint[EmbeddingRequest]):
             normalize=request.normalize,
             dimensions=request.dimensions,
         )
-        inputs = request.inputs()
-        if sum(map(len, inputs)) > MAX_INLINE_CHARACTERS:
-            prompts = await asyncio.to_thread(_token_ids, inputs, request, service)
-        else:
-            prompts = _token_ids(inputs, request, service)
+        prompts = await token_ids_of(
+            request.inputs(),
+            service,
+            max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
+            keeps_end=request.keeps_end,
+            with_special=request.add_special_tokens is not False,
+        )
         ends = await self.pooled(call, prompts, pooling)
         as_text = request.encoding_format == "base64"
         return await service.json.run(
@@ -118,19 +118,6 @@ def embedding_pooling(
     except ValueError as error:
         param = str(error).replace("=", ":").partition(":")[0]
         raise invalid(str(error).removeprefix("model: "), param=param) from error
-
-
-def _token_ids(
-    inputs: Sequence[str | TokenIds], request: EmbeddingRequest, service: Service
-) -> list[TokenIds]:
-    return token_ids_of(
-        inputs,
-        service,
-        max_tokens=max_tokens_of(request.truncate_prompt_tokens, service),
-        keeps_end=request.keeps_end,
-        with_special=request.add_special_tokens is not False,
-        name_of="input[{}]".format,
-    )
 
 
 def _response(

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, Generic
 
@@ -29,6 +29,7 @@ from longshore.deploy.gateway.openai.errors import (
     ApiError,
     invalid,
     queue_full,
+    renamed,
     unavailable,
     unknown_model,
 )
@@ -167,10 +168,11 @@ class ApiEndpoint(ABC):
 
 
 class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
-    """Generates text from text."""
+    """Generates text from text. names: what an API in another format calls parameters of chats."""
 
     id_prefix: str
     request_type: type[RequestT]
+    names: Mapping[str, str] = {}
 
     @abstractmethod
     async def specify(
@@ -215,7 +217,10 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         check_model(request.model, service)
         use_request_id(exchange.scope, request.request_id)
         request_id = request_id_of(exchange.scope, self.id_prefix)
-        spec = await self.specify(service, request, request_id, arrived_s)
+        try:
+            spec = await self.specify(service, request, request_id, arrived_s)
+        except ApiError as error:
+            raise renamed(error, self.names) from None
         key = api_key_of(exchange.scope)
         check_priority(spec.priority, key)
         spec = msgspec.structs.replace(

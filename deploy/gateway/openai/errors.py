@@ -72,10 +72,10 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error with the names that another API has for the parameters of chats."""
     body = error.body
-    param = body.param
-    message = body.message
-    if param is not None and param in names:
-        message, param = message.replace(param, names[param]), names[param].partition(".")[0]
+    name = names.get(body.param or "")
+    if body.param is None or name is None:
+        return error
+    message, param = body.message.replace(body.param, name), name.partition(".")[0]
     return ApiError(error.status, message, param=param, code=body.code, headers=error.headers)
 
 

@@ -4,13 +4,13 @@ import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
 import longshore
 from longshore.deploy.gateway.anthropic import requests as anthropic_requests
-from longshore.deploy.gateway.anthropic.bodies import Message, TokenCount
+from longshore.deploy.gateway.anthropic.bodies import Message, MessageEvent, TokenCount
 from longshore.deploy.gateway.anthropic.errors import AnthropicError
 from longshore.deploy.gateway.anthropic.requests import Conversation, MessagesRequest
 from longshore.deploy.gateway.dashboard.dashboard import DashboardState
@@ -22,9 +22,9 @@ from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, Embeddi
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai.parameters import HINTS, IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import (
+    OF_CHATS,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
 )
 from longshore.deploy.gateway.openai.responses import (
     ChatChunk,
@@ -35,6 +35,8 @@ from longshore.deploy.gateway.openai.responses import (
     ServerLoad,
     ServerVersion,
     Transcript,
+    TranscriptDelta,
+    TranscriptDone,
 )
 from longshore.deploy.gateway.openai.scoring import (
     RerankRequest,
@@ -54,6 +56,7 @@ from longshore.deploy.gateway.responses_api.bodies import (
     DeletedResponse,
     InputItemList,
     ResponseBody,
+    ResponseStreamEvent,
 )
 from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
 from longshore.protocol.statistics import EngineReport
@@ -68,9 +71,10 @@ _REF: Final = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class _Operation:
-    """answers: body of a 200, by media type; None: plain text. errors: statuses in addition to 401.
-    error: the body of other errors than plain text. query: optional query parameter, a number.
-    is_list_too: the body may be a list of answers."""
+    """answers: body of a 200, by media type; None: plain text. events: the data of those of a
+    stream. has_done: a stream ends with `[DONE]`. errors: statuses in addition to 401. error: the
+    body of other errors than plain text. query: optional query parameter, a number. is_list_too:
+    the body may be a list of answers."""
 
     method: str
     path: str
@@ -82,6 +86,8 @@ class _Operation:
     error: type = ErrorEnvelope
     query: str | None = None
     is_list_too: bool = False
+    events: Sequence[type] = ()
+    has_done: bool = True
 
 
 _ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
@@ -94,17 +100,19 @@ _OPERATIONS: Final = (
         "post",
         "/v1/completions",
         "Complete texts or token ids.",
-        {JSON: CompletionResponse, EVENTS: CompletionResponse},
+        {JSON: CompletionResponse},
         CompletionRequest,
         errors=_ASKING,
+        events=(CompletionResponse, ErrorEnvelope),
     ),
     _Operation(
         "post",
         "/v1/chat/completions",
         "Answer a chat.",
-        {JSON: ChatResponse, EVENTS: ChatChunk},
+        {JSON: ChatResponse},
         ChatRequest,
         errors=_ASKING,
+        events=(ChatChunk, ErrorEnvelope),
     ),
     _Operation(
         "post",
@@ -143,10 +151,11 @@ _OPERATIONS: Final = (
             "post",
             f"/v1/audio/{name}",
             summary,
-            {JSON: Transcript, EVENTS: None, TEXT: None},
+            {JSON: Transcript, TEXT: None},
             TranscriptionRequest,
             FORM,
             errors=_ASKING,
+            events=(TranscriptDelta, TranscriptDone, ErrorEnvelope),
         )
         for name, summary in (
             ("transcriptions", "Transcribe audio in its language."),
@@ -173,10 +182,12 @@ _OPERATIONS: Final = (
         "post",
         "/v1/messages",
         "Answer a conversation, in the format of Anthropic's API.",
-        {JSON: Message, EVENTS: None},
+        {JSON: Message},
         MessagesRequest,
         errors=_ASKING,
         error=AnthropicError,
+        events=(*get_args(MessageEvent), AnthropicError),
+        has_done=False,
     ),
     _Operation(
         "post",
@@ -191,9 +202,11 @@ _OPERATIONS: Final = (
         "post",
         "/v1/responses",
         "Answer a text or a conversation, which may continue a stored response.",
-        {JSON: ResponseBody, EVENTS: None},
+        {JSON: ResponseBody},
         ResponsesRequest,
         errors=_ASKING,
+        events=get_args(ResponseStreamEvent),
+        has_done=False,
     ),
     _Operation(
         "get",
@@ -265,19 +278,19 @@ def document() -> dict[str, Any]:
     """The document, as plain data."""
     types: dict[type, None] = dict.fromkeys(operation.error for operation in _OPERATIONS)
     for operation in _OPERATIONS:
-        types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
+        kinds = (operation.body, *operation.answers.values(), *operation.events)
+        types |= dict.fromkeys(kind for kind in kinds if kind)
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
     for component in components.values():  # unknown fields are ignored
         component.pop("additionalProperties", None)
-    for kind in (ChatRequest, CompletionRequest):
-        components[kind.__name__]["properties"] |= _accepted_besides(kind)
-    for conversation in (Conversation, MessagesRequest):
-        components[conversation.__name__]["properties"] |= _neutral(
-            conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED
-        )
-    components[ResponsesRequest.__name__]["properties"] |= _neutral(
-        ResponsesRequest, responses_requests.IGNORED, responses_requests.UNSUPPORTED
-    )
+    for kind, ignored, unsupported in (
+        (ChatRequest, IGNORED, UNSUPPORTED),
+        (CompletionRequest, IGNORED, UNSUPPORTED),
+        (Conversation, anthropic_requests.IGNORED, anthropic_requests.UNSUPPORTED),
+        (MessagesRequest, anthropic_requests.IGNORED, OF_CHATS | anthropic_requests.UNSUPPORTED),
+        (ResponsesRequest, responses_requests.IGNORED, OF_CHATS | responses_requests.UNSUPPORTED),
+    ):
+        components[kind.__name__]["properties"] |= _neutral(kind, ignored, unsupported)
     for pools in (EmbeddingRequest, ScoreRequest, RerankRequest, ClassificationRequest):
         components[pools.__name__]["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
@@ -307,17 +320,13 @@ def document() -> dict[str, Any]:
     }
 
 
-def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
-    values."""
-    return _neutral(kind, IGNORED, UNSUPPORTED)
-
-
 def _neutral(
     kind: type[msgspec.Struct],
     ignored: Collection[str],
     unsupported: Mapping[str, tuple[object, ...]],
 ) -> dict[str, Any]:
+    """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
+    values."""
     fields = kind.__struct_fields__
     neutral = {name: list(values) for name, values in unsupported.items() if name not in fields}
     return {
@@ -342,6 +351,8 @@ def _described(operation: _Operation) -> dict[str, Any]:
         media: {"schema": {"type": "string"} if kind is None else _answer(operation, kind)}
         for media, kind in operation.answers.items()
     }
+    if operation.events:
+        answers[EVENTS] = {"schema": _event(operation)}
     described["responses"] = {"200": {"description": "The answer.", "content": answers}}
     is_plain = TEXT in operation.answers and len(operation.answers) == 1
     for status in (*operation.errors, 401):
@@ -358,6 +369,20 @@ def _described(operation: _Operation) -> dict[str, Any]:
 def _answer(operation: _Operation, kind: type) -> dict[str, Any]:
     one = _reference(kind)
     return {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list_too else one
+
+
+def _event(operation: _Operation) -> dict[str, Any]:
+    """Of each event in a stream, as an object with the fields that such events have."""
+    kinds = [_reference(kind) for kind in operation.events]
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": JSON,
+        "contentSchema": {"anyOf": kinds},
+    }
+    if operation.has_done:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    fields = {"event": {"type": "string"}, "data": data}
+    return {"type": "object", "properties": fields, "required": ["data"]}
 
 
 def _reference(kind: type) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """The token ids of texts of which vectors are computed, within the limits of a request."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from longshore.deploy.gateway.openai.endpoint import Service
@@ -8,6 +10,7 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.parameters import MAX_TOKEN_IDS
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
 from longshore.deploy.gateway.openai.requests import TokenIds
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS
 
 MAX_INPUTS: Final = 2048
 
@@ -25,20 +28,34 @@ def max_tokens_of(truncate_prompt_tokens: int | None, service: Service) -> int |
     return longest if cut == -1 else cut
 
 
-def token_ids_of(
+async def token_ids_of(
     inputs: Sequence[str | TokenIds],
     service: Service,
     *,
     max_tokens: int | None,
     keeps_end: bool | None,
-    with_special: bool,
-    name_of: Callable[[int], str],
+    with_special: bool = True,
+    name_of: Callable[[int], str] = "input[{}]".format,
 ) -> list[TokenIds]:
-    """Valid token ids of each input. Raises ApiError.
+    """Valid token ids of each input, encoded on a thread if they are long. Raises ApiError.
 
     keeps_end: truncation removes the beginning; None: as the tokenizer is configured.
     name_of:   returns the parameter of an input, with its index in brackets if it has one.
     """
+    encode = partial(_token_ids, inputs, service, max_tokens, keeps_end, with_special, name_of)
+    if sum(map(len, inputs)) > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(encode)
+    return encode()
+
+
+def _token_ids(
+    inputs: Sequence[str | TokenIds],
+    service: Service,
+    max_tokens: int | None,
+    keeps_end: bool | None,
+    with_special: bool,
+    name_of: Callable[[int], str],
+) -> list[TokenIds]:
     prompts, tokenizer = service.prompts, service.tokenizer
     if keeps_end is None:
         keeps_end = tokenizer is not None and tokenizer.keeps_end

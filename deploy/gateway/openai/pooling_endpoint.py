@@ -26,6 +26,7 @@ from longshore.deploy.gateway.openai.endpoint import (
 )
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.pooled_run import PooledRun
+from longshore.deploy.gateway.openai.prompt_cut import truncates_nothing
 from longshore.deploy.gateway.openai.requests import CacheSalt, Int32, TokenIds, check_deadline
 from longshore.deploy.gateway.openai.responses import PromptTokensDetails
 from longshore.protocol.outputs import FinishedRequest
@@ -50,6 +51,10 @@ class PoolingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
     request_id: str | None = None
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate_prompt_tokens is not None
 
     @property
     def keeps_end(self) -> bool | None:
@@ -105,6 +110,8 @@ class PoolingEndpoint(ApiEndpoint, Generic[PoolingRequestT]):
         self.check_service(service)
         request = await service.json.run(len(body), read_parameters, self.request_type, body)
         check_deadline(request.deadline_s)
+        if request.truncation_side is not None and not request.truncates:
+            raise truncates_nothing()
         check_model(request.model, service)
         use_request_id(exchange.scope, request.request_id)
         check_priority(request.priority or 0, api_key_of(exchange.scope))

@@ -4,7 +4,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 
 AS_MANY_AS_FIT: Final = -1
@@ -46,10 +46,7 @@ def prompt_cut(
     wanted = request.truncate_prompt_tokens
     if wanted is None:
         if request.truncation_side is not None:
-            raise invalid(
-                "truncation_side has no effect without truncate_prompt_tokens; remove it",
-                param="truncation_side",
-            )
+            raise truncates_nothing()
         return None
     longest = max_model_len - 1
     if wanted == AS_MANY_AS_FIT:
@@ -61,3 +58,10 @@ def prompt_cut(
             param="truncate_prompt_tokens",
         )
     return PromptCut(wanted, keeps_end=request.truncation_side != "right")
+
+
+def truncates_nothing() -> ApiError:
+    return invalid(
+        "truncation_side has no effect without truncate_prompt_tokens; remove it",
+        param="truncation_side",
+    )

@@ -33,8 +33,8 @@ from longshore.deploy.gateway.openai.pooling_endpoint import (
     usage_of,
 )
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import Int32, TokenIds, each_of
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.gateway.openai.requests import Int32, each_of
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.protocol.outputs import FinishedRequest
 
@@ -56,6 +56,10 @@ class ScoringRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
 
     use_activation: bool | None = None
     max_tokens_per_doc: Int32 | None = None
+
+    @property
+    def truncates(self) -> bool:
+        return super().truncates or bool(self.max_tokens_per_doc)
 
 
 class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
@@ -92,9 +96,7 @@ class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
         return list(zip(ones, others, strict=True))
 
 
-class RerankDocument(msgspec.Struct, frozen=True):
-    """Other fields are ignored."""
-
+class RerankDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
@@ -216,18 +218,13 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
         pooling = embedding_pooling(embedding_model(service, self.path), normalize=True)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
 
-        def encode() -> list[TokenIds]:
-            return token_ids_of(
-                [each.text for each in texts],
-                service,
-                max_tokens=max_tokens,
-                keeps_end=call.request.keeps_end,
-                with_special=True,
-                name_of=lambda index: texts[index].name,
-            )
-
-        is_long = sum(len(each.text) for each in texts) > MAX_INLINE_CHARACTERS
-        prompts = await asyncio.to_thread(encode) if is_long else encode()
+        prompts = await token_ids_of(
+            [each.text for each in texts],
+            service,
+            max_tokens=max_tokens,
+            keeps_end=call.request.keeps_end,
+            name_of=lambda index: texts[index].name,
+        )
         ends = await self.pooled(call, prompts, pooling)
         num_bytes = sum(end.pooled.nbytes for end in ends)
         scores = await service.json.run(num_bytes, _cosines, pairs, texts, ends)

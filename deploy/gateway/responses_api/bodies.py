@@ -234,6 +234,26 @@ class FunctionCallArgumentsDone(
     arguments: str
 
 
+ResponseStreamEvent: TypeAlias = (
+    ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | ErrorEvent
+    | OutputItemAdded
+    | OutputItemDone
+    | ContentPartAdded
+    | ContentPartDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | FunctionCallArgumentsDelta
+    | FunctionCallArgumentsDone
+)
+
+
 class StoredResponse(msgspec.Struct, frozen=True):
     """What is stored.
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -21,10 +21,11 @@ from longshore.deploy.gateway.openai.endpoint import (
     deadline_passed,
     generating,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid, renamed
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.requests import ChatRequest
+from longshore.deploy.gateway.request_log import in_background, note_failure
 from longshore.deploy.gateway.responses_api.bodies import COMPLETED, INCOMPLETE
 from longshore.deploy.gateway.responses_api.items import num_characters
 from longshore.deploy.gateway.responses_api.requests import (
@@ -39,10 +40,6 @@ from longshore.protocol.errors import shortened
 
 logger = logging.getLogger(__name__)
 
-_NAMES: Final = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
 POLL_INTERVAL_S: Final = 0.25
 """How often a response that is computed in the background looks whether it is still wanted."""
 MAX_STORED_CHARACTERS: Final = 1 << 20
@@ -57,6 +54,10 @@ class ResponsesEndpoint(ChatEndpoint):
 
     path = "/v1/responses"
     id_prefix = "resp"
+    names: Mapping[str, str] = {
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
     def __init__(self, store: ResponseStore | None) -> None:
         super().__init__()
@@ -109,14 +110,6 @@ class ResponsesEndpoint(ChatEndpoint):
             )
         return record.conversation
 
-    async def specify(
-        self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
-    ) -> GenerationSpec:
-        try:
-            return await super().specify(service, request, request_id, arrived_s)
-        except ApiError as error:
-            raise renamed(error, _NAMES) from error
-
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec
     ) -> ResponseWriter:
@@ -166,7 +159,7 @@ class ResponsesEndpoint(ChatEndpoint):
     ) -> None:
         """Compute a response in the background, unless it is cancelled, and store it."""
         owner, response_id = request.owner, writer.response.id
-        with stack:
+        with in_background(), stack:
             pieces = asyncio.ensure_future(_pieces(generation))
             watch = asyncio.ensure_future(_until_unwanted(store, owner, response_id))
             try:
@@ -182,6 +175,7 @@ class ResponsesEndpoint(ChatEndpoint):
                     raise deadline_passed(request.deadline_s)
                 writer.whole(pieces.result(), generation.usage())
             except ApiError as error:
+                note_failure(error)
                 writer.failed(error)
             except Exception:
                 logger.exception("a response in the background failed")

@@ -12,6 +12,7 @@ from longshore.deploy.gateway.openai.chat_messages import (
     CalledFunction,
     ChatMessage,
     MessageToolCall,
+    Unread,
 )
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.responses_api.bodies import (
@@ -30,15 +31,25 @@ from longshore.protocol.errors import shortened
 _TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class ResponsePart(msgspec.Struct):
-    """A part of an item's content; only text is supported."""
+class ResponsePart(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of an item's content; only text is supported. The fields after `text` are accepted."""
 
     type: str
     text: str | None = None
+    annotations: Unread = msgspec.UNSET
+    logprobs: Unread = msgspec.UNSET
+    detail: Unread = msgspec.UNSET
+    file_data: Unread = msgspec.UNSET
+    file_id: Unread = msgspec.UNSET
+    file_url: Unread = msgspec.UNSET
+    filename: Unread = msgspec.UNSET
+    image_url: Unread = msgspec.UNSET
+    refusal: Unread = msgspec.UNSET
 
 
-class ResponseItem(msgspec.Struct):
-    """An item of the input. Items of a former output can be sent back as they are.
+class ResponseItem(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of the input. Items of a former output can be sent back as they are: the fields after
+    `output` are accepted.
 
     role, content:           of type `message`.
     call_id, name, arguments: of type `function_call`.
@@ -54,6 +65,10 @@ class ResponseItem(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[ResponsePart] | None = None
+    id: Unread = msgspec.UNSET
+    status: Unread = msgspec.UNSET
+    phase: Unread = msgspec.UNSET
+    encrypted_content: Unread = msgspec.UNSET
 
 
 def read_items(

@@ -9,6 +9,7 @@ background also has a mark, an empty file: who removes it decides how the respon
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import re
 import time
@@ -28,9 +29,13 @@ from longshore.deploy.gateway.responses_api.bodies import (
     ResponseBody,
     StoredResponse,
 )
+from longshore.deploy.gateway.responses_api.stored_files import StoredFiles
 
 MAX_RESPONSES: Final = 4096
 MAX_RECORD_BYTES: Final = 16 << 20
+LIST_INTERVAL_S: Final = 10.0
+"""How often a gateway that stores responses lists the files of all gateways. In between, it knows
+its own ones, so that others can exceed the limits by what they store in this time."""
 _TEMPORARY_S: Final = 60.0
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 _decode = msgspec.json.Decoder(StoredResponse).decode
@@ -78,6 +83,8 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "stored responses")
+        self._files = StoredFiles()
+        self._listed_s = -math.inf
         self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fail_abandoned()
 
@@ -97,6 +104,7 @@ class ResponseStore:
             if path is None:
                 return False
             self._unmark(owner, response_id)
+            self._files.discard(owner, path.name)
             return _unlink(path)
 
         return await self._run(remove)
@@ -164,12 +172,21 @@ class ResponseStore:
         except OSError:
             _unlink(temporary)
             raise
-        self._make_room()
+        self._make_room(owner, path, len(content))
 
-    def _make_room(self) -> None:
-        """Delete what has expired or exceeds a limit."""
+    def _make_room(self, owner: str, path: Path, size_bytes: int) -> None:
+        """Delete what has expired or exceeds a limit, after a file was stored."""
         now_s = self._clock()
-        by_owner: dict[str, list[tuple[float, int, Path]]] = {}
+        if 0 <= now_s - self._listed_s < LIST_INTERVAL_S:
+            self._files.add(owner, path.name, size_bytes)
+        else:
+            self._files, self._listed_s = self._list_files(now_s), now_s
+        for name in self._files.beyond(max_files=MAX_RESPONSES, max_bytes=self._max_bytes):
+            _unlink(self._directory / name)
+
+    def _list_files(self, now_s: float) -> StoredFiles:
+        """The files of all gateways, without those that have expired, which are deleted."""
+        found = []
         for entry in os.scandir(self._directory):
             if not entry.is_file():
                 continue
@@ -177,24 +194,15 @@ class ResponseStore:
                 status = entry.stat()
             except FileNotFoundError:  # another gateway has deleted it
                 continue
-            path = Path(entry.path)
-            limit_s = _TEMPORARY_S if path.suffix == ".tmp" else self._ttl_s
-            if now_s - status.st_mtime > limit_s:
-                _unlink(path)
-            elif path.suffix == ".json":
-                owner = path.name.partition("-")[0]
-                by_owner.setdefault(owner, []).append((status.st_mtime, status.st_size, path))
-        for files in by_owner.values():
-            files.sort(reverse=True)
-        num_files = sum(map(len, by_owner.values()))
-        sizes = {owner: sum(size for _, size, _ in files) for owner, files in by_owner.items()}
-        while num_files > MAX_RESPONSES or sum(sizes.values()) > self._max_bytes:
-            has_most = (lambda o: len(by_owner[o])) if num_files > MAX_RESPONSES else sizes.get
-            owner = max(by_owner, key=has_most)  # type: ignore[arg-type]
-            _, size, path = by_owner[owner].pop()
-            _unlink(path)
-            num_files -= 1
-            sizes[owner] -= size
+            is_temporary = entry.name.endswith(".tmp")
+            if now_s - status.st_mtime > (_TEMPORARY_S if is_temporary else self._ttl_s):
+                _unlink(Path(entry.path))
+            elif not is_temporary:
+                found.append((status.st_mtime_ns, entry.name, status.st_size))
+        files = StoredFiles()
+        for _, name, size_bytes in sorted(found):
+            files.add(name.partition("-")[0], name, size_bytes)
+        return files
 
     def _fail_abandoned(self) -> None:
         """A former process of this gateway has ended without completing these."""

@@ -1,15 +1,16 @@
 """The tools and output formats of the Responses API, in the format of chats."""
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
+from longshore.deploy.gateway.openai.unknown_fields import ignore_fields
 from longshore.protocol.errors import shortened
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct):
     """A function that the client runs; other types of tools are not supported."""
 
     type: str
@@ -17,6 +18,9 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+_TOOL_FIELDS: Final = frozenset(FunctionTool.__struct_fields__)
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -32,12 +36,16 @@ def _function(given: dict[str, Any], position: int) -> dict[str, Any]:
             param="tools",
             code="unsupported_parameter",
         )
+    ignore_fields(f"tools[{position}].{name}" for name in given.keys() - _TOOL_FIELDS)
     try:
         tool = msgspec.convert(given, FunctionTool)
     except msgspec.ValidationError as error:
         raise invalid(f"tools[{position}]: {shortened(str(error))}", param="tools") from error
-    names = ("name", "description", "parameters", "strict")
-    values = {name: value for name in names if (value := getattr(tool, name)) is not None}
+    values = {
+        name: value
+        for name, value in msgspec.structs.asdict(tool).items()
+        if name != "type" and value is not None
+    }
     return {"type": "function", "function": values}
 
 
@@ -45,11 +53,12 @@ def chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any
     """The choice as chats have it, which reject what is no choice. Raises ApiError."""
     if not isinstance(choice, dict):
         return choice
-    if choice.keys() != {"type", "name"} or choice["type"] != "function":
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise invalid(
             'tool_choice must be "auto", "none", "required" or {"type": "function", "name": ...}',
             param="tool_choice",
         )
+    ignore_fields(f"tool_choice.{name}" for name in choice.keys() - {"type", "name"})
     return {"type": "function", "function": {"name": choice["name"]}}
 
 

@@ -198,7 +198,10 @@ def _find_template(
     model_dir: Path, settings: Mapping[str, Any], override: Path | None
 ) -> str | None:
     if override is not None:
-        return read_text(override)
+        try:
+            return read_text(override)
+        except ConfigError as error:
+            raise ConfigError(f"chat_template: {error}") from error
     if exists(model_dir / "chat_template.jinja"):
         return read_text(model_dir / "chat_template.jinja")
     template = settings.get("chat_template")

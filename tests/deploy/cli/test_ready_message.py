@@ -92,11 +92,14 @@ def test_the_ways_in_come_last() -> None:
 
 
 def test_the_model_is_told_with_what_computes_it() -> None:
-    def worker(device: str) -> Ready:
-        return Ready({"device": device, "dtype": "bfloat16", "threads": "4"})
+    def worker(device: str, threads: str = "4") -> Ready:
+        return Ready({"device": device, "dtype": "bfloat16", "threads": threads})
 
     assert model_line("tiny", {"worker 0": worker("cpu"), "scheduler": Ready()}) == (
         "model tiny: 1 worker on cpu with 4 threads, bfloat16"
+    )
+    assert model_line("tiny", {"worker 0": worker("cpu", "1"), "scheduler": Ready()}) == (
+        "model tiny: 1 worker on cpu with 1 thread, bfloat16"
     )
     gpus = {f"worker {engine}.{rank}": worker(f"cuda:{rank}") for engine in "01" for rank in "01"}
     assert model_line("tiny", gpus, 2) == (

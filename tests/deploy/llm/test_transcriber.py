@@ -10,9 +10,11 @@ import pytest
 
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.outputs import CompletionOutput, RequestOutput
+from longshore.deploy.llm.sampling_params import SamplingParams as UserSamplingParams
 from longshore.deploy.llm.transcriber import (
     SpeechRequest,
     as_list,
+    check_speech_settings,
     transcribe,
 )
 from longshore.deploy.model.folder import AudioInput
@@ -22,6 +24,7 @@ from longshore.deploy.requests.audio import (
     Samples,
 )
 from longshore.deploy.requests.speech import BadSpeechRequest, SpeechModel
+from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.sampling import SamplingParams
 from tests.deploy.sounds import as_file
 from tests.deploy.tiny_whisper import save_whisper_settings, save_whisper_tokenizer
@@ -163,3 +166,30 @@ def test_one_audio_is_a_list_of_one() -> None:
     for audio in ("a.wav", Path("a.wav"), b"RIFF", sound(1)):
         assert as_list(audio) == [audio]
     assert as_list(iter(["a.wav", b"RIFF"])) == ["a.wav", b"RIFF"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n": 2},
+        {"stop": "."},
+        {"include_stop_str_in_output": True},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+        {"detokenize": False},
+        {"skip_special_tokens": False},
+        {"skip_reading_prefix_cache": True},
+    ],
+)
+def test_settings_that_do_not_apply_to_transcripts_are_rejected_by_name(
+    settings: dict[str, Any],
+) -> None:
+    with pytest.raises(BadSpeechRequest, match=next(iter(settings))):
+        check_speech_settings(UserSamplingParams(**settings))
+
+
+def test_settings_of_transcripts_can_have_neutral_values() -> None:
+    check_speech_settings(
+        UserSamplingParams(
+            n=1, stop=[], detokenize=True, skip_reading_prefix_cache=False, temperature=0.2
+        )
+    )

@@ -8,7 +8,11 @@ import pytest
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.demo import DemoTools
 from longshore.deploy.parsers.hermes import HermesTools
-from longshore.deploy.parsers.json_text import MAX_HELD_CHARACTERS
+from longshore.deploy.parsers.json_text import (
+    MAX_HELD_CHARACTERS,
+    MAX_MALFORMED,
+    JsonScanner,
+)
 from longshore.deploy.parsers.parser import AnswerContext, Content
 from tests.deploy.parsers.answers import CONTEXT, parse
 
@@ -208,3 +212,24 @@ def test_demo_model_s_other_answers_are_not_held_back() -> None:
         [Content("C417 B42")],
         [Content(" red")],
     ]
+
+
+@pytest.mark.parametrize(
+    ("tools", "marker"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")]
+)
+def test_an_answer_that_repeats_the_beginning_of_a_call_is_not_searched_again_and_again(
+    tools: str, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[int] = []
+    scan = JsonScanner.scan
+
+    def counted(scanner: JsonScanner, text: str) -> bool:
+        scanned.append(len(text))
+        return scan(scanner, text)
+
+    monkeypatch.setattr(JsonScanner, "scan", counted)
+    text = f'{marker}{{"a":"' * 2000
+    assert parse([text], tools) == (text, "", [], False)
+    assert sum(length > MAX_HELD_CHARACTERS for length in scanned) <= 3 * MAX_MALFORMED
+    few = f'{marker}{{"a":"' * 3 + f"{marker}{LOOKUP}"
+    assert parse([few], tools)[2] == BOTH[:1]

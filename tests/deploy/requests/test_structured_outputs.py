@@ -71,6 +71,8 @@ def test_there_is_exactly_one_constraint(params: dict[str, Any], reason: str) ->
             'invalid at "/properties/a~1b/items/minLength"',
         ),
         ({"json": {"required": "a"}}, 'invalid at "/required"'),
+        ({"json": {"required": ["a", "a"]}}, 'invalid at "/required"'),
+        ({"json": {"type": [*range(20_000), "null"]}}, 'invalid at "/type/0"'),  # not in minutes
         ({"json": {"properties": {"x" * 999: 5}}}, r'invalid at "/properties/x{1,199}\.\.\."'),
         (
             {"json": {"$schema": "http://json-schema.org/draft-07/schema#", "if": 3}},

@@ -658,7 +658,7 @@ def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> 
             epoch += 1
             driver.restart_workers(epoch)
         elif action == "n" and driver.unanswered:
-            rows = driver.scheduler._in_flight.steps[0].rows.tolist()
+            rows = driver.scheduler._in_flight.steps[0].sampling.rows.tolist()
             driver.answer(nan_rows=[draw(st.sampled_from(rows))] if rows else [])
         else:
             driver.step()

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.harness.player import Player, PressedPlayer, play
+from tests.harness.player import HintingPlayer, Player, PressedPlayer, play
 from tests.harness.random_runs import run_until_seen
 
 NUM_SEEDS: Final = 400
@@ -43,6 +43,26 @@ def test_swapped_requests_keep_their_kv_whatever_transfers_do(shard: int) -> Non
     )
 
 
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.req("SPD-04", "SPD-05", "FEA-01")
+def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) -> None:
+    """Drafts, masks, forks, preemption, hints and transfers, all in one run."""
+    whats = (
+        "actions with retained prefixes",
+        "forks with a grammar",
+        "their accepted drafts",
+        "their drafts against a grammar",
+        "their preemptions",
+        "copied blocks",
+        "abandoned loads",
+    )
+    run_until_seen(
+        lambda seed: play(seed, 200, HintingPlayer).seen(),
+        range(shard, NUM_SEEDS // 4, SHARDS),
+        dict.fromkeys(whats, 1),
+    )
+
+
 def test_a_failed_load_of_a_victim_ends_its_swap() -> None:
     """In this run, a load fails between the choice of the victim and the end of its last step."""
     play(1099)
@@ -56,6 +76,7 @@ def test_whatever_transfers_do_in_many_more_runs(shard: int, long_run: bool) -> 
     for seed in range(NUM_SEEDS + shard, (20 if long_run else 2) * NUM_SEEDS, SHARDS):
         play(seed)
         play(seed, 200, PressedPlayer)
+        play(seed, 200, HintingPlayer)
 
 
 class TransferMachine(RuleBasedStateMachine):
@@ -92,6 +113,14 @@ class SwapMachine(TransferMachine):
 
 TestSwapMachine = SwapMachine.TestCase
 TestSwapMachine.settings = settings(max_examples=60, stateful_step_count=80)
+
+
+class HintMachine(TransferMachine):
+    kind = HintingPlayer
+
+
+TestHintMachine = HintMachine.TestCase
+TestHintMachine.settings = settings(max_examples=60, stateful_step_count=80)
 
 
 def test_the_same_calls_give_the_same_plans() -> None:

@@ -23,7 +23,6 @@ from longshore.scheduler.kv_cache.block_pool import BlockIds, BlockPool
 from longshore.scheduler.kv_cache.coordinator import (
     HybridCoordinator,
     KVCacheCoordinator,
-    NoPrefixCacheCoordinator,
     UnitaryCoordinator,
     make_coordinator,
 )
@@ -60,9 +59,9 @@ def found(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[list[list[i
 @pytest.mark.parametrize(
     ("specs", "enable_prefix_caching", "expected"),
     [
-        ((full(),), False, NoPrefixCacheCoordinator),
-        ((full(), full()), False, NoPrefixCacheCoordinator),
-        ((CROSS,), True, NoPrefixCacheCoordinator),
+        ((full(),), False, KVCacheCoordinator),
+        ((full(), full()), False, KVCacheCoordinator),
+        ((CROSS,), True, KVCacheCoordinator),
         ((full(),), True, UnitaryCoordinator),
         ((full(), CROSS), True, UnitaryCoordinator),
         ((CROSS, CROSS, full()), True, UnitaryCoordinator),

@@ -35,7 +35,7 @@ def all_cached(num_blocks: int) -> bytearray:
 
 class FreeQueueMachine(RuleBasedStateMachine):
     """Every operation on the queue and on a list, with the holders of each taken block beside; each
-    operation one by one or in bulk."""
+    operation one by one or in bulk. The last `num_retained` blocks of the list are retained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         self.queue = FreeQueue(self.is_cached)
         self.model = list(range(1, NUM_BLOCKS))
         self.taken: list[int] = []
+        self.num_retained = 0
 
     @rule(count=st.integers(0, NUM_BLOCKS - 1), few=st.booleans())
     def popleft(self, count: int, few: bool) -> None:
@@ -54,6 +55,12 @@ class FreeQueueMachine(RuleBasedStateMachine):
         assert list(pop(count)) == self.model[:count]
         self.taken += self.model[:count]
         del self.model[:count]
+        self.num_retained = min(self.num_retained, len(self.model))
+
+    def take(self, block_id: int) -> None:
+        index = self.model.index(block_id)
+        self.num_retained -= index >= len(self.model) - self.num_retained
+        del self.model[index]
 
     @rule(data=st.data(), few=st.booleans())
     def release(self, data: st.DataObject, few: bool) -> None:
@@ -64,7 +71,8 @@ class FreeQueueMachine(RuleBasedStateMachine):
         else:
             assert self.queue.release_n(ids(NULL_BLOCK, *block_ids))
         for block_id in block_ids:
-            self.model.insert(len(self.model) if self.is_cached[block_id] else 0, block_id)
+            tail = len(self.model) - self.num_retained
+            self.model.insert(tail if self.is_cached[block_id] else 0, block_id)
         self.taken = [block_id for block_id in self.taken if block_id not in block_ids]
 
     @rule(block_id=st.integers(1, NUM_BLOCKS - 1))
@@ -78,8 +86,31 @@ class FreeQueueMachine(RuleBasedStateMachine):
         for block_id in free:
             self.is_cached[block_id] = 0
         self.queue.move_to_head(block_ids)
-        rest = [block_id for block_id in self.model if block_id not in free]
-        self.model = free[::-1] + rest
+        for block_id in free:
+            self.take(block_id)
+        self.model = free[::-1] + self.model
+
+    @rule(data=st.data())
+    def move_to_retained(self, data: st.DataObject) -> None:
+        block_ids = data.draw(st.permutations(range(1, NUM_BLOCKS)))[:3]
+        for block_id in block_ids:
+            self.is_cached[block_id] = 1
+        self.queue.move_to_retained(ids(*block_ids))
+        for block_id in block_ids:
+            if block_id in self.model:
+                self.take(block_id)
+                self.model.append(block_id)
+                self.num_retained += 1
+
+    @rule(data=st.data())
+    def move_to_tail(self, data: st.DataObject) -> None:
+        block_ids = data.draw(st.permutations(range(1, NUM_BLOCKS)))[:3]
+        for block_id in block_ids:
+            self.is_cached[block_id] = 1
+        self.queue.move_to_tail(ids(*block_ids))
+        for block_id in [block_id for block_id in self.model if block_id in block_ids]:
+            self.take(block_id)
+            self.model.insert(len(self.model) - self.num_retained, block_id)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), few=st.booleans())
@@ -89,7 +120,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
             self.queue.remove(block_id)
         else:
             self.queue.remove_n(ids(block_id))
-        self.model.remove(block_id)
+        self.take(block_id)
         self.taken.append(block_id)
 
     @rule(data=st.data(), few=st.booleans())

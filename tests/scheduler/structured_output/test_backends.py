@@ -1,5 +1,6 @@
 """The backends: what each compiles, and that its masks allow exactly that."""
 
+import json
 import random
 from typing import Any
 
@@ -94,6 +95,51 @@ def test_a_rollback_restores_the_mask(backend: Backend) -> None:
     assert matcher.accept(ord("y"))
     matcher.rollback(2)
     assert allowed_ids(matcher, len(VOCABULARY.tokens)) == before
+
+
+def test_a_token_that_is_not_allowed_changes_nothing(backend: Backend) -> None:
+    matcher = backend.compile(StructuredOutput("regex", "abc|abd")).matcher()
+    assert matcher.accept(ord("a"))
+    assert not matcher.accept(ord("x"))
+    assert allowed_ids(matcher, len(VOCABULARY.tokens)) == [ord("b")]
+    assert matcher.accept(ord("b"))
+    matcher.rollback(1)
+    assert allowed_ids(matcher, len(VOCABULARY.tokens)) == [ord("b")]
+
+
+def test_ends_are_rolled_back_as_other_tokens(backend: Backend) -> None:
+    matcher = backend.compile(StructuredOutput("choice", '["xy", "xyz"]')).matcher()
+    for text in ("xy", "xyz"):
+        for token_id in (*text.encode(), END, END):
+            assert matcher.accept(token_id)
+        matcher.rollback(2)
+        ends_early = text == "xy"
+        assert allowed_ids(matcher, len(VOCABULARY.tokens)) == [ord("z"), END][not ends_early :]
+        matcher.rollback(len(text))
+    assert allowed_ids(matcher, len(VOCABULARY.tokens)) == [ord("x")]
+
+
+def test_a_large_number_of_optional_properties_is_possible() -> None:
+    properties = {f"p{index}": {"type": "integer"} for index in range(600)}
+    schema = json.dumps({"type": "object", "properties": properties})
+    assert fits(LLGuidance(VOCABULARY), StructuredOutput("json_schema", schema), '{"p599": 1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+        ("json_schema", '{"allOf": [{"$ref": "#"}]}'),
+        ("grammar", "root ::= root"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.services)]
+)
+def test_what_has_no_output_cannot_be_compiled(name: Any, kind: Any, text: str) -> None:
+    with pytest.raises(GrammarError, match=r"no output matches it|cannot enforce"):
+        Backends((name,), VOCABULARY).compile(StructuredOutput(kind, text))
 
 
 def test_matchers_of_one_grammar_are_independent(backend: Backend) -> None:

@@ -1,6 +1,7 @@
 """The scheduler's end of the grammar process, with a real process."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from longshore.scheduler.config import (
 from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar
 from longshore.scheduler.structured_output.client import (
     FILL_TIMEOUT_S,
+    MAX_FAILED_STARTS,
+    MODULE,
+    SILENCE_S,
     START_TIMEOUT_S,
     GrammarProcess,
     RemoteGrammar,
@@ -105,7 +109,17 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
     client.process.close()
     sockets.close()
     await asyncio.sleep(0)
-    assert [one for one in psutil.Process().children() if one.status() != "zombie"] == []
+    assert grammar_processes() == []
+
+
+def grammar_processes() -> list[psutil.Process]:
+    """Those of this process; other tests have left children of other kinds."""
+    children = psutil.Process().children()
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and MODULE in child.cmdline()
+    ]
 
 
 async def test_masks_follow_the_tokens(client: Client) -> None:
@@ -158,7 +172,7 @@ async def test_masks_of_many_requests_are_computed_together(client: Client) -> N
 async def test_a_death_fails_the_requests_in_the_process_and_no_others(client: Client) -> None:
     running = await client.compiled("a+")
     await client.allowed(running)
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     process.kill()
     await client.next_news()
     for ask in (running.is_compiled, lambda: running.fill_masks([], np.zeros((1, 200), np.uint8))):
@@ -177,7 +191,7 @@ async def test_a_death_fails_the_requests_in_the_process_and_no_others(client: C
 
 async def test_a_process_that_hangs_is_killed(client: Client) -> None:
     grammar = await client.compiled("a+")
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     process.suspend()
     masks = np.zeros((1, VOCAB_SIZE // 8), np.uint8)
     assert not grammar.fill_masks([], masks)
@@ -193,10 +207,40 @@ async def test_a_process_that_hangs_is_killed(client: Client) -> None:
 async def test_a_process_that_does_not_start_is_killed(client: Client) -> None:
     grammar = client.process.compile(StructuredOutput("regex", "a"))
     assert not grammar.is_compiled()
-    (process,) = psutil.Process().children()
+    (process,) = grammar_processes()
     client.process.check(time.monotonic() + START_TIMEOUT_S + 1)
     process.wait(TIMEOUT_S)
     assert not grammar.is_compiled()  # it waits for the next process
+
+
+async def test_requests_fail_if_no_process_starts(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+    client.process._backoff_s = 0.0
+    grammar = client.process.compile(StructuredOutput("regex", "a"))
+    for _ in range(MAX_FAILED_STARTS):
+        assert not grammar.is_compiled()
+    with pytest.raises(GrammarError, match="cannot be started") as error:
+        grammar.is_compiled()
+    assert not isinstance(error.value, InvalidGrammar)
+    grammar.release()
+    monkeypatch.undo()
+    assert await client.text_of(await client.compiled("a")) == "a"
+
+
+async def test_a_process_that_hangs_while_it_compiles_is_killed(client: Client) -> None:
+    await client.compiled("a+")
+    (process,) = grammar_processes()
+    process.suspend()
+    grammar = client.process.compile(StructuredOutput("regex", "b"))
+    assert not grammar.is_compiled()
+    client.process.check(time.monotonic() + SILENCE_S)
+    assert not grammar.is_compiled()
+    client.process.check(time.monotonic() + SILENCE_S + 11)
+    with pytest.raises(GrammarError, match="hangs; send the request again"):
+        grammar.is_compiled()
+    process.wait(TIMEOUT_S)
 
 
 async def test_a_request_may_end_before_its_grammar_is_sent(client: Client) -> None:

@@ -24,14 +24,17 @@ from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.transport.channel import Channel, Endpoint
 from longshore.scheduler.config import GrammarProcessConfig, StructuredOutputConfig
 from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.structured_output.backends import LLGuidance
 from longshore.scheduler.structured_output.process import (
     LOAD_TIMEOUT_S,
     MAX_STUCK_S,
     NUM_COMPILERS,
     GrammarCache,
     GrammarServer,
+    fill_row,
 )
 from tests.harness.sockets import Sockets
+from tests.harness.vocabularies import small_vocabulary
 
 VOCAB_SIZE = 70
 TIMEOUT_S = 30.0
@@ -77,6 +80,8 @@ class FakeBackends:
         self.compiled.append(spec.text)
         if spec.text.startswith("stuck"):
             self.stuck.wait(TIMEOUT_S)
+        if spec.text.startswith("panic"):
+            raise BaseException("a panic")  # as pyo3 raises it
         if not spec.text.isdigit():
             raise GrammarError(f"no grammar: {spec.text}")
         return CountingGrammar(int(spec.text))
@@ -108,6 +113,7 @@ class Process:
         )
         socket = self._sockets.open(zmq.DEALER, endpoint, bind=False)
         self.server = GrammarServer(config, Channel(socket, ToGrammarProcess), self.backends)
+        assert self.channel.socket.poll(1000 * TIMEOUT_S, zmq.POLLOUT), "not connected"
 
     def compile(self, grammar_id: int, text: str) -> None:
         self.channel.send(CompileGrammar(grammar_id, StructuredOutput("grammar", text)))
@@ -221,6 +227,33 @@ def test_a_grammar_over_its_time_limit_does_not_delay_others(start: Callable[...
     assert process.backends.compiled == ["stuck", "5"]
 
 
+def test_a_grammar_that_waits_for_a_thread_is_not_too_slow(start: Callable[..., Process]) -> None:
+    process = start(compile_timeout_s=0.05)
+    for number in range(NUM_COMPILERS):
+        process.compile(number, f"stuck {number}")
+        process.answer()  # it is over its limit
+    process.compile(8, "5")
+    process.compile(9, "6")
+    process.channel.send(ReleaseGrammars((9,)))
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        process.server.turn(20)
+    process.backends.stuck.set()
+    assert process.answer() == GrammarCompiled(8)
+    process.compile(10, "7")
+    assert process.answer() == GrammarCompiled(10)
+    assert process.backends.compiled == ["stuck 0", "stuck 1", "5", "7"]  # 6 has no request
+
+
+def test_a_backend_that_panics_takes_no_thread_with_it(start: Callable[..., Process]) -> None:
+    process = start()
+    for number in range(NUM_COMPILERS + 1):
+        process.compile(number, f"panic {number}")
+        answer = process.answer()
+        assert isinstance(answer, GrammarCompiled)
+        assert answer.error == "the grammar cannot be compiled: a panic"
+
+
 def test_the_process_ends_when_no_thread_can_compile(start: Callable[..., Process]) -> None:
     process = start(compile_timeout_s=0.05)
     process.backends.is_loaded = False
@@ -265,4 +298,17 @@ def test_the_cache_is_limited_in_bytes() -> None:
         cache.add(spec(text), CountingGrammar(0, num_bytes=40))
         assert cache.num_bytes == 41 * len(cache) <= 100
     cache.add(spec("large"), CountingGrammar(0, num_bytes=101))
-    assert (len(cache), cache.num_bytes) == (0, 0)
+    assert (len(cache), cache.num_bytes) == (2, 82)  # it is not kept, and evicts nothing
+
+
+def test_a_draft_that_is_not_allowed_leaves_the_state() -> None:
+    """A matcher of llguidance that has seen such a token has no mask any more."""
+    vocabulary = small_vocabulary()
+    grammar = LLGuidance(vocabulary).compile(StructuredOutput("regex", "ab+c"))
+    matcher, num_words = grammar.matcher(), -(-len(vocabulary.tokens) // 32)
+    a, b = b"ab"
+    for drafts in ([a, a, a], [b], [a, b]):
+        masks = np.zeros((1 + len(drafts), num_words), np.int32)
+        fill_row(matcher, drafts, masks)
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == [a]

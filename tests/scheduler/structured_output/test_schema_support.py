@@ -11,6 +11,7 @@ from longshore.scheduler.structured_output.schema_support import (
     MAX_POINTERS,
     BackendName,
     read_schema,
+    subschemas,
     supporting_backends,
     unsupported_keywords,
 )
@@ -95,6 +96,23 @@ def test_pointers_of_what_llguidance_does_not_support(schema: Any, pointers: lis
 )
 def test_xgrammar_gets_only_keywords_that_it_enforces(schema: Any, pointers: list[str]) -> None:
     assert unsupported_keywords(schema, "xgrammar") == pointers
+
+
+@pytest.mark.parametrize("target", ["https://example.com/schema", "other.json", "#name", 5])
+def test_xgrammar_gets_no_reference_that_it_ignores(target: object) -> None:
+    schema = {"properties": {"a": {"$ref": target}}, "type": "object"}
+    assert unsupported_keywords(schema, "xgrammar") == ["/properties/a/$ref"]
+
+
+@pytest.mark.parametrize("name", ["²", "0" * 5000, "00", "9" * 5000, "-1"])
+def test_what_is_no_index_refers_to_nothing(name: str) -> None:
+    assert unsupported_keywords({"$ref": f"#/anyOf/{name}", "anyOf": [{}]}, "llguidance") == []
+
+
+def test_each_schema_is_visited_once_however_it_is_spelled() -> None:
+    spellings = ["#/$defs/a~1b", "#/%24defs/a~1b", "#/$defs/%61~1b", "#/$def%73/a~1b"]
+    schema = {"$defs": {"a/b": {"not": {}}}, "anyOf": [{"$ref": one} for one in spellings]}
+    assert len([node for _, node in subschemas(schema) if node == {"not": {}}]) == 1
 
 
 def test_one_backend_that_supports_a_schema_is_enough() -> None:

@@ -104,7 +104,7 @@ def test_missing_and_unused_tensors_are_named_as_they_are_stored(tmp_path: Path)
 def test_an_unknown_bare_architecture_is_rejected(tmp_path: Path) -> None:
     make_tiny_model("Llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("Llama", "LlamaBidirectionalModel", "LlamaForSequenceClassification"):
+    for name in ("Llama", "LlamaBidirectionalModel", "LlamaForTokenClassification"):
         (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
         with pytest.raises(UnsupportedModel, match=name):
             open_worker(tmp_path)

@@ -205,7 +205,7 @@ def test_a_lack_of_memory_that_ends_the_worker_is_said(
         state = dataclasses.replace(launcher.state, may_repeat_steps=False)
         monkeypatch.setattr(launcher, "state", state)
     else:
-        monkeypatch.setattr(launcher, "launch", fail)
+        monkeypatch.setattr(launcher, "prepare", fail)
     engine.scheduler.send(first_plan(engine))
     failed = engine.receive()
     assert isinstance(failed, WorkerFailed)

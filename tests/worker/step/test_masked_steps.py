@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.worker.queues.compute_queue import CpuComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
 from tests.worker.bigram import BLOCK_SIZE, NUM_BLOCKS, BigramModel, bigram_runner, bigram_table
 from tests.worker.models.thread_ranks import Meeting, ThreadParallel
 from tests.worker.plans import Entry, Planner
@@ -109,6 +111,25 @@ def test_plans_after_a_step_without_its_mask_are_answered_after_it(bench: Bench)
     assert bench.answer(2)[0] == 3
     assert len(bench.answer(3)) == 1  # no row of it has structured output
     assert list(bench.answers) == [1, 2, 3]
+
+
+def test_the_next_plan_is_prepared_while_the_mask_is_awaited(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int | None] = []
+    prepare = StepLauncher.prepare
+
+    def spy(self: StepLauncher, *arguments: Any, **named: Any) -> PreparedStep:
+        prepared.append(named["step_id"])
+        return prepare(self, *arguments, **named)
+
+    monkeypatch.setattr(StepLauncher, "prepare", spy)
+    bench.submit(first_plan(bench))
+    bench.submit(bench.plans.plan())
+    bench.submit(bench.plans.plan())
+    assert prepared == [1, 2]  # a third one would need a staging set more
+    bench.runner.add_mask(mask_of_row_0(1, 17))
+    assert prepared == [1, 2, 3]
 
 
 def mask_of_row_0(step: int, token_id: int, *, epoch: int = 1, num_rows: int = 1) -> SampleMask:

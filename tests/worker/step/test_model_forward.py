@@ -100,7 +100,7 @@ def test_a_model_that_computes_in_torch_has_no_graph(
 ) -> None:
     make_tiny_model("Olmo2", tmp_path)
     sequential = Sequential(tmp_path)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         forward = sequential.prepare([])
     assert forward.max_graph_tokens == 0
     assert "aten.add_.Tensor is not a recorded kernel" in caplog.text

@@ -3,16 +3,18 @@
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from starlette.routing import Route
 
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.openai.openapi import document
-from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.requests import OF_CHATS, ChatRequest, CompletionRequest
 from longshore.deploy.gateway.openai.responses import Model
 from tests.deploy.gateway.conftest import StartGateway
 
 DOCUMENT = document()
+HI = [{"role": "user", "content": "hi"}]
 SCHEMAS = DOCUMENT["components"]["schemas"]
 
 
@@ -38,6 +40,11 @@ def test_every_route_is_described_but_the_document_and_the_way_to_the_page() -> 
 
 def test_every_reference_leads_somewhere() -> None:
     assert references(DOCUMENT) <= {f"#/components/schemas/{name}" for name in SCHEMAS}
+
+
+def test_no_object_has_the_name_of_a_module() -> None:
+    """Classes of equal names would be told apart by their modules."""
+    assert [name for name in SCHEMAS if "." in name] == []
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
@@ -74,3 +81,43 @@ async def test_answers_have_what_the_document_requires_of_them(
             required = SCHEMAS[schema["$ref"].rpartition("/")[2]]
             content = json.loads(answer.body)
             assert set(required["required"]) <= content.keys() <= required["properties"].keys()
+
+
+@pytest.mark.parametrize("name", ["MessagesRequest", "ResponsesRequest"])
+def test_parameters_of_chats_that_an_endpoint_has_not_are_named_with_neutral_values(
+    name: str,
+) -> None:
+    properties = SCHEMAS[name]["properties"]
+    assert OF_CHATS.keys() <= properties.keys()
+    assert properties["n"] == {"enum": [None, 1]}
+    assert properties["logit_bias"] == {"enum": [None, {}]}
+    assert properties["guided_json"] == {"enum": [None]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "has_done"),
+    [
+        ("/v1/completions", {"prompt": "p"}, True),
+        ("/v1/chat/completions", {"messages": HI}, True),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 4, "messages": HI}, False),
+        ("/v1/responses", {"input": "hi"}, False),
+    ],
+)
+async def test_every_event_of_a_stream_is_described(
+    path: str, body: dict[str, Any], has_done: bool, start_gateway: StartGateway
+) -> None:
+    answers = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+    event = answers["text/event-stream"]["schema"]
+    described = event["properties"]["data"]
+    if has_done:
+        done, described = described["anyOf"]
+        assert done == {"const": "[DONE]"}
+    async with start_gateway() as gateway:
+        answer = await gateway.post(path, {**body, "stream": True})
+    data = [text.rpartition(b"data: ")[2] for _, text in answer.events]
+    if has_done:
+        assert data.pop() == b"[DONE]"
+    assert data
+    for text in data:
+        schema = {**described["contentSchema"], "components": DOCUMENT["components"]}
+        jsonschema.validate(json.loads(text), schema)

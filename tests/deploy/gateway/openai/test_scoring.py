@@ -139,6 +139,19 @@ async def test_results_are_as_many_as_requested_with_or_without_texts(
         objects = [{"text": "a", "id": 5}, "bbb", {"text": "cc"}]
         results = (await ask(gateway, "/rerank", {**RERANK, "documents": objects}))["results"]
         assert [result["document"]["text"] for result in results] == ["bbb", "cc", "a"]
+        answer = await gateway.post("/rerank", {**RERANK, "documents": objects})
+        assert answer.headers["x-longshore-ignored-fields"] == "documents[0].id"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/score", SCORE), ("/rerank", RERANK)])
+async def test_a_side_without_truncation_is_rejected(
+    start_gateway: StartGateway, path: str, body: dict[str, Any]
+) -> None:
+    async with start_gateway(by_length, classifier=RANKS) as gateway:
+        answer = await gateway.post(path, {**body, "truncation_side": "left"})
+        assert answer.status == 400
+        assert json.loads(answer.body)["error"]["param"] == "truncation_side"
+        await ask(gateway, path, {**body, "truncation_side": "left", "max_tokens_per_doc": 1})
 
 
 async def test_equal_scores_keep_the_order_of_the_documents(start_gateway: StartGateway) -> None:

@@ -19,6 +19,7 @@ from tests.deploy.gateway.http.test_exchange import error_of
 
 HEADER = "x-longshore-ignored-fields"
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "Where?"}]
+TEXT: dict[str, Any] = {"type": "text", "text": "Where?"}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,8 @@ async def test_fields_of_objects_within_are_treated_alike(
         ("/v1/messages", {"service_tier": "flex"}, "service_tier"),
         ("/v1/responses", {"text": {"format": {"type": "text", "spare": 1}}}, "text.format.spare"),
         ("/v1/responses", {"service_tier": "flex"}, "service_tier"),
+        ("/v1/responses", {"input": [{**CHAT[0], "id": "msg_1", "spare": 1}]}, "input[0].spare"),
+        ("/v1/messages", {"system": [{**TEXT, "citations": None, "spare": 1}]}, "system[0].spare"),
         ("/v1/chat/completions", {"service_tier": "flex"}, "service_tier"),
     ],
 )

@@ -1,10 +1,14 @@
 """Tools and reasoning in OpenAI's Responses API."""
 
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.unknown_fields import begin_request
+from longshore.deploy.gateway.responses_api.tools import chat_tool_choice, chat_tools
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import say
@@ -158,3 +162,22 @@ async def test_a_forced_call_and_a_format_constrain_the_answer(
     assert forced["tool_choice"] == choice
     assert formed["output"][0]["content"][0]["text"] == '{"id": 5}'
     assert formed["text"]["format"]["schema"] == schema
+
+
+def test_unknown_fields_of_tools_and_choices_are_ignored_and_named() -> None:
+    choice = {"type": "function", "name": "lookup"}
+
+    def read(*, is_strict: bool, **spare: object) -> Any:
+        fields = begin_request(is_strict=is_strict)
+        tools = chat_tools([LOOKUP, {**LOOKUP, "name": "other", **spare}])
+        return tools, chat_tool_choice({**choice, **spare}), fields.names
+
+    plain = copy_context().run(read, is_strict=False)
+    with_spare = copy_context().run(read, is_strict=False, defer_loading=True)
+    assert with_spare[:2] == plain[:2]
+    assert (plain[2], with_spare[2]) == (
+        [],
+        ["tools[1].defer_loading", "tool_choice.defer_loading"],
+    )
+    with pytest.raises(ApiError, match=r"tools\[1\]\.defer_loading"):
+        copy_context().run(read, is_strict=True, defer_loading=True)

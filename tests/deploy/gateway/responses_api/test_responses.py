@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,27 @@ async def test_a_failure_in_the_background_is_stored(
     assert "deadline_s" in failed["error"]["message"]
 
 
+async def test_the_access_log_tells_the_end_of_a_response_in_the_background(
+    start_gateway: StartGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "longshore.deploy.gateway.request_log")
+    async with start_gateway(never_answer, runtime_dir=str(tmp_path)) as gateway:
+        done = await create(gateway, background=True)
+        (asked,) = gateway.engine.requests
+        says_hey(gateway.engine, asked)
+        await when_it_is(gateway, done["id"], "completed")
+        late = await create(gateway, background=True, deadline_s=0.2)
+        await when_it_is(gateway, late["id"], "failed")
+    ended, failed = (
+        vars(record)["fields"]
+        for record in caplog.records
+        if record.getMessage() == "ended in the background"
+    )
+    assert (ended["path"], ended["output_tokens"]) == ("/v1/responses", 4)
+    assert ended["ttft_ms"] > 0
+    assert failed["error"] == "deadline_exceeded"
+
+
 async def test_a_background_request_counts_for_the_limits(
     start_gateway: StartGateway, tmp_path: Path
 ) -> None:
@@ -322,7 +344,6 @@ async def test_a_stream_that_fails_says_so_in_its_last_events(start_gateway: Sta
         ({"input": [{"role": "user"}]}, "content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
-        ({"tools": [{"type": "function", "name": "f", "color": 1}]}, "color"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "xml"),

@@ -2,7 +2,9 @@
 
 import os
 import stat
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +19,12 @@ from longshore.deploy.gateway.responses_api.bodies import (
     ResponseBody,
     StoredResponse,
 )
-from longshore.deploy.gateway.responses_api.store import ResponseStore, new_response_id, owner_of
+from longshore.deploy.gateway.responses_api.store import (
+    LIST_INTERVAL_S,
+    ResponseStore,
+    new_response_id,
+    owner_of,
+)
 
 ALICE, BOB = (owner_of(ApiKey(name=name, digest=name)) for name in ("alice", "bob"))
 
@@ -92,10 +99,12 @@ async def test_files_are_private(tmp_path: Path) -> None:
 
 
 async def test_an_old_response_expires_and_its_file_goes(tmp_path: Path) -> None:
-    store = ResponseStore(tmp_path, ttl_s=100)
+    now_s = time.time()
+    store = ResponseStore(tmp_path, ttl_s=100, clock=lambda: now_s)
     old = await put(store, ALICE)
     age(tmp_path, old, 101)
     assert await store.get(ALICE, old) is None
+    now_s += LIST_INTERVAL_S
     await put(store, ALICE)
     assert len(list(tmp_path.glob("*.json"))) == 1
 
@@ -123,6 +132,45 @@ async def test_the_number_of_responses_is_limited(
         await put(store, ALICE)
     assert len(list(tmp_path.glob("*.json"))) == 3
     assert await store.get(BOB, bobs) is not None
+
+
+async def test_storing_does_not_look_at_all_files_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway lists the files of the others at an interval, and knows its own."""
+    monkeypatch.setattr(store_module, "MAX_RESPONSES", 6)
+    listings = []
+    scandir = os.scandir
+
+    def listed(directory: Path) -> Any:
+        listings.append(directory)
+        return scandir(directory)
+
+    now_s = time.time()
+    one, other = (
+        ResponseStore(tmp_path, number=n, num_gateways=2, clock=lambda: now_s) for n in range(2)
+    )
+    monkeypatch.setattr(os, "scandir", listed)
+
+    def num_stored() -> int:
+        return sum(name.endswith(".json") for name in os.listdir(tmp_path))
+
+    for _ in range(20):
+        await put(one, ALICE)
+    assert len(listings) == 1
+    assert num_stored() == 6
+    for _ in range(3):
+        await put(other, BOB)  # lists the files of the first gateway once
+    assert len(listings) == 2
+    assert num_stored() == 6
+    now_s += LIST_INTERVAL_S
+    ours = [await put(one, ALICE) for _ in range(2)]
+    assert len(listings) == 3
+    assert num_stored() == 6
+    assert await one.delete(ALICE, ours[0])
+    await put(one, ALICE)
+    assert await one.get(ALICE, ours[1]) is not None
+    assert num_stored() == 6
 
 
 async def test_a_response_larger_than_the_store_is_rejected(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from longshore.deploy.gateway.text.chat_template import (
     ChatTemplate,
     TemplateRejected,
 )
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.gateway.text.tokenizer import check_chat_template, load_tokenizer
 from longshore.protocol.errors import ConfigError
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, save_tokenizer
 
@@ -134,6 +134,15 @@ def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_template_file_that_is_missing_is_rejected_with_its_setting(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.jinja"
+    with pytest.raises(ConfigError) as rejection:
+        check_chat_template(tmp_path, missing)
+    assert str(rejection.value) == (
+        f"chat_template: {missing} cannot be read: No such file or directory"
+    )
 
 
 def test_plain_template_ends_where_the_answer_begins() -> None:

@@ -29,7 +29,7 @@ from longshore.protocol.events import (
 )
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.transport.channel import count_bad, open_socket, receive_frames
-from longshore.scheduler.features.event_stream import EventStream
+from longshore.scheduler.kv_events.stream import EventStream
 
 logger = logging.getLogger(__name__)
 

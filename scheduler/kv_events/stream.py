@@ -5,7 +5,7 @@ subscribes late or has missed too much. Unlike the block pool, it has the tokens
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Final, NamedTuple, TypeAlias, assert_never
 
@@ -85,7 +85,8 @@ class EventStream:
         change nothing are left out. now_s: seconds since the epoch."""
         batches = []
         for runs in _batches(_runs(self._apply(events), MAX_BATCH_BLOCKS), MAX_BATCH_BLOCKS):
-            batches.append(NumberedBatch(self._next_number, self._encode(runs, now_s)))
+            payload = self._encode(list(map(self._wire_event, runs)), now_s)
+            batches.append(NumberedBatch(self._next_number, payload))
             self._next_number += 1
             self._keep(batches[-1])
         return batches
@@ -97,18 +98,14 @@ class EventStream:
     def snapshot(self, now_s: float) -> tuple[int, Iterator[bytes]]:
         """The number of the last batch, and the whole index after it, as payloads with
         `StoredBlocks`. A payload is encoded when it is taken; later batches do not change it."""
-        number, batches = self._snapshot_runs()
-        return number, (self._encode(runs, now_s) for runs in batches)
+        number, batches = self.snapshot_events()
+        return number, (self._encode(events, now_s) for events in batches)
 
     def snapshot_events(self) -> tuple[int, Iterator[list[WireEvent]]]:
         """The same, not encoded."""
-        number, batches = self._snapshot_runs()
-        return number, ([self._wire_event(run) for run in runs] for runs in batches)
-
-    def _snapshot_runs(self) -> tuple[int, Iterator[list[_Run]]]:
         blocks = list(chain.from_iterable(each.values() for each in self._index.values()))
-        runs = _runs(blocks, SNAPSHOT_PAYLOAD_BLOCKS)
-        return self._next_number - 1, _batches(runs, SNAPSHOT_PAYLOAD_BLOCKS)
+        batches = _batches(_runs(blocks, SNAPSHOT_PAYLOAD_BLOCKS), SNAPSHOT_PAYLOAD_BLOCKS)
+        return self._next_number - 1, (list(map(self._wire_event, runs)) for runs in batches)
 
     def _apply(self, events: Iterable[KVEvent]) -> Iterator[KVEvent]:
         """Apply events to the index; yields those that change it, and what follows from them."""
@@ -143,8 +140,7 @@ class EventStream:
         ):
             self._num_buffer_bytes -= len(self._buffer.popleft().payload)
 
-    def _encode(self, runs: Sequence[_Run], now_s: float) -> bytes:
-        events = [self._wire_event(run) for run in runs]
+    def _encode(self, events: list[WireEvent], now_s: float) -> bytes:
         return self._encoder.encode(
             EventBatch(now_s, events, self._engine_number, self.publisher_id)
         )

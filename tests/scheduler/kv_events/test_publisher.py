@@ -24,7 +24,7 @@ from longshore.protocol.events import (
 )
 from longshore.protocol.transport.channel import Endpoint, SocketWatcher, close_context
 from longshore.protocol.transport.security import CurveKeys
-from longshore.scheduler.process.event_publisher import (
+from longshore.scheduler.kv_events.publisher import (
     REPLAY_PART,
     EventPublisher,
     EventSockets,

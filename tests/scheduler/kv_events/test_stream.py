@@ -30,14 +30,14 @@ from longshore.protocol.events import (
 )
 from longshore.protocol.kv_cache_spec import CustomSpec, KVCacheSpec, SinkFullAttentionSpec
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.features.event_stream import (
+from longshore.scheduler.features.events import KVEventLog
+from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_events.stream import (
     MAX_BATCH_BLOCKS,
     SNAPSHOT_PAYLOAD_BLOCKS,
     EventStream,
     kind_of,
 )
-from longshore.scheduler.features.events import KVEventLog
-from longshore.scheduler.kv_cache.block_pool import BlockPool
 from tests.harness.connector import AdversarialConnector
 from tests.harness.driver import Driver
 from tests.harness.event_index import EventIndex

@@ -1,0 +1,1 @@
+"""KV events for subscribers: their sequence, and the sockets that publish it."""
