@@ -232,10 +232,9 @@ class Reader:
                 self._kept[source.transfer_id] = source, now
             case Drop(source=source):
                 self._kept.pop(source.transfer_id, None)
-                owner = self._owners.get(_key(source))
-                if owner is not None:
-                    owner.done.append(source.transfer_id)
-                    self._send_done(owner)
+                owner = self._owner_of(source, now)  # again, if a read has failed
+                owner.done.append(source.transfer_id)
+                self._send_done(owner)
             case Pull():
                 self._begin(item, now)
             case Cancel(request_id=request_id):

@@ -197,7 +197,7 @@ def test_many_requests_at_once_with_preemptions(model_of: ModelOf) -> None:
     model, _ = model_of("full")
     prompts = prompts_of(100, 130, 60, 150, 95, 140, seed=3)
     expected = wanted(model, *prompts)
-    with Pair(model, decode={"num_blocks": 30}) as pair:
+    with Pair(model, prefill={"num_blocks": 120}, decode={"num_blocks": 30}) as pair:
         firsts = [pair.begin(prompt) for prompt in prompts]
         answers = [pair.go_on(*each) for each in zip(prompts, firsts, strict=True)]
         pair.until(lambda: all(answer.end is not None for answer in answers))
@@ -221,11 +221,12 @@ def test_a_failed_read_is_computed(kind: str, model_of: ModelOf) -> None:
     model, _ = model_of(kind)
     expected = wanted(model, *PROMPTS)
     network.state = lambda number: ReadState.DONE if number % 2 else ReadState.FAILED
-    with Pair(model) as pair:
+    with Pair(model, prefill={"num_blocks": 120}) as pair:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert pair.run(prompt) == tokens
         pair.settle()
         assert pair.num_failed == 2
+        assert pair.half(pair.prefill).num_expired_leases == 0
 
 
 @pytest.mark.req("MET-05")
@@ -247,7 +248,7 @@ def test_what_the_owner_has_freed_is_computed(model_of: ModelOf) -> None:
     model, _ = model_of("windows")
     prompt = prompts_of(129)[0]
     (expected,) = wanted(model, prompt)
-    prefill = {"block_size": 8, "max_num_batched_tokens": 128, "num_blocks": 120}
+    prefill = {"block_size": 8, "max_num_batched_tokens": 8, "num_blocks": 120}
     with Pair(model, prefill=prefill, decode={"block_size": 64}) as pair:
         assert pair.run(prompt) == expected
         pair.settle()
