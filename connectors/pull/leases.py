@@ -14,6 +14,7 @@ from longshore.connectors.pull.messages import (
     Held,
     Offer,
     Refused,
+    Renew,
     digest_blocks,
 )
 
@@ -72,9 +73,9 @@ class Leases:
             return "remote_block_ids are not those of the transfer"
         return None
 
-    def renew(self, transfer_ids: Iterable[str], reader: str, now: float) -> Held:
+    def renew(self, renew: Renew, reader: str, now: float) -> Held:
         held, ended = [], []
-        for transfer_id in transfer_ids:
+        for transfer_id in renew.transfer_ids:
             lease = self._leases.get(transfer_id)
             if lease is None or lease.reader not in (None, reader):
                 ended.append(transfer_id)
@@ -82,7 +83,7 @@ class Leases:
             lease.reader = reader
             self._extend(lease, now)
             held.append(transfer_id)
-        return Held(tuple(held), tuple(ended))
+        return Held(tuple(held), tuple(ended), renew.number)
 
     def end(self, transfer_ids: Iterable[str], reader: str) -> list[Offer]:
         """End leases of this reader; returns what they held."""

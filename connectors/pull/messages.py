@@ -142,16 +142,19 @@ class Granted(msgspec.Struct, tag="granted", frozen=True, forbid_unknown_fields=
 
 
 class Renew(msgspec.Struct, tag="renew", frozen=True, forbid_unknown_fields=True):
-    """Extend leases. After a read it also asks whether the lease still held."""
+    """Extend leases. After a read it also asks whether the lease still held. number: increases."""
 
     transfer_ids: TransferIds
+    number: Count
 
 
 class Held(msgspec.Struct, tag="held", frozen=True, forbid_unknown_fields=True):
-    """Which of the leases of a `Renew` hold, and which do not, or not for this reader."""
+    """Which of the leases of the `Renew` with this number hold, and which do not, or not for this
+    reader."""
 
     transfer_ids: TransferIds
     ended: TransferIds
+    number: Count
 
 
 class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):

@@ -173,7 +173,7 @@ class Owner:
                 else:
                     self._claim(reader_id, reader, message, now)
             case Renew():
-                self._send(reader_id, self._leases.renew(message.transfer_ids, reader, now))
+                self._send(reader_id, self._leases.renew(message, reader, now))
             case Done():
                 ended = self._leases.end(message.transfer_ids, reader)
                 if ended:

@@ -6,6 +6,7 @@ A read cannot be cancelled, so a pull that nobody waits for any more ends like a
 """
 
 import enum
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +104,8 @@ ReaderItem: TypeAlias = KVDescription | Keep | Pull | Cancel | Drop
 
 
 class EndedPull(NamedTuple):
-    """failed: blocks that it did not fill."""
+    """num_blocks, num_bytes, seconds: filled, and how long the reads and the check after them took.
+    failed: blocks that were not filled."""
 
     request_id: str
     failed: list[int]
@@ -144,12 +146,14 @@ class _Pull:
     """tables: of the reader, by group. targets: the blocks that it is to fill.
 
     deadline:  of its phase.
+    posted:    when its reads began.
     is_broken: a read has failed.
+    check:     number of the `Renew` that asked, after the read, whether the lease still held. The
+               answer to an earlier one proves nothing.
     """
 
     command: Pull
     owner: _Owner
-    started: float
     deadline: float
     tables: tuple[Int32Array, ...]
     targets: set[int]
@@ -157,7 +161,9 @@ class _Pull:
     reads: list[Read] = field(default_factory=list)
     failed: set[int] = field(default_factory=set)
     num_bytes: int = 0
+    posted: float | None = None
     is_broken: bool = False
+    check: int = 0
 
 
 class Reader:
@@ -181,6 +187,7 @@ class Reader:
         self._owners: dict[tuple[str, int, str], _Owner] = {}
         self._pulls: dict[str, _Pull] = {}
         self._kept: dict[str, tuple[Source, float]] = {}  # with the next renewal, by transfer
+        self._numbers = itertools.count(1)
         self.resetting_since: float | None = None
         self._thread: SocketThread[ReaderItem] = SocketThread("pull-reader", self._step)
 
@@ -255,7 +262,7 @@ class Reader:
                 table[command.first_token // size : -(-command.num_tokens // size)].tolist()
             )
         targets.discard(NULL_BLOCK)
-        pull = _Pull(command, owner, now, now + ANSWER_TIMEOUT_S, tables, targets)
+        pull = _Pull(command, owner, now + ANSWER_TIMEOUT_S, tables, targets)
         self._pulls[command.request_id] = pull
         if owner.routes is not None:
             self._claim(pull)
@@ -349,7 +356,8 @@ class Reader:
             case Held():
                 for transfer_id in message.transfer_ids:
                     for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
-                        self._end(pull)
+                        if pull.check <= message.number:
+                            self._end(pull)
                 for transfer_id in message.ended:
                     self._kept.pop(transfer_id, None)
                     for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
@@ -407,7 +415,7 @@ class Reader:
         for key, transfer_ids in due.items():
             for first in range(0, len(transfer_ids), MAX_TRANSFER_IDS):
                 some = tuple(transfer_ids[first : first + MAX_TRANSFER_IDS])
-                self._send(self._owners[key], Renew(some))
+                self._send(self._owners[key], Renew(some, next(self._numbers)))
 
     # Pulls
 
@@ -449,6 +457,7 @@ class Reader:
                     len(plan.missing),
                     extra=fields(request_id=command.request_id),
                 )
+            pull.posted = time.monotonic()
             self._post(pull, plan.pieces)
         except (ValueError, TransportError) as error:
             if not pull.reads:
@@ -482,7 +491,8 @@ class Reader:
                 self._forget(pull.owner, "another read from its owner failed")
                 continue
             self._enter(pull, Phase.CHECKING, ANSWER_TIMEOUT_S)
-            self._send(pull.owner, Renew((pull.command.source.transfer_id,)))
+            pull.check = next(self._numbers)
+            self._send(pull.owner, Renew((pull.command.source.transfer_id,), pull.check))
 
     def _expire(self, now: float) -> None:
         late = [pull for pull in self._pulls.values() if pull.deadline <= now]
@@ -526,11 +536,10 @@ class Reader:
     def _end(self, pull: _Pull) -> None:
         del self._pulls[pull.command.request_id]
         failed = sorted(pull.failed)
-        seconds = time.monotonic() - pull.started
         num_blocks = len(pull.targets) - len(failed)
-        self._on_end(
-            EndedPull(pull.command.request_id, failed, num_blocks, pull.num_bytes, seconds)
-        )
+        num_bytes = pull.num_bytes if num_blocks else 0
+        seconds = 0.0 if pull.posted is None else time.monotonic() - pull.posted
+        self._on_end(EndedPull(pull.command.request_id, failed, num_blocks, num_bytes, seconds))
 
 
 def _key(source: Source) -> tuple[str, int, str]:

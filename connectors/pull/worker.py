@@ -23,6 +23,7 @@ from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory
 from longshore.connectors.pull.transports import TRANSPORTS
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheGroup
+from longshore.protocol.statistics import TransferOperation
 
 
 class PullStuck(LongshoreError):
@@ -46,6 +47,7 @@ class PullWorker(WorkerConnector[Commands]):
         self._lock = threading.Lock()  # of what the threads write
         self._report = Report()
         self._ended: list[EndedPull] = []
+        self._operations: list[TransferOperation] = []
 
     def register_kv_caches(self, kv_caches: KVCaches, queues: TransferQueues) -> None:
         memory, layout = _memory_of(kv_caches)
@@ -58,8 +60,9 @@ class PullWorker(WorkerConnector[Commands]):
             self._owner = Owner(self._options, self.config.engine_id, kv, self._leases_ended)
             self._owner.start()
             port = self._owner.port
-        engine_id = self.config.engine_id
-        self._reader = Reader(transport, self._options, engine_id, self._rank, self._pull_ended)
+        # Without the epoch: leases of requests that have not been pulled outlive it.
+        name = self.config.engine_id.rpartition(".")[0]
+        self._reader = Reader(transport, self._options, name, self._rank, self._pull_ended)
         self._reader.start()
         self._report = Report(info=RankInfo(layout, agent, port))
         self._kv = kv
@@ -97,8 +100,17 @@ class PullWorker(WorkerConnector[Commands]):
         self._wake()
 
     def _pull_ended(self, ended: EndedPull) -> None:
+        operation = TransferOperation(
+            "REMOTE",
+            "GPU",
+            ended.num_blocks,
+            ended.num_bytes,
+            ended.seconds,
+            num_failed_blocks=len(ended.failed),
+        )
         with self._lock:
             self._ended.append(ended)
+            self._operations.append(operation)
         self._wake()
 
     # On the loop thread
@@ -131,6 +143,11 @@ class PullWorker(WorkerConnector[Commands]):
         with self._lock:
             report, self._report = self._report, Report()
         return b"" if report == Report() else msgspec.msgpack.encode(report)
+
+    def get_kv_connector_stats(self) -> Sequence[TransferOperation]:
+        with self._lock:
+            operations, self._operations = self._operations, []
+        return operations
 
     def shutdown(self) -> None:
         if self._owner is not None:

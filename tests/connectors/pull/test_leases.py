@@ -11,6 +11,7 @@ from longshore.connectors.pull.messages import (
     Granted,
     Offer,
     Refused,
+    Renew,
     digest_blocks,
     digest_tokens,
     tables_of,
@@ -63,11 +64,11 @@ def test_a_claim_of_anything_else_gets_nothing(wrong: dict[str, object], reason:
 @pytest.mark.req("CON-08")
 def test_only_the_first_reader_may_use_a_transfer() -> None:
     table = leases()
-    assert table.renew(["t"], "reader.1", 1.0).transfer_ids == ("t",)
+    assert table.renew(Renew(("t",), 1), "reader.1", 1.0).transfer_ids == ("t",)
     answer = table.claim(CLAIM, "reader.2", 1.0)
     assert isinstance(answer, Refused)
     assert "in use by another engine" in answer.reason
-    assert table.renew(["t"], "reader.2", 1.0).ended == ("t",)
+    assert table.renew(Renew(("t",), 1), "reader.2", 1.0).ended == ("t",)
     assert table.end(["t"], "reader.2") == []
     assert isinstance(table.claim(CLAIM, "reader.1", 2.0), Granted)
     assert table.end(["t"], "reader.1") == [offer()]
@@ -77,11 +78,11 @@ def test_only_the_first_reader_may_use_a_transfer() -> None:
 def test_a_lease_ends_when_it_is_not_renewed() -> None:
     table = leases()
     assert table.next_deadline == 10.0
-    table.renew(["t"], "reader.1", 9.0)
+    table.renew(Renew(("t",), 1), "reader.1", 9.0)
     assert table.expire(10.0) == []
     assert table.next_deadline == 19.0
     assert table.expire(19.0) == [offer()]
-    assert table.renew(["t"], "reader.1", 19.0).ended == ("t",)
+    assert table.renew(Renew(("t",), 1), "reader.1", 19.0).ended == ("t",)
     assert table.next_deadline is None
 
 
@@ -115,7 +116,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 del self.live[transfer_id]
                 self.ended += [each.hold_id for each in ended]
         else:
-            held = self.table.renew([transfer_id], reader, self.now)
+            held = self.table.renew(Renew((transfer_id,), 1), reader, self.now)
             assert bool(held.transfer_ids) == may
             if found is not None and may:
                 self.live[transfer_id] = found[0], self.now + 10.0, reader

@@ -13,7 +13,7 @@ from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.protocol.outputs import FinishReason
 from longshore.testing.engines import settle
 from tests.connectors.engine import Engine
-from tests.connectors.pull.test_two_engines import LIMIT_S, MAX_TOKENS, PROMPTS, Pair, wanted
+from tests.connectors.pull.test_two_engines import PROMPTS, Pair, wanted
 
 ModelOf = Callable[[str], tuple[Path, Any]]
 
@@ -71,3 +71,39 @@ def test_pipeline_stages_may_differ(model_of: ModelOf) -> None:
         assert answer.end is not None
         assert answer.end.num_cached_tokens == len(PROMPTS[0])
         settle_all(pair)
+
+
+def signal_all(engine: Engine, number: int) -> None:
+    assert isinstance(engine.engine, RemoteEngine)
+    for process in engine.engine._processes._supervisor.processes:
+        os.kill(process.pid, number)
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+def test_the_prompt_is_computed_if_its_owner_dies_or_hangs(
+    fault: signal.Signals, model_of: ModelOf
+) -> None:
+    model, _ = model_of("full")
+    (expected,) = wanted(model, PROMPTS[0])
+    with processes(model, prefill={}, decode={}) as pair:
+        first = pair.begin(PROMPTS[0])
+        signal_all(pair.prefill, fault)
+        try:
+            answer = pair.go_on(PROMPTS[0], first)
+            pair.decode.wait(answer)
+            assert [*first.token_ids, *answer.token_ids] == expected
+            assert settle(pair.decode.engine) == 0
+        finally:
+            if fault == signal.SIGSTOP:
+                signal_all(pair.prefill, signal.SIGCONT)
+
+
+@pytest.mark.req("CRG-06")
+def test_the_owner_frees_the_blocks_of_a_reader_that_dies(model_of: ModelOf) -> None:
+    model, _ = model_of("full")
+    with processes(model, prefill={}, decode={}) as pair:
+        first = pair.begin(PROMPTS[0])
+        pair.go_on(PROMPTS[0], first)
+        signal_all(pair.decode, signal.SIGKILL)
+        assert settle(pair.prefill.engine) == 0

@@ -140,7 +140,7 @@ def test_nobody_gets_blocks_without_a_handshake(
     owner, client = start()
     owner.put(OFFER)
     assert client.ask(CLAIM) == Refused("t", GREET_FIRST)
-    assert client.ask(Renew(("t",))) == Refused("", GREET_FIRST)
+    assert client.ask(Renew(("t",), 1)) == Refused("", GREET_FIRST)
     client.ask(HELLO)
     assert client.ask(CLAIM) == Granted("t", 30, TABLES)
 

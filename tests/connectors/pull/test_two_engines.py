@@ -77,6 +77,7 @@ class Pair:
         *,
         params: dict[str, Any] | None = None,
         resends_token: bool = True,
+        max_tokens: int = MAX_TOKENS,
     ) -> Answer:
         """The second leg."""
         assert first.end is not None
@@ -85,7 +86,7 @@ class Pair:
             fields["output_token_ids"] = int32_array(first.token_ids)
         return self.decode.add(
             prompt,
-            max_tokens=MAX_TOKENS,
+            max_tokens=max_tokens,
             kv_transfer_params=first.end.kv_transfer_params if params is None else params,
             **fields,
         )
@@ -121,9 +122,9 @@ class Pair:
         return self.decode.stats.num_failed_loads
 
 
-def wanted(model: Path, *prompts: list[int]) -> list[list[int]]:
+def wanted(model: Path, *prompts: list[int], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
     with Engine(model) as plain:
-        return plain.run(*prompts, max_tokens=MAX_TOKENS)
+        return plain.run(*prompts, max_tokens=max_tokens)
 
 
 PROMPTS: Final = prompts_of(100, 33, 64, 150)
@@ -141,6 +142,10 @@ def test_tokens_are_those_of_one_engine(kind: str, resends_token: bool, model_of
         pair.settle()
         if resends_token:
             assert pair.num_pulled == sum(map(len, PROMPTS))
+            (moved,) = pair.decode.stats.transfers
+            assert (moved.source, moved.destination) == ("REMOTE", "GPU")
+            assert moved.num_bytes > 0
+            assert moved.num_failed_blocks == 0
             assert pair.decode.num_computed == len(PROMPTS) * (MAX_TOKENS - 1)
         elif kind != "states":  # which cannot be resumed before their last token
             assert pair.num_pulled > 0
@@ -196,10 +201,14 @@ def test_only_what_the_reader_lacks_is_pulled(kind: str, model_of: ModelOf) -> N
 def test_many_requests_at_once_with_preemptions(model_of: ModelOf) -> None:
     model, _ = model_of("full")
     prompts = prompts_of(100, 130, 60, 150, 95, 140, seed=3)
-    expected = wanted(model, *prompts)
-    with Pair(model, prefill={"num_blocks": 120}, decode={"num_blocks": 30}) as pair:
+    expected = wanted(model, *prompts, max_tokens=60)
+    decode = {"num_blocks": 30, "max_loading_blocks": 29}
+    with Pair(model, prefill={"num_blocks": 120}, decode=decode) as pair:
         firsts = [pair.begin(prompt) for prompt in prompts]
-        answers = [pair.go_on(*each) for each in zip(prompts, firsts, strict=True)]
+        answers = [
+            pair.go_on(prompt, first, max_tokens=60)
+            for prompt, first in zip(prompts, firsts, strict=True)
+        ]
         pair.until(lambda: all(answer.end is not None for answer in answers))
         found = [
             [*first.token_ids, *answer.token_ids]
