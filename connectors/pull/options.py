@@ -20,6 +20,7 @@ _KEYS: Final = (
     "max_leased_share",
     "read_timeout_s",
 )
+_MOONCAKE_KEYS: Final = ("protocol", "device_name")
 
 
 class PullOptions(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class PullOptions(msgspec.Struct, frozen=True):
     lease_s:       how long blocks are kept for a reader that does not renew its lease.
     max_leased_share: of the pool, in leased blocks.
     read_timeout_s: a pull that takes longer has failed.
+    protocol, device_name: of Mooncake.
     """
 
     host: str
@@ -39,6 +41,8 @@ class PullOptions(msgspec.Struct, frozen=True):
     lease_s: float
     max_leased_share: float
     read_timeout_s: float
+    protocol: str = ""
+    device_name: str = ""
 
     @property
     def address(self) -> str:
@@ -52,7 +56,8 @@ def url_host(host: str) -> str:
 
 def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
     """Raises ConfigError, which names the option."""
-    options = Options(connector, values, _KEYS)
+    is_mooncake = connector == "mooncake"
+    options = Options(connector, values, (*_KEYS, *(_MOONCAKE_KEYS if is_mooncake else ())))
     host = options.text("host", LOOPBACK) if "host" in values else LOOPBACK
     if host in ("0.0.0.0", "::", "*"):
         raise options.error(f"'host' to be an address that other engines can reach; it is {host!r}")
@@ -78,6 +83,8 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
         options.number("lease_s", 10.0, minimum=0.1),
         share,
         options.number("read_timeout_s", 30.0, minimum=0.1),
+        options.choice("protocol", ("tcp", "rdma")) if is_mooncake else "",
+        options.text("device_name", "mlx5_0") if "device_name" in values else "",
     )
 
 

@@ -260,6 +260,11 @@ class PullConnector(SchedulerConnector):
                 self._commands.keeps.append(remote.source)
 
 
+class MooncakeConnector(PullConnector):
+    transport = "mooncake"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MooncakeWorker"
+
+
 class NixlConnector(PullConnector):
     transport = "nixl"
     worker_half: ClassVar[str] = "longshore.connectors.pull.worker:NixlWorker"

@@ -51,7 +51,7 @@ class PullWorker(WorkerConnector[Commands]):
 
     def register_kv_caches(self, kv_caches: KVCaches, queues: TransferQueues) -> None:
         memory, layout = _memory_of(kv_caches)
-        transport = TRANSPORTS[self.transport]()
+        transport = TRANSPORTS[self.transport](self._options)
         agent = transport.register(memory)
         self._wake = queues.wake
         kv = describe(self.config, self.transport)
@@ -154,6 +154,10 @@ class PullWorker(WorkerConnector[Commands]):
             self._owner.close()
         if self._reader is not None:
             self._reader.close()
+
+
+class MooncakeWorker(PullWorker):
+    transport = "mooncake"
 
 
 class NixlWorker(PullWorker):

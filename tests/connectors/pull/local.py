@@ -111,7 +111,7 @@ class LocalTransport:
         self.reset()
 
 
-transports.TRANSPORTS["local"] = LocalTransport
+transports.TRANSPORTS["local"] = lambda options: LocalTransport()
 
 
 class LocalConnector(PullConnector):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.transport import Memory
 from longshore.connectors.pull.transports import TRANSPORTS
 
@@ -24,7 +25,7 @@ def memory_of(blocks: npt.NDArray[np.uint8]) -> Memory:
 
 
 def main(name: str, *sizes: str) -> None:
-    transport: Any = TRANSPORTS[name]()
+    transport: Any = TRANSPORTS[name](read_options(name, {}))
     num_blocks, block_bytes = map(int, sizes)
     blocks = content(num_blocks, block_bytes)
     print("metadata", transport.register(memory_of(blocks)).hex(), flush=True)

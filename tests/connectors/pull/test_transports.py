@@ -12,6 +12,7 @@ import pytest
 
 import longshore.connectors.pull.nixl as nixl_transport
 from longshore.connectors.pull.layout import Pattern
+from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.transport import BlockReads, Read, ReadState, Transport
 from longshore.connectors.pull.transports import TRANSPORTS
 from longshore.protocol.arrays import Int64Array
@@ -70,7 +71,7 @@ def start_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Owner
 
 class Reader:
     def __init__(self, transport: str, num_blocks: int = 16, block_bytes: int = BLOCK_BYTES):
-        self.transport: Transport = TRANSPORTS[transport]()
+        self.transport: Transport = TRANSPORTS[transport](read_options(transport, {}))
         self.blocks = np.zeros((num_blocks, block_bytes), np.uint8)
         self.transport.register(memory_of(self.blocks))
 
@@ -84,7 +85,7 @@ class Reader:
         return wait(self.transport.post(peer, reads))
 
 
-@pytest.fixture(params=["nixl"])
+@pytest.fixture(params=["mooncake", "nixl"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
@@ -159,6 +160,8 @@ def test_after_a_reset_nothing_is_written_any_more(
     name: str, start_owner: Callable[..., Owner]
 ) -> None:
     """Neither when a stopped owner goes on."""
+    if name == "mooncake":
+        pytest.skip("its reads end by themselves only; then the worker is replaced")
     with Reader(name, 64, LARGE) as reader:
         owner = start_owner(name, 64, LARGE)
         peer = reader.transport.connect(owner.metadata)
