@@ -52,8 +52,7 @@ class MooncakeTransport:
         except ImportError as error:
             raise ConfigError(
                 f"--kv-connector mooncake needs Mooncake, which cannot be imported ({error}). "
-                "Install it: pip install 'longshore[mooncake]', and the system packages "
-                "libibverbs1 and librdmacm1"
+                "Install it: pip install 'longshore[mooncake]', and the system package libibverbs1"
             ) from error
         self._options = options
         self._memory: Memory

@@ -27,9 +27,11 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def processes(model: Path, *, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
+def processes(
+    model: Path, *, prefill: dict[str, Any], decode: dict[str, Any], connector: str = "nixl"
+) -> Pair:
     settings = {"in_process": False}
-    return Pair(model, "nixl", OPTIONS, prefill=settings | prefill, decode=settings | decode)
+    return Pair(model, connector, OPTIONS, prefill=settings | prefill, decode=settings | decode)
 
 
 def settle_all(pair: Pair) -> None:
@@ -60,10 +62,13 @@ def test_tensor_parallel_sizes_may_differ(
 
 
 @pytest.mark.req("CRG-06")
-def test_pipeline_stages_may_differ(model_of: ModelOf) -> None:
+@pytest.mark.req("CRG-11")
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+def test_pipeline_stages_may_differ(connector: str, model_of: ModelOf) -> None:
     model, _ = model_of("windows")
     (expected,) = wanted(model, PROMPTS[0])
-    with processes(model, prefill={"pipeline_parallel_size": 2}, decode={}) as pair:
+    stages = {"pipeline_parallel_size": 2}
+    with processes(model, prefill=stages, decode={}, connector=connector) as pair:
         first = pair.begin(PROMPTS[0])
         answer = pair.go_on(PROMPTS[0], first)
         pair.until(lambda: answer.end is not None)
