@@ -95,11 +95,13 @@ def save_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def document(vocabulary: Vocabulary, num_tokens: int) -> Int32Array:
-    """Tokens of an output that ITEMS allows, each as long as possible."""
+    """Tokens of an output that ITEMS allows, each as long as possible: where the text is forced,
+    llguidance allows only the tokens that it would divide it into."""
     rng = random.Random(1)
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if i > EOS_ID and token}
     longest = max(map(len, ids))
     words = [token.decode() for token in ids if token.isalpha()]
+    matcher = Backends(("llguidance",), vocabulary).compile(ITEMS).matcher()
     found: list[int] = []
     text = b"["
     while len(found) < num_tokens:
@@ -111,9 +113,14 @@ def document(vocabulary: Vocabulary, num_tokens: int) -> Int32Array:
         }
         text += json.dumps(item, separators=(",", ":")).encode() + b","
         while len(text) > longest:
-            size = next(n for n in range(longest, 0, -1) if text[:n] in ids)
-            found.append(ids[text[:size]])
-            text = text[size:]
+            mask = np.zeros(-(-len(vocabulary.tokens) // 32), np.int32)
+            matcher.fill(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            beginnings = (text[:n] for n in range(longest, 0, -1) if text[:n] in ids)
+            token = next(each for each in beginnings if allowed[ids[each]])
+            matcher.accept(ids[token])
+            found.append(ids[token])
+            text = text[len(token) :]
     return np.array(found[:num_tokens], np.int32)
 
 
@@ -197,11 +204,18 @@ def fill_times(vocabulary: Vocabulary, *, num_tokens: int) -> Iterator[dict[str,
     yield row("xgrammar, as vLLM", AsVLLM, lambda: theirs.fill_next_token_bitmask(bitmask, 0))
 
 
-def apply_times(vocab_size: int, batches: list[int], *, repeats: int) -> Iterator[dict[str, Any]]:
-    """Half of the tokens are allowed."""
-    generator = np.random.default_rng(0)
+def apply_times(
+    vocabulary: Vocabulary, batches: list[int], *, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Each row has the mask of another place in a document."""
+    vocab_size = len(vocabulary.tokens)
+    matcher = Backends(("llguidance",), vocabulary).compile(ITEMS).matcher()
+    masks = np.zeros((max(batches), -(-vocab_size // 32)), np.int32)
+    for mask, token_id in zip(masks, document(vocabulary, len(masks)).tolist(), strict=True):
+        matcher.fill(mask)
+        matcher.accept(token_id)
     for num_rows in batches:
-        words = generator.integers(-(2**31), 2**31, (num_rows, -(-vocab_size // 32)), np.int32)
+        words = masks[:num_rows]
         bits = np.ascontiguousarray(words.view(np.uint8)[:, : -(-vocab_size // 8)]).reshape(-1)
         logits = torch.randn(num_rows, vocab_size)
         bitmask = torch.from_numpy(words)
@@ -426,7 +440,7 @@ def main() -> None:
                 found["fill"] += fill_times(vocabulary, num_tokens=1000)
             if "apply" in found:
                 repeats = 20 * options.repeats
-                found["apply"] += apply_times(vocab_size, options.running, repeats=repeats)
+                found["apply"] += apply_times(vocabulary, options.running, repeats=repeats)
             if "steps" in found:
                 found["steps"] += steps(
                     tokenizer,

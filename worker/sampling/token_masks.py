@@ -6,6 +6,7 @@ grammar forbids. Log probabilities are those of the logits before both.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -43,10 +44,16 @@ class TokenMask:
     def on_device(self, device: torch.device, vocab_size: int) -> "DeviceMask":
         """Two copies, on the compute queue."""
         bits = self.bits.to(device, non_blocking=True)
-        shifts = torch.arange(8, dtype=torch.uint8, device=device)
-        allowed = bits.unsqueeze(2).bitwise_right_shift(shifts).bitwise_and_(1)
-        is_forbidden = allowed.flatten(1)[:, :vocab_size] == 0
+        eights = _forbidden_in_byte(device).index_select(0, bits.flatten().int())
+        is_forbidden = eights.view(torch.bool).view(len(bits), -1)[:, :vocab_size]
         return DeviceMask(self.samples.to(device, non_blocking=True), is_forbidden)
+
+
+@cache
+def _forbidden_in_byte(device: torch.device) -> Tensor:
+    """(256,) int64 by the value of a byte: the 8 bools that say which of its bits are 0."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy((bits == 0).view(np.int64).reshape(-1)).to(device)
 
 
 @dataclass(frozen=True)
