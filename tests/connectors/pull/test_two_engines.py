@@ -13,6 +13,7 @@ from longshore.connectors.pull.transport import ReadState
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
 from longshore.testing.engines import settle
+from longshore.worker.transfer.connector import HookFailed
 from tests.connectors.conftest import KINDS
 from tests.connectors.engine import Answer, Engine, prompts_of
 from tests.connectors.pull.local import Network, network
@@ -380,6 +381,21 @@ def test_a_late_read_is_ended_by_force(model_of: ModelOf) -> None:
         pair.settle()
         assert pair.run(PROMPTS[1]) == wanted(model, PROMPTS[1])[0]
         assert pair.num_failed == 1
+
+
+def test_a_transport_that_does_not_confirm_ends_the_worker(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its late read could write at any time; only a new process ends it."""
+    monkeypatch.setattr("longshore.connectors.pull.worker.CONFIRM_TIMEOUT_S", 0.2)
+    model, _ = model_of("full")
+    network.state = lambda number: ReadState.IN_PROGRESS
+    network.may_reset.clear()
+    with Pair(model, options={"read_timeout_s": 0.2}) as pair:
+        answer = pair.go_on(PROMPTS[0], pair.begin(PROMPTS[0]))
+        with pytest.raises(HookFailed, match="did not close its connections within"):
+            pair.until(lambda: answer.end is not None)
+        network.may_reset.set()
 
 
 def test_an_owner_that_is_gone_is_not_waited_for(
