@@ -1,4 +1,4 @@
-"""Which engine gets the next prompt: `EngineChoice` compared with other rules, in a simulation.
+"""Which engine gets the next prompt: `least_loaded` compared with other rules, in a simulation.
 
     python benchmarks/engine_choice.py [--requests 2000] [--repeats 2] [--json F]
 
@@ -8,7 +8,7 @@ for each decoding request, then prompt chunks of the others, oldest first. A ste
 gateways. Prompt lengths are log-normal with a median of 245 tokens and a sigma of 1.3 (alike: 0.3),
 answer lengths exponential with a mean of 150 tokens. Engines report once a second. Rules:
 
-`choice`   EngineChoice.                  `requests` the same, without prompt lengths.
+`choice`   the policy.                    `requests` the same, without prompt lengths.
 `own`      the same, without reports.     `whole`    the same, with reports at full weight.
 `turn`     round robin.                   `random`   random.
 
@@ -25,8 +25,9 @@ from typing import Any, Final
 import numpy as np
 import report
 
-from longshore.deploy.gateway.engines import engine_choice
-from longshore.deploy.gateway.engines.engine_choice import EngineChoice
+from longshore.deploy.gateway.router.engine_loads import TOKENS_PER_REQUEST
+from longshore.deploy.gateway.router.policies import Decision, RoutedPrompt
+from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.requests import AddRequest
@@ -48,6 +49,7 @@ CASES: Final = (
     ("4 gateways, a slow engine", 4, 4, 1.3, 15.0, True),
 )
 
+NO_PROMPT: Final = RoutedPrompt(())
 NO_MESSAGE: Final = AddRequest("", 0, EMPTY_INT32, SamplingParams())
 
 
@@ -88,27 +90,27 @@ class Gateway:
         self.num_own = [0] * num_engines
         self._rule = rule
         self._num_sent = number
-        self.choice = EngineChoice(num_engines, number=number, num_gateways=num_gateways)
+        self.router = Router(num_engines, number=number, num_gateways=num_gateways)
         self._weight = num_gateways if rule == "whole" else int(rule != "own")
 
     def hear(self, engine: int, num_requests: int) -> None:
         num_own = self.num_own[engine]
         others = self._weight * (num_requests - num_own)
-        self.choice.note_report(engine, num_requests=num_own + others, num_own=num_own)
+        self.router.loads.note_report(engine, num_requests=num_own + others, num_own=num_own)
 
     def choose(self, rng: random.Random) -> int:
         self._num_sent += 1
         if self._rule in ("turn", "random"):
             draw = self._num_sent if self._rule == "turn" else rng.randrange(len(self.num_own))
             return draw % len(self.num_own)
-        engine = self.choice.choose(self.num_own, [True] * len(self.num_own))
-        assert engine is not None
-        return engine
+        decision = self.router.choose(NO_PROMPT, self.num_own, [True] * len(self.num_own), 0.0)
+        assert decision is not None
+        return decision.engine
 
     def send(self, engine: int, live: LiveRequest) -> None:
         self.num_own[engine] += 1
         if self._rule != "requests":
-            self.choice.note_prompt(engine, live)
+            self.router.note_sent(Decision(engine, "load"), live)
 
 
 class Simulation:
@@ -170,7 +172,7 @@ class Simulation:
         for request in sampling:
             if not request.live.num_taken:
                 self.ttft_s.append(now - request.arrived_s)
-                self._gateways[request.gateway].choice.note_answer(request.live)
+                self._gateways[request.gateway].router.note_answer(request.live, now)
             request.live.taken_token_ids.append(0)
             request.num_left -= 1
             if not request.num_left:
@@ -217,7 +219,7 @@ def main() -> None:
         for rule in RULES
         if case[1] > 1 or rule not in ("own", "whole")  # which differ with several gateways only
     ]
-    report.write(options.json, rows, tokens_per_request=engine_choice.TOKENS_PER_REQUEST)
+    report.write(options.json, rows, tokens_per_request=TOKENS_PER_REQUEST)
 
 
 if __name__ == "__main__":

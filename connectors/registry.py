@@ -37,7 +37,9 @@ BUILT_IN: Final = {
     "example": "longshore.connectors.example.scheduler:ExampleConnector",
     "hidden_states": "longshore.connectors.hidden_states.scheduler:HiddenStatesConnector",
     "lmcache": "longshore.connectors.lmcache.scheduler:LMCacheConnector",
+    "mooncake": "longshore.connectors.pull.scheduler:MooncakeConnector",
     "multi": "longshore.connectors.multi.scheduler:MultiConnector",
+    "nixl": "longshore.connectors.pull.scheduler:NixlConnector",
     "offloading": "longshore.connectors.offloading.connector:OffloadingConnector",
     "simple_cpu": "longshore.connectors.simple_cpu:SimpleCPUConnector",
 }
@@ -110,6 +112,7 @@ def engine_fields(
         "identity": identity,
         "kv_dtype": kv_cache.dtype,
         "kv_layout": kv_cache.layout,
+        "kv_rotation": kv_cache.rotation,
         "namespace": _namespace(identity, kv_cache, len(rank_block_bytes)),
     }
 

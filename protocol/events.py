@@ -15,9 +15,9 @@ from longshore.protocol.transport.channel import Endpoint
 
 # Events of single blocks
 
-Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "STORAGE"]
-"""Where a block is: the block pool of the device (also if that is a CPU), host memory, files, or an
-object or key-value store."""
+Medium: TypeAlias = Literal["GPU", "CPU", "DISK", "STORAGE", "REMOTE"]
+"""Where a block is: the block pool of the device (also if that is a CPU), host memory, files, an
+object or key-value store, or the memory of another engine."""
 Locality: TypeAlias = Literal["LOCAL", "REMOTE"]
 """Whether other hosts can have the same storage. None: not specified."""
 MEDIUM_GPU: Final[Medium] = "GPU"

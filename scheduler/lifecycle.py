@@ -243,7 +243,7 @@ class Lifecycle(SchedulerPart):
             self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant.name, now=now)
         kv_transfer_params = None
         if self.transfers is not None:
-            action = self.transfers.finish(request, blocks)
+            action = self.transfers.finish(request, blocks, outcome.reason)
             kv_transfer_params = action.params
             if action.delay_free:
                 blocks = None

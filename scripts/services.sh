@@ -10,6 +10,7 @@ ensure_services() {
     package=${program#*:}
     command -v "${program%%:*}" >/dev/null || missing+=("$package")
   done
+  ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1) # for Mooncake
   if ((${#missing[@]})); then
     echo "installing ${missing[*]}" >&2
     apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive \
@@ -21,6 +22,10 @@ ensure_services() {
   if ! .venv/bin/python -c 'import nixl._api' 2>/dev/null; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
       'nixl>=1.5' 'nixl-cu13>=1.5' || return
+  fi
+  if ! .venv/bin/python -c 'import mooncake.engine' 2>/dev/null; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+      'mooncake-transfer-engine-non-cuda>=0.3.13' || return
   fi
   if ! .venv/bin/python -c 'import xgrammar' 2>/dev/null; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \

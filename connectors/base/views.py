@@ -10,6 +10,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.events import Medium
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import TierStats
 
 CONTRACT_VERSION: Final = 1
@@ -30,7 +31,7 @@ class ConnectorConfig:
     rank_block_bytes: bytes that a block of the largest group needs on each rank.
     engine_id:  identifies the engine and its epoch.
     model_name: for messages; empty in the scheduler.
-    identity, kv_dtype, kv_layout: of the engine and its KV cache.
+    identity, kv_dtype, kv_layout, kv_rotation: of the engine and its KV cache.
     namespace:  digest of everything that stored KV depends on besides its block hash: model, dtype,
                 layout and hash seed. KV that was stored in another namespace must not be loaded.
     publishes_events: whether `take_events` is called. If not, keep no events.
@@ -49,6 +50,7 @@ class ConnectorConfig:
     identity: EngineIdentity | None = None
     kv_dtype: str = ""
     kv_layout: str = ""
+    kv_rotation: str = ""
     namespace: str = ""
     publishes_events: bool = False
 
@@ -61,6 +63,7 @@ class RequestView:
     block_hashes: hashes of its full blocks known so far, one per `ConnectorConfig.hash_block_size`
                   tokens. Do not keep it: it grows.
     waiting_s:    in a lookup, time since the request arrived.
+    finish_reason: in `request_finished`, why it ends.
     """
 
     request_id: str
@@ -72,6 +75,7 @@ class RequestView:
     lora_name: str | None = None
     job_id: str | None = None
     waiting_s: float = 0.0
+    finish_reason: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:

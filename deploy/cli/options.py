@@ -18,6 +18,7 @@ from longshore.deploy.cli.setting_checks import (
 )
 from longshore.deploy.cli.vllm_settings import translate_settings
 from longshore.deploy.gateway.api_keys import CacheSharing
+from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
@@ -71,6 +72,7 @@ MAX_RESTARTS: Final = 1000
 MAX_STANDBY_WORKERS: Final = 8
 MIN_HANG_TIMEOUT_S: Final = 3.0
 MAX_PROCESSES: Final = 64  # for replicas and for gateways, separately
+MAX_INDEX_BLOCKS: Final = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +334,15 @@ class ServeOptions(EngineOptions):
 
     Attributes:
         replicas: Number of engines with the same model and settings, each with its own scheduler
-            and workers. A prompt goes to the least loaded engine. Replicas use consecutive GPUs, or
-            share the CPU and its memory.
+            and workers. Replicas use consecutive GPUs, or share the CPU and its memory.
+        routing_policy: Which engine gets a prompt, with several replicas: the least loaded one
+            (least_loaded), the next in turn (round_robin), the one that has its prefix in the
+            KV cache, unless that is too loaded (prefix_aware), or the same one for all requests
+            of a session (session_affinity).
+        routing_session_header: Header of requests that names their session, for session_affinity.
+            Without it, prompt_cache_key and user are used.
+        routing_index_blocks: Maximum number of KV blocks that each gateway knows of, for
+            prefix_aware; each takes about 170 bytes.
         gateways: Number of processes that serve the port. Raise it if one gateway uses a whole
             core.
         host: Address to listen on; 0.0.0.0 is every interface.
@@ -388,6 +397,9 @@ class ServeOptions(EngineOptions):
     """
 
     replicas: Annotated[int, _RANKS] = 1
+    routing_policy: Annotated[PolicyName, _RANKS] = "least_loaded"
+    routing_session_header: Annotated[str, _RANKS] = "x-session-id"
+    routing_index_blocks: Annotated[int, _RANKS] = 1_000_000
     gateways: Annotated[int, _SERVER] = 1
     host: Annotated[str, _SERVER] = "127.0.0.1"
     port: Annotated[int, _SERVER] = 8000
@@ -420,6 +432,7 @@ class ServeOptions(EngineOptions):
         super().__post_init__()
         check_range("replicas", self.replicas, 1, MAX_PROCESSES)
         check_range("gateways", self.gateways, 1, MAX_PROCESSES)
+        self._check_routing()
         if self.replicas > 1 and ":" in self.device:
             raise ConfigError(
                 f"device={self.device!r} selects one GPU, but replicas={self.replicas} need "
@@ -481,6 +494,29 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 f"unread_timeout_s={self.unread_timeout_s} must be above 0 and at most "
                 f"{MAX_TIMEOUT_S}"
+            )
+
+    def _check_routing(self) -> None:
+        if self.routing_policy not in POLICY_NAMES:
+            raise ConfigError(
+                f"routing_policy={self.routing_policy!r} is unknown; use one of "
+                f"{', '.join(POLICY_NAMES)}"
+            )
+        if not re.fullmatch(r"[a-z0-9-]{1,64}", self.routing_session_header):
+            raise ConfigError(
+                f"routing_session_header={self.routing_session_header!r} must be 1 to 64 "
+                "lower-case letters, digits and dashes: names of headers are compared in lower case"
+            )
+        check_range("routing_index_blocks", self.routing_index_blocks, 1, MAX_INDEX_BLOCKS)
+        if self.routing_policy != "prefix_aware":
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError("routing_policy=prefix_aware needs enable_prefix_caching")
+        if (self.kv_events_format, self.kv_events_hashes) != ("arrays", "bytes"):
+            raise ConfigError(
+                f"routing_policy=prefix_aware reads KV events as arrays with whole hashes, but "
+                f"kv_events_format={self.kv_events_format} and kv_events_hashes="
+                f"{self.kv_events_hashes}. Remove these settings, or use another policy."
             )
 
 

@@ -22,6 +22,7 @@ from longshore.deploy.cli.ready_message import (
 from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.gateway.router.config import PrefixRoutingConfig, RoutingConfig
 from longshore.deploy.gateway.text.tokenizer import check_chat_template
 from longshore.deploy.machine.device import require_device
 from longshore.deploy.model.folder import ModelFolder
@@ -34,6 +35,7 @@ from longshore.deploy.supervisor.engine_config import (
     plan_engine,
 )
 from longshore.deploy.supervisor.host_memory import check_host_memory
+from longshore.deploy.supervisor.kv_events import event_source, kv_events_config
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
@@ -42,7 +44,7 @@ from longshore.deploy.supervisor.replica import replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import StopRequested, Supervisor
-from longshore.protocol.errors import EngineDead
+from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.transport.channel import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -124,7 +126,14 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     api_keys = _api_keys(options)
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
+    if options.routing_policy == "prefix_aware" and options.replicas > 1:
+        options = replace(options, enable_kv_cache_events=True)
     plan = plan_engine(options, model)
+    if options.routing_policy == "prefix_aware" and not plan.cache.enable_prefix_caching:
+        raise ConfigError(
+            "routing_policy=prefix_aware: the tokens of this model attend to later ones, so no "
+            "prefix can be reused. Use another policy."
+        )
     load_parsers(options.tool_call_parser, options.reasoning_parser, "")
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
@@ -182,16 +191,40 @@ class _Deployment:
             str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
         )
         clients = tuple(clients for _, clients in engines)
+        routing = self._routing(runtime_dir)
         return [
             *(worker for (*workers, _), _ in engines for worker in workers),
             *(scheduler for (*_, scheduler), _ in engines),
             *(
                 self._gateway(
-                    number, listener, key_usage_fd=key_usage_fd, engines=clients, peers=peers
+                    number,
+                    listener,
+                    key_usage_fd=key_usage_fd,
+                    engines=clients,
+                    peers=peers,
+                    routing=routing,
                 )
                 for number, listener in enumerate(listeners)
             ),
         ]
+
+    def _routing(self, runtime_dir: RuntimeDir) -> RoutingConfig:
+        options, plan = self.options, self.plan
+        prefix = None
+        events = [
+            event_source(config, runtime_dir)
+            for replica in replicas(options.replicas)
+            if (config := kv_events_config(options, runtime_dir, replica)) is not None
+        ]
+        if options.routing_policy == "prefix_aware" and len(events) > 1:
+            prefix = PrefixRoutingConfig(
+                events=tuple(events),
+                hash_seed=plan.hash_seed.hex(),
+                hash_algorithm=plan.cache.hash_algorithm,
+                tokens_per_hash=plan.cache.tokens_per_hash,
+                max_hashes=options.routing_index_blocks,
+            )
+        return RoutingConfig(options.routing_policy, options.routing_session_header, prefix)
 
     def _gateway(
         self,
@@ -201,6 +234,7 @@ class _Deployment:
         key_usage_fd: int | None,
         engines: tuple[Endpoint, ...],
         peers: tuple[str, ...],
+        routing: RoutingConfig,
     ) -> ProcessSpec:
         options, plan, model = self.options, self.plan, self.plan.model
         name, *aliases = options.served_model_name or (model.name,)
@@ -236,6 +270,7 @@ class _Deployment:
             access_log=options.access_log,
             vllm_metrics=options.metrics_names == "vllm",
             strict_requests=options.strict_requests,
+            routing=routing,
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

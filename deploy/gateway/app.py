@@ -67,6 +67,8 @@ class Gateway:
     access_log: log a line at info for every HTTP request.
     vllm_metrics: return the metrics under vLLM's names, too.
     is_strict: reject unknown fields of requests.
+
+    lacking_knowledge: returns what routing does not know, for /health; None if it knows all.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Gateway:
         self.metrics = GatewayMetrics(models[0].id, vllm_names=vllm_metrics)
         self.metrics.watch_readiness(not_ready_reason)
         self._not_ready_reason = not_ready_reason
+        self.lacking_knowledge: Callable[[], str | None] = lambda: None
         self.peers = PeerGateways(
             number,
             peers,
@@ -185,6 +188,8 @@ class Gateway:
         """Liveness: this process answers. Its answer says also what the engines lack."""
         reason = self._not_ready_reason()
         state = "alive" if reason is None else f"alive; not ready: {reason}"
+        if reason is None and (lacking := self.lacking_knowledge()) is not None:
+            state = f"alive; {lacking}"
         return Response(f"{state}\n", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:

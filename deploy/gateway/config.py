@@ -3,6 +3,7 @@
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
@@ -39,6 +40,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     access_log:        log a line at info for every HTTP request.
     vllm_metrics:      return the metrics under vLLM's names, too.
     strict_requests:   reject unknown fields of requests instead of ignoring them.
+    routing:           which engine gets a prompt.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -78,6 +80,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     access_log: bool = False
     vllm_metrics: bool = False
     strict_requests: bool = False
+    routing: RoutingConfig = RoutingConfig()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

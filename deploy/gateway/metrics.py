@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 import longshore
 from longshore.deploy.cli.metric_samples import Sample, sample_of
@@ -187,6 +188,10 @@ class GatewayMetrics:
         self._durations = {reason: durations.labels(reason) for reason in _REASONS}
         self._engines = EngineMetrics()
         registry.register(self._engines)
+
+    def watch(self, collector: Collector) -> None:
+        """Add the metrics of a collector, which is called at every scrape."""
+        self._registry.register(collector)
 
     def watch_restarts(self, read: Callable[[], RestartRecord]) -> None:
         """Set the function that returns the restarts so far at every scrape."""

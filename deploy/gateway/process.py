@@ -33,6 +33,7 @@ from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
 from longshore.deploy.gateway.responses_api.store import ResponseStore
+from longshore.deploy.gateway.router.routing import Routing
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
 from longshore.deploy.parsers.registry import load_parsers
@@ -141,13 +142,22 @@ class GatewayProcess:
         self._gateway.metrics.watch_restarts(partial(read_restarts, self._runtime_dir))
         name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
+        self._routing = Routing(
+            config.routing,
+            len(config.engines),
+            number=config.number,
+            num_gateways=max(1, len(config.peers)),
+        )
+        self._gateway.metrics.watch(self._routing)
+        self._gateway.lacking_knowledge = self._routing.lacking_knowledge
         self._engines = Engines(
             config.engines,
             hello,
+            router=self._routing.router,
             number=config.number,
-            num_gateways=max(1, len(config.peers)),
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
+            on_ready=self._routing.follow,
             why_stopped=partial(read_death_note, self._runtime_dir),
             why_lost=self._why_lost,
         )
@@ -158,7 +168,7 @@ class GatewayProcess:
                     BoundedConnection,
                     unread_timeout_s=config.unread_timeout_s,
                     max_connections=partial(
-                        connections_left, 2 * len(config.engines) + len(config.peers)
+                        connections_left, 4 * len(config.engines) + len(config.peers)
                     ),
                 ),
                 ws="none",
@@ -193,6 +203,7 @@ class GatewayProcess:
             )
         lifeline.report(Progress("waiting for the scheduler"))
         engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
+        await self._routing.wait_until_known()
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,
@@ -218,6 +229,11 @@ class GatewayProcess:
                 parsers=_answer_parsers(config, tokenizer),
                 has_score_template=config.chat_template is not None,
                 model_aliases=config.model_aliases,
+                session_header=(
+                    config.routing.session_header
+                    if config.routing.policy == "session_affinity"
+                    else None
+                ),
             )
         )
         # All present objects live as long as the process, so the garbage collector can skip them.
@@ -270,6 +286,7 @@ class GatewayProcess:
 
     def close(self) -> None:
         self._engines.close()
+        self._routing.close()
 
 
 class _Server(uvicorn.Server):

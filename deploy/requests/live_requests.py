@@ -60,6 +60,7 @@ class LiveRequest:
     finished:      set when the request has finished; no token comes after it.
     failure:       set if the engine died before that.
     engine:        number of the engine that has the request.
+    session_key:   requests with the same one belong together, for routing.
     opened_s:      when it was opened, by `time.monotonic`.
     on_change:     called after new tokens, the finish or a failure.
     """
@@ -79,6 +80,7 @@ class LiveRequest:
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
     engine: int = 0
+    session_key: str | None = None
     opened_s: float = field(default_factory=time.monotonic)
 
     @property

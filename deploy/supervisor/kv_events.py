@@ -5,7 +5,10 @@ import socket
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
@@ -13,7 +16,9 @@ from longshore.deploy.supervisor.state_dir import StateDir, check_private
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint, is_loopback
+from longshore.protocol.transport.security import CurveKeys
 
+_EVERY_INTERFACE: Final = re.compile(r"^tcp://(\*|0\.0\.0\.0|\[::\]):")
 _TCP: Final = re.compile(r"(tcp://(?:[\w.*-]+|\[[0-9A-Fa-f:.]+\])):(\d{1,5})")
 
 
@@ -25,13 +30,15 @@ def kv_events_config(
         return None
     event_keys = EventKeys(StateDir(options.state_dir))
     keys = event_keys.of_engines()
+    if keys is not None:
+        keys = msgspec.structs.replace(keys, also_authorized=(runtime_dir.client_keys.public,))
 
     def endpoint(setting: str, file_name: str) -> Endpoint:
         address: str | None = getattr(options, setting)
         if address is None:
             path = runtime_dir.socket_path(replica.file_name(file_name))
             return Endpoint(f"ipc://{path}", keys)
-        return _endpoint(setting, address, replica, event_keys)
+        return _endpoint(setting, address, replica, keys, event_keys.folder)
 
     _check_distinct(options, replica.count)
     return KVEventsConfig(
@@ -43,6 +50,22 @@ def kv_events_config(
         hashes=options.kv_events_hashes,
         engine_number=replica.number,
     )
+
+
+def event_source(config: KVEventsConfig, runtime_dir: RuntimeDir) -> EventSource:
+    """How a gateway of the same deployment connects to what `config` describes."""
+    return EventSource(
+        _connecting(config.endpoint, runtime_dir),
+        _connecting(config.replay_endpoint, runtime_dir),
+        config.topic,
+    )
+
+
+def _connecting(endpoint: Endpoint, runtime_dir: RuntimeDir) -> Endpoint:
+    keys = None
+    if endpoint.curve is not None:
+        keys = msgspec.structs.replace(runtime_dir.client_keys, server=endpoint.curve.public)
+    return Endpoint(_EVERY_INTERFACE.sub("tcp://127.0.0.1:", endpoint.address), keys)
 
 
 def _check_distinct(options: EngineOptions, num_engines: int) -> None:
@@ -59,10 +82,11 @@ def _check_distinct(options: EngineOptions, num_engines: int) -> None:
         )
 
 
-def _endpoint(name: str, address: str, replica: Replica, event_keys: EventKeys) -> Endpoint:
+def _endpoint(
+    name: str, address: str, replica: Replica, keys: CurveKeys | None, key_folder: Path
+) -> Endpoint:
     """The address of one engine: engines of a deployment have consecutive ports, or files with
     their numbers."""
-    keys = event_keys.of_engines()
     if address.startswith("ipc://"):
         path = Path(replica.file_name(address.removeprefix("ipc://")))
         _check_socket(name, path)
@@ -74,7 +98,7 @@ def _endpoint(name: str, address: str, replica: Replica, event_keys: EventKeys) 
     if keys is None and not is_loopback(endpoint):
         raise ConfigError(
             f"{name}={address!r} can be reached from other hosts, and the events contain the "
-            f"tokens of all prompts, but there are no keys in {event_keys.folder}. Make them with "
+            f"tokens of all prompts, but there are no keys in {key_folder}. Make them with "
             "`longshore keys create NAME`, or use ipc:// or tcp://127.0.0.1:PORT."
         )
     return endpoint

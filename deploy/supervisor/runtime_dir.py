@@ -8,10 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import zmq
+
 from longshore.deploy.supervisor.abandoned_dirs import PREFIX, claim, remove_abandoned
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
-from longshore.protocol.transport.security import new_secret
+from longshore.protocol.transport.security import CurveKeys, new_secret
 
 # sockaddr_un has 107 bytes and a terminating zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -21,7 +23,10 @@ _PROGRESS_NOTE: Final = "progress.txt"
 
 class RuntimeDir:
     """A 0700 directory in the system's temporary directory (set by `TMPDIR`). Creating one removes
-    those that killed deployments have left."""
+    those that killed deployments have left.
+
+    client_keys: for processes of this deployment, where sockets accept lists of public keys.
+    """
 
     def __init__(self) -> None:
         remove_abandoned(Path(tempfile.gettempdir()))
@@ -29,6 +34,8 @@ class RuntimeDir:
         self._lock_fd: int | None = claim(self.path)
         self._memory_fds: list[int] = []
         self._secret = new_secret()
+        public, secret = zmq.curve_keypair()
+        self.client_keys = CurveKeys(public.decode(), secret.decode())
 
     def endpoint(self, name: str) -> Endpoint:
         """A ZMQ socket in this directory, for the processes of this deployment only: they get its

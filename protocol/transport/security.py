@@ -5,6 +5,7 @@ no message, and what it sends is not delivered.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
@@ -30,12 +31,14 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server:     public key of the server, for an end that connects.
     authorized: file with the public keys of the only clients that an end that binds accepts, one at
                 the start of each line. It is read for each new connection.
+    also_authorized: public keys of clients that are accepted in addition.
     """
 
     public: str
     secret: str
     server: str | None = None
     authorized: str | None = None
+    also_authorized: tuple[str, ...] = ()
 
 
 def new_secret() -> str:
@@ -79,24 +82,29 @@ def use_keys(
     if keys.authorized is None:
         raise ConfigError(f"endpoint {address!r} allows no client keys; no client could connect")
     # The address is the ZAP domain, so that each endpoint has its own list.
+    authorized = AuthorizedKeys(keys.authorized, keys.also_authorized)
     _authenticator(context).configure_curve_callback(
         domain=address,
-        credentials_provider=SimpleNamespace(callback=AuthorizedKeys(keys.authorized).allow),
+        credentials_provider=SimpleNamespace(callback=authorized.allow),
     )
     socket.setsockopt(zmq.ZAP_DOMAIN, address.encode())
     socket.curve_server = True
 
 
 class AuthorizedKeys:
-    """The list of clients in a file. Keys can be added and removed while the socket is in use."""
+    """The list of clients in a file, and `others`. Keys can be added to and removed from the file
+    while the socket is in use."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, others: Sequence[str] = ()) -> None:
         self._path = Path(path)
+        self._others = {key.encode() for key in others}
         self._warnings = LogLimit(logger, max_per_second=1)
 
     def allow(self, domain: str, key: bytes) -> bool:
         """Whether a client with this public key may connect. Called in ZMQ's authenticator thread,
         which would end with an exception."""
+        if key in self._others:
+            return True
         try:
             with self._path.open("rb") as file:
                 lines = file.read(MAX_AUTHORIZED_BYTES).splitlines()

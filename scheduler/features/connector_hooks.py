@@ -7,6 +7,7 @@ from typing import TypeVar
 from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.outputs import FinishReason
 from longshore.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,10 @@ class ConnectorHooks:
 
 
 def view_of(
-    request: Request, token_ids: Int32Array | None = None, waiting_s: float = 0.0
+    request: Request,
+    token_ids: Int32Array | None = None,
+    waiting_s: float = 0.0,
+    finish_reason: FinishReason | None = None,
 ) -> RequestView:
     """A connector's view of a request. token_ids: of a running one."""
     token_ids = (request.token_ids if token_ids is None else token_ids).view()
@@ -86,4 +90,5 @@ def view_of(
         lora_name=request.lora_name,
         job_id=request.job_id,
         waiting_s=waiting_s,
+        finish_reason=finish_reason,
     )

@@ -23,7 +23,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
-from longshore.protocol.outputs import TransferReport
+from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.connector_hooks import ConnectorHooks, view_of
 from longshore.scheduler.features.step_loads import StepLoads
@@ -151,12 +151,15 @@ class Transfers:
         self.num_hit_tokens += num_external
         request.num_external_tokens = num_external
 
-    def finish(self, request: Request, blocks: HeldBlocks | None) -> FinishAction:
+    def finish(
+        self, request: Request, blocks: HeldBlocks | None, reason: FinishReason
+    ) -> FinishAction:
         """The request ends with these blocks. A send may take them over."""
         block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
         if blocks is not None:
             block_ids = blocks.block_ids
-        action = self.hooks.call(self.connector.request_finished, view_of(request), block_ids)
+        view = view_of(request, finish_reason=reason)
+        action = self.hooks.call(self.connector.request_finished, view, block_ids)
         if action.delay_free and blocks is not None:
             self._sends[request.request_id] = _Transfer(blocks)
         return action

@@ -109,15 +109,17 @@ class Engine:
 
     def until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
-            outputs = self.engine.receive()
-            if outputs is None:
-                continue
-            for handle, token in zip(
-                outputs.handles.tolist(), outputs.tokens.tolist(), strict=True
-            ):
-                self._answers[handle].token_ids.append(token)
-            for end in outputs.finished:
-                self._answers[end.handle].end = end
+            self.receive()
+
+    def receive(self) -> None:
+        """Take the outputs of one step, if there are any."""
+        outputs = self.engine.receive()
+        if outputs is None:
+            return
+        for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+            self._answers[handle].token_ids.append(token)
+        for end in outputs.finished:
+            self._answers[end.handle].end = end
 
     def wait(self, *answers: Answer) -> None:
         self.until(lambda: all(answer.end is not None for answer in answers))

@@ -6,11 +6,24 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.router.block_index import BlockIndex
+from longshore.deploy.gateway.router.event_follower import EventFollower
+from longshore.deploy.gateway.router.policies import PrefixAware, RoutedPrompt
+from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
 from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
 from longshore.deploy.supervisor.restart_history import RestartRecord
+from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from tests.deploy.gateway.fake_engine import STATS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def routing() -> RoutingMetrics:
+    index = BlockIndex(1, tokens_per_hash=16, max_hashes=1)
+    router = Router(1, PrefixAware(index, BlockHasher(16, b"")))
+    router.choose(RoutedPrompt(()), [0], [True], 0.0)
+    return RoutingMetrics(router, index, [EventFollower(index, 0, lambda request: None)])
 
 
 def rows() -> set[str]:
@@ -18,6 +31,7 @@ def rows() -> set[str]:
     metrics.observe_scheduler("0", STATS)
     metrics.responses.labels("/v1/models", "200").inc()
     metrics.keys.counts("a")
+    metrics.watch(routing())
     metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
     rows, ending = set(), {}
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.gateway.router.policies import POLICY_NAMES
 from tests.conftest import ROOT
 from tests.worker.kernels.variants import NATIVE
 
@@ -146,6 +147,24 @@ def test_every_rule_for_choosing_an_engine_is_simulated_where_it_differs(tmp_pat
     for row in result.rows:
         assert 0 < row["ttft_ms"] <= row["ttft_p99_ms"]
         assert 0 <= row["spread"] <= 20
+
+
+def test_routing_policies_are_compared_with_one_pool(tmp_path: Path) -> None:
+    sizes = ("--requests", "60", "--engines", "2", "--blocks", "1200", "--restart-every-s", "5")
+    result = Result(tmp_path, "routing.py", *sizes)
+    assert [row["policy"] for row in result.rows] == 2 * list(POLICY_NAMES)
+    for row in result.rows:
+        assert 0 <= row["hit_rate"] < 1
+        assert 1 <= row["imbalance"] <= 2
+        assert ("unknown" in row) == (row["policy"] == "prefix_aware")
+
+
+def test_routing_decisions_and_events_are_measured(tmp_path: Path) -> None:
+    result = Result(tmp_path, "routing_cost.py", "--repeats", "3", "--max-blocks", "10000")
+    assert [row["found"] for row in result.rows] == [0, 64]
+    assert all(0 < row["hash_us"] < row["p99_us"] for row in result.rows)
+    (events,) = result.all["events"]
+    assert events["bytes_per_block"] > 100
 
 
 @pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")

@@ -1,14 +1,13 @@
 """I/O through NIXL's POSIX backend: io_uring if the kernel permits it, else asynchronous I/O."""
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Final
 
+from longshore.connectors.nixl_library import load_nixl
 from longshore.connectors.offloading.disk.io import (
     Bytes,
     Direction,
@@ -43,11 +42,9 @@ class NixlIo:
 
     def __init__(self) -> None:
         try:
-            api = import_module("nixl._api")
+            api, self._errors = load_nixl()
         except ImportError as error:
             raise NixlUnusable(str(error)) from error
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
-        self._errors = _exceptions_of(api.nixlBind)
         self._lock = threading.Lock()  # an agent is not thread-safe
         self._agent_name = f"longshore-disk-{os.getpid()}-{id(self)}"
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -148,15 +145,3 @@ def _joined(pieces: Sequence[Bytes], addresses: Sequence[int]) -> list[tuple[int
         else:
             joined.append((address, len(piece)))
     return joined
-
-
-def _exceptions_of(bindings: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions, which have no common base."""
-    return (
-        RuntimeError,
-        *(
-            value
-            for name, value in vars(bindings).items()
-            if name.endswith("Error") and isinstance(value, type) and issubclass(value, Exception)
-        ),
-    )

@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Unpack
 
-from longshore.deploy.gateway.engines.engine_choice import EngineChoice
 from longshore.deploy.gateway.engines.engine_client import EngineClient
+from longshore.deploy.gateway.router.policies import (
+    Decision,
+    RoutedPrompt,
+    can_reuse,
+    extra_keys_of,
+)
+from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,
@@ -27,10 +33,12 @@ class Engines:
     """Sends each prompt to one engine, and its forks (samples, beams) to the same one. Create it
     inside a running loop.
 
-    number, num_gateways: number of this gateway, and of gateways that use the engines.
+    router:   decides which engine gets a prompt.
+    number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
     on_stats: called with an engine's number and its statistics.
+    on_ready: called with an engine's number and whether it is ready, at every change of its state.
     why_stopped: see EngineClient.
     why_lost: returns the supervisor's reason why an engine, by its number, is being restarted.
     """
@@ -40,15 +48,18 @@ class Engines:
         endpoints: Sequence[Endpoint],
         hello: ClientHello,
         *,
+        router: Router | None = None,
         number: int = 0,
-        num_gateways: int = 1,
         seed: int | None = None,
         on_stats: Callable[[str, SchedulerStats], None],
+        on_ready: Callable[[int, bool], None] = lambda engine, is_ready: None,
         why_stopped: Callable[[], str | None] = lambda: None,
         why_lost: Callable[[int], str | None] = lambda engine: None,
     ) -> None:
-        self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
+        self._router = router or Router(len(endpoints))
+        self._loop = asyncio.get_running_loop()
         self._on_stats = on_stats
+        self._on_ready = on_ready
         self._why_lost = why_lost
         self._is_draining = False
         self.clients: list[EngineClient] = []
@@ -68,7 +79,7 @@ class Engines:
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
-            self._choice.note_report(
+            self._router.loads.note_report(
                 engine,
                 num_requests=stats.num_running + stats.num_waiting,
                 num_own=self.clients[engine].num_live_requests,
@@ -109,7 +120,7 @@ class Engines:
     def num_live_requests(self) -> int:
         """Live requests of the deployment; those of other gateways as of the engines' last
         report."""
-        return self.num_own_requests + self._choice.num_others
+        return self.num_own_requests + self._router.loads.num_others
 
     async def wait_until_ready(self, *, awaits_all: bool = True) -> EngineReady:
         """Wait for all engines, or for one; the others join later. Returns the description of one.
@@ -138,41 +149,63 @@ class Engines:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        *,
+        session_key: str | None = None,
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
-        """Queue one request at the least loaded engine, or a fork at its parent's engine; see
-        `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead."""
+        """Queue one request at the engine that the router chooses, or a fork at its parent's
+        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead.
+
+        session_key: requests with the same one belong together.
+        """
         fork_of = fields.get("fork_of")
         if fork_of is not None and not self._usable()[fork_of.engine]:
             fork_of = fields["fork_of"] = None  # what it would start from is lost
-        engine = self._choose() if fork_of is None else fork_of.engine
-        live = self.clients[engine].submit(
-            request_id,
+        if fork_of is not None:
+            return self.clients[fork_of.engine].submit(
+                request_id, prompt_token_ids, sampling, **fields
+            )
+        prompt = RoutedPrompt(
             prompt_token_ids,
-            sampling,
-            **fields,
+            extra_keys_of(fields.get("cache_salt"), fields.get("multimodal", ())),
+            uses_prefix=can_reuse(
+                sampling, fields.get("pooling"), skips_reading=fields.get("skips_reading", False)
+            ),
+            session_key=session_key,
         )
-        if fork_of is None:
-            self._await_first_change(live)
+        decision = self._choose(prompt)
+        live = self.clients[decision.engine].submit(
+            request_id, prompt_token_ids, sampling, **fields
+        )
+        live.session_key = session_key
+        self._await_first_change(live, decision)
         return live
 
-    def _await_first_change(self, live: LiveRequest) -> None:
-        self._choice.note_prompt(live.engine, live)
+    def _await_first_change(self, live: LiveRequest, decision: Decision) -> None:
+        if live.engine != decision.engine:
+            return  # that engine was lost meanwhile, and the request was moved
+        self._router.note_sent(decision, live)
         live.on_change = partial(self._first_change, live, live.on_change)
 
     def _first_change(self, live: LiveRequest, on_change: Callable[[], None]) -> None:
-        self._choice.note_answer(live)
+        self._note_answer(live)
         live.on_change = on_change
         on_change()
 
-    def _choose(self) -> int:
-        engine = self._choice.choose(
-            [client.num_live_requests for client in self.clients], self._usable()
+    def _note_answer(self, live: LiveRequest) -> None:
+        self._router.note_answer(live, self._loop.time())
+
+    def _choose(self, prompt: RoutedPrompt) -> Decision:
+        decision = self._router.choose(
+            prompt,
+            [client.num_live_requests for client in self.clients],
+            self._usable(),
+            self._loop.time(),
         )
-        if engine is None:
+        if decision is None:
             assert self.death is not None
             raise self.death
-        return engine
+        return decision
 
     def _usable(self) -> list[bool]:
         """Which engines run and admit requests; if none does, those that run; if none does, those
@@ -186,6 +219,8 @@ class Engines:
 
     def _move_requests(self) -> None:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
+        for engine, client in enumerate(self.clients):
+            self._on_ready(engine, client.is_ready)
         if not any(client.is_running for client in self.clients):
             for client in self.clients if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
@@ -194,17 +229,18 @@ class Engines:
         for engine, client in enumerate(self.clients):
             if client.is_running or client.death is not None:
                 continue
-            self._choice.note_report(engine, num_requests=0, num_own=0)  # all are moved
+            self._router.loads.note_report(engine, num_requests=0, num_own=0)  # all are moved
             for live in client.release_all():
-                self._choice.note_answer(live)
-                live.engine = self._choose()
-                self._await_first_change(live)
+                self._note_answer(live)
+                decision = self._choose(_resumed_prompt(live))
+                live.engine = decision.engine
+                self._await_first_change(live, decision)
                 self.clients[live.engine].resume([live])
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """See EngineClient."""
         for live in requests:
-            self._choice.note_answer(live)
+            self._note_answer(live)
         for engine, client in enumerate(self.clients):
             there = [live for live in requests if live.engine == engine]
             if there:
@@ -228,3 +264,15 @@ class Engines:
         """See EngineClient."""
         for client in self.clients:
             client.close()
+
+
+def _resumed_prompt(live: LiveRequest) -> RoutedPrompt:
+    first = live.message
+    return RoutedPrompt(
+        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
+        extra_keys_of(first.cache_salt, first.multimodal),
+        uses_prefix=can_reuse(
+            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
+        ),
+        session_key=live.session_key,
+    )

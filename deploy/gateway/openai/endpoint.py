@@ -38,6 +38,7 @@ from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piec
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
+from longshore.deploy.gateway.openai.session_key import session_key
 from longshore.deploy.gateway.request_log import note_bug
 from longshore.deploy.gateway.request_turns import RequestTurns
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
@@ -65,6 +66,7 @@ class Service(msgspec.Struct, frozen=True):
     key_usage: what each API key uses, and may use.
     json: decodes and encodes large bodies.
     turns: in which requests are read.
+    session_header: see `session_key`.
     parsers: of the model's answers.
     """
 
@@ -87,6 +89,7 @@ class Service(msgspec.Struct, frozen=True):
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
     parsers: AnswerParsers = NO_PARSERS
     model_aliases: tuple[str, ...] = ()
+    session_header: str | None = None
 
 
 class ResponseWriter(ABC):
@@ -232,6 +235,9 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
             cache_hint=None if request.no_store else request.cache_hint(),
+            session_key=session_key(
+                exchange.scope, service.session_header, request.prompt_cache_key, request.user
+            ),
             shows_special_tokens=request.shows_special_tokens,
         )
         check_prompt_size(spec)

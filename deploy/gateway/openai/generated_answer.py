@@ -97,6 +97,7 @@ class GeneratedAnswer:
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
             cache_hint=spec.cache_hint,
+            session_key=spec.session_key,
             structured_output=spec.structured_output,
         )
 

@@ -33,6 +33,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
                is submitted when one has finished. None: no limit.
     trace_headers: passed to the engine.
     skips_reading: do not look up the prefix cache.
+    session_key: names its session, for routing.
     cache_hint: how long the KV of the answers is worth keeping.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     num_returned_prompt_ids: number of the prompts' token ids in the response.
@@ -52,6 +53,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     skips_reading: bool = False
     cache_hint: CacheHint | None = None
+    session_key: str | None = None
     num_samples: int = 1
     scores_only: bool = False
     stops: StopStrings = NO_STOP_STRINGS

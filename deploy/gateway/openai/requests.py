@@ -11,7 +11,7 @@ from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.forced_calls import forced_schema
-from longshore.deploy.gateway.openai.parameters import read_parameters
+from longshore.deploy.gateway.openai.parameters import IGNORED, read_parameters
 from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
@@ -50,6 +50,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as in vLLM.
     prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
+    user:       names a session for routing, if nothing else does.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
     no_store:   the request neither reads nor fills the prefix cache.
     skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
@@ -87,6 +88,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    user: str | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -310,7 +312,11 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 OF_CHATS: Final[dict[str, tuple[object, ...]]] = {
-    **{name: _NOT_OF_BEAMS.get(name, ()) for name in ChatRequest.__struct_fields__},
+    **{
+        name: _NOT_OF_BEAMS.get(name, ())
+        for name in ChatRequest.__struct_fields__
+        if name not in IGNORED
+    },
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "chat_template_kwargs": ({},),

@@ -37,7 +37,6 @@ _Value: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 IGNORED: Final = frozenset(
     {
         "safety_identifier",
-        "user",
     }
 )
 # Not supported yet. The values here (and null) have no effect, so they are accepted.
@@ -90,6 +89,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    user: str | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
     priority: Int32 | None = None
@@ -175,6 +175,7 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         seed=request.seed,
         cache_salt=request.cache_salt,
         prompt_cache_key=request.prompt_cache_key,
+        user=request.user,
         prompt_cache_retention=request.prompt_cache_retention,
         prompt_cache_options=request.prompt_cache_options,
         deadline_s=request.deadline_s,

@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.supervisor.event_keys import EventKeys
-from longshore.deploy.supervisor.kv_events import kv_events_config
+from longshore.deploy.supervisor.kv_events import event_source, kv_events_config
 from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint
+from longshore.protocol.transport.security import CurveKeys
 
 ONLY = Replica()
 
@@ -42,6 +45,13 @@ def config_of(runtime_dir: RuntimeDir, replica: Replica = ONLY, **settings: Any)
     return config
 
 
+def keys_with_gateways(runtime_dir: RuntimeDir, state_dir: Path) -> CurveKeys:
+    """The engines' keys, with which the gateways of their deployment are accepted, too."""
+    keys = EventKeys(StateDir(state_dir)).of_engines()
+    assert keys is not None
+    return msgspec.structs.replace(keys, also_authorized=(runtime_dir.client_keys.public,))
+
+
 def test_sockets_are_in_the_private_directory_by_default(runtime_dir: RuntimeDir) -> None:
     assert kv_events_config(EngineOptions(), runtime_dir, ONLY) is None
     config = config_of(runtime_dir)
@@ -52,6 +62,9 @@ def test_sockets_are_in_the_private_directory_by_default(runtime_dir: RuntimeDir
     second = config_of(runtime_dir, replicas(2)[1])
     assert second.endpoint != config.endpoint
     assert second.engine_number == 1
+    assert event_source(config, runtime_dir) == EventSource(
+        config.endpoint, config.replay_endpoint, "kv-events"
+    )
 
 
 def test_every_setting_reaches_the_engine(runtime_dir: RuntimeDir) -> None:
@@ -112,7 +125,19 @@ def test_tcp_beyond_this_host_needs_keys(
         config_of(runtime_dir, kv_events_endpoint=address, state_dir=private)
     EventKeys(StateDir(private)).authorize("router", is_new=True, today="2026-01-31")
     config = config_of(runtime_dir, kv_events_endpoint=address, state_dir=private)
-    assert config.endpoint.curve == EventKeys(StateDir(private)).of_engines()
+    assert config.endpoint.curve == keys_with_gateways(runtime_dir, private)
+    source = event_source(config, runtime_dir)
+    assert source.endpoint.address in ("tcp://127.0.0.1:5557", "tcp://host:5557")
+    assert source.replay_endpoint.address == config.replay_endpoint.address
+    for ours, theirs in (
+        (source.endpoint, config.endpoint),
+        (source.replay_endpoint, config.replay_endpoint),
+    ):
+        assert ours.curve is not None
+        assert theirs.curve is not None
+        assert ours.curve.server == theirs.curve.public
+        assert ours.curve.public in theirs.curve.also_authorized
+        assert ours.curve.secret == runtime_dir.client_keys.secret
 
 
 def test_with_keys_every_socket_of_events_has_them(runtime_dir: RuntimeDir, private: Path) -> None:
@@ -120,7 +145,8 @@ def test_with_keys_every_socket_of_events_has_them(runtime_dir: RuntimeDir, priv
     keys.authorize("router", is_new=True, today="2026-01-31")
     for address in (None, "tcp://127.0.0.1:5557", f"ipc://{private}/events"):
         config = config_of(runtime_dir, kv_events_endpoint=address, state_dir=private / "state")
-        assert config.endpoint.curve == config.replay_endpoint.curve == keys.of_engines()
+        expected = keys_with_gateways(runtime_dir, private / "state")
+        assert config.endpoint.curve == config.replay_endpoint.curve == expected
 
 
 @pytest.mark.parametrize("address", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "udp://a:1",

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import EngineDead
@@ -114,7 +115,7 @@ async def test_what_is_given_up_before_its_first_token_is_forgotten() -> None:
 
 
 async def test_what_has_ended_with_a_report_is_not_taken_for_one_s_own() -> None:
-    async with running(1, num_gateways=2) as (engines, (fake,)):
+    async with running(1, router=Router(1, num_gateways=2)) as (engines, (fake,)):
         ending, _ = submit(engines), submit(engines)
         await fake.wait_for(lambda: len(fake.requests) == 2)
         end = FinishedRequest(ending.handle, FinishReason.STOPPED, 0)
@@ -338,7 +339,9 @@ async def test_without_an_engine_that_may_return_requests_fail() -> None:
 async def test_what_other_gateways_have_at_an_engine_is_known_from_its_report() -> None:
     seen: list[tuple[str, int]] = []
     async with running(
-        2, num_gateways=2, on_stats=lambda engine, stats: seen.append((engine, stats.num_steps))
+        2,
+        router=Router(2, num_gateways=2),
+        on_stats=lambda engine, stats: seen.append((engine, stats.num_steps)),
     ) as (engines, fakes):
         submit(engines)
         submit(engines)

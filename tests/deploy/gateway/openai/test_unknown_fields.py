@@ -144,7 +144,7 @@ async def test_unknown_fields_have_a_limit_of_size(start_gateway: StartGateway) 
             assert answer.status == 400
             assert str(MAX_UNKNOWN_BYTES) in error_of(answer)["message"]
         # The size of known parameters does not count.
-        body = {"prompt": "p", "max_tokens": 1, "user": "x" * MAX_UNKNOWN_BYTES, "spare": 1}
+        body = {"prompt": "p", "max_tokens": 1, "metadata": "x" * MAX_UNKNOWN_BYTES, "spare": 1}
         answer = await gateway.post("/v1/completions", body)
         assert (answer.status, answer.headers[HEADER]) == (200, "spare")
 

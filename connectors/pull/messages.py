@@ -1,0 +1,252 @@
+"""What the halves of a pull connector tell each other, and what reader and owner tell each other.
+
+Block tables travel as bytes, int32 little-endian, one entry per KV cache group. Nothing is pickled;
+a message with an unknown tag, an unknown field or a wrong type is rejected.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from longshore.connectors.base import ConnectorConfig
+from longshore.connectors.pull.layout import LayoutMismatch, RankLayout, check_kind
+from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.errors import ConfigError, shortened
+
+SIDE_CHANNEL_VERSION: Final = 1
+"""Increased by every change of a message between reader and owner."""
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Limit of a message between reader and owner: block tables of some million tokens."""
+
+MAX_TRANSFER_IDS: Final = 4096
+"""Limit of the ids in one message."""
+
+NOT_READY: Final = "the owner is not ready yet: not all of its ranks have reported"
+GREET_FIRST: Final = "the owner has no handshake with this connection; it was restarted"
+"""Reasons of a `Refused` after which a reader greets again."""
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Tables: TypeAlias = tuple[bytes, ...]
+TransferIds: TypeAlias = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TRANSFER_IDS)]
+
+
+def tables_of(block_ids: Sequence[Int32Array]) -> Tables:
+    return tuple(ids.astype("<i4").tobytes() for ids in block_ids)
+
+
+def block_ids_of(tables: Tables) -> tuple[Int32Array, ...]:
+    """Raises ValueError for bytes that are no block table."""
+    return tuple(int32_array(np.frombuffer(table, "<i4")) for table in tables)
+
+
+def digest_tokens(token_ids: Int32Array, lora_name: str | None) -> bytes:
+    """Identifies what the KV of these tokens was computed from."""
+    digest = hashlib.sha256(token_ids.astype("<i4").tobytes())
+    digest.update(b"" if lora_name is None else b"lora " + lora_name.encode())
+    return digest.digest()
+
+
+def digest_blocks(tables: Tables) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(tables)).digest()
+
+
+class KVDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What two engines must have in common, and their blocks (`ranks`), which may differ."""
+
+    transport: Name
+    model_fingerprint: Name
+    dtype: Name
+    kv_cache_dtype: Name
+    kv_layout: Name
+    kv_rotation: str
+    ranks: tuple[RankLayout, ...]
+
+    def difference(self, other: "KVDescription") -> str | None:
+        """The first field in which the engines do not fit."""
+        for name in self.__struct_fields__[:-1]:
+            own, theirs = getattr(self, name), getattr(other, name)
+            if own != theirs:
+                return f"{name} is {own!r} on the reader and {shortened(theirs)!r} on the owner"
+        return None
+
+
+def describe(config: ConnectorConfig, transport: str) -> KVDescription:
+    """What this engine stores, without its ranks. Raises ConfigError for what cannot be pulled."""
+    identity = config.identity
+    assert identity is not None
+    if identity.decode_context_parallel_size > 1:
+        raise ConfigError(
+            f"--kv-connector {transport} does not support decode_context_parallel_size="
+            f"{identity.decode_context_parallel_size}: a block is divided among ranks by tokens. "
+            "Use 1."
+        )
+    for number, spec in enumerate(config.specs):
+        try:
+            check_kind(spec, f"KV cache group {number}")
+        except LayoutMismatch as error:
+            raise ConfigError(f"--kv-connector {transport}: {error}") from error
+    return KVDescription(
+        transport=transport,
+        model_fingerprint=identity.model_fingerprint,
+        dtype=identity.dtype,
+        kv_cache_dtype=config.kv_dtype,
+        kv_layout=config.kv_layout,
+        kv_rotation=config.kv_rotation,
+        ranks=(),
+    )
+
+
+# Between a reader's rank (client) and the first rank of the owner (server)
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """A rank of a reader wants to pull. Unknown fields are allowed, as the owner may be older."""
+
+    version: int
+    engine_id: Name
+    kv: KVDescription
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True, forbid_unknown_fields=True):
+    """agents: by rank, what the transport needs to connect to it."""
+
+    engine_id: Name
+    kv: KVDescription
+    agents: tuple[bytes, ...]
+
+
+class Claim(msgspec.Struct, tag="claim", frozen=True, forbid_unknown_fields=True):
+    """Ask for the blocks of a transfer; also renews its lease.
+
+    engine_id:     of the owner, with its epoch.
+    token_digest:  `digest_tokens` of the reader's request.
+    blocks_digest: `digest_blocks` of the `remote_block_ids` that the reader was given.
+    """
+
+    transfer_id: Name
+    engine_id: Name
+    request_id: Name
+    token_digest: bytes
+    blocks_digest: bytes
+
+
+class Granted(msgspec.Struct, tag="granted", frozen=True, forbid_unknown_fields=True):
+    transfer_id: Name
+    num_tokens: Count
+    tables: Tables
+
+
+class Renew(msgspec.Struct, tag="renew", frozen=True, forbid_unknown_fields=True):
+    """Extend leases. After a read it also asks whether the lease still held. number: increases."""
+
+    transfer_ids: TransferIds
+    number: Count
+
+
+class Held(msgspec.Struct, tag="held", frozen=True, forbid_unknown_fields=True):
+    """Which of the leases of the `Renew` with this number hold, and which do not, or not for this
+    reader."""
+
+    transfer_ids: TransferIds
+    ended: TransferIds
+    number: Count
+
+
+class Done(msgspec.Struct, tag="done", frozen=True, forbid_unknown_fields=True):
+    """The reader needs these transfers no longer."""
+
+    transfer_ids: TransferIds
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """transfer_id: of a `Claim`; empty: the `Hello` was refused."""
+
+    transfer_id: str
+    reason: str
+
+
+ToOwner: TypeAlias = Hello | Claim | Renew | Done
+ToReader: TypeAlias = Welcome | Granted | Held | Refused
+
+
+# From the scheduler half to the worker halves, in plans
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A transfer that a reader was given, see `kv_transfer_params`."""
+
+    host: str
+    port: int
+    engine_id: str
+    transfer_id: str
+    request_id: str
+    lease_s: float
+    token_digest: bytes
+    blocks_digest: bytes
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """The owner holds these blocks (`hold_id`) for whoever knows `transfer_id`."""
+
+    transfer_id: str
+    request_id: str
+    hold_id: int
+    num_tokens: int
+    token_digest: bytes
+    tables: Tables
+
+
+class Pull(msgspec.Struct, frozen=True, array_like=True):
+    """Fill the blocks `tables` with the KV of the tokens [first_token, num_tokens) of a source."""
+
+    request_id: str
+    source: Source
+    first_token: int
+    num_tokens: int
+    tables: Tables
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a worker half reports when it is ready. port: where it answers readers; 0: another rank
+    does."""
+
+    layout: RankLayout
+    agent: bytes
+    port: int
+
+
+class Commands(msgspec.Struct, frozen=True):
+    """Metadata of a plan.
+
+    ranks:   of this engine, once all have reported.
+    offers:  for rank 0.
+    keeps:   leases that rank 0 renews from now on.
+    pulls:   for all ranks.
+    cancels: request ids whose pull is not needed any more.
+    drops:   leases that rank 0 ends.
+    """
+
+    ranks: tuple[RankInfo, ...] = ()
+    offers: list[Offer] = []
+    keeps: list[Source] = []
+    pulls: list[Pull] = []
+    cancels: list[str] = []
+    drops: list[Source] = []
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Metadata of a report of one rank.
+
+    info:    in the first report.
+    ended:   hold ids of leases that the reader has ended.
+    expired: hold ids of leases that it has not renewed.
+    """
+
+    info: RankInfo | None = None
+    ended: list[int] = []
+    expired: list[int] = []

@@ -1,0 +1,102 @@
+"""The options of the pull connectors."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from longshore.connectors.options import Options
+from longshore.protocol.errors import ConfigError
+
+LOOPBACK: Final = "127.0.0.1"
+
+_KEYS: Final = (
+    "host",
+    "port",
+    "remote_hosts",
+    "secret_file",
+    "lease_s",
+    "max_leased_share",
+    "read_timeout_s",
+)
+_MOONCAKE_KEYS: Final = ("protocol", "device_name")
+
+
+class PullOptions(msgspec.Struct, frozen=True):
+    """host:   address at which other engines reach this one, and on which it listens.
+    port:          of the side channel; 0: any free one.
+    remote_hosts:  from which blocks may be pulled.
+    secret:        which both engines must know; None: who reaches the port may ask.
+    lease_s:       how long blocks are kept for a reader that does not renew its lease.
+    max_leased_share: of the pool, in leased blocks.
+    read_timeout_s: a pull that takes longer has failed.
+    protocol, device_name: of Mooncake.
+    """
+
+    host: str
+    port: int
+    remote_hosts: tuple[str, ...]
+    secret: str | None
+    lease_s: float
+    max_leased_share: float
+    read_timeout_s: float
+    protocol: str = ""
+    device_name: str = ""
+
+    @property
+    def address(self) -> str:
+        """`host` in a URL."""
+        return url_host(self.host)
+
+
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
+    """Raises ConfigError, which names the option."""
+    is_mooncake = connector == "mooncake"
+    options = Options(connector, values, (*_KEYS, *(_MOONCAKE_KEYS if is_mooncake else ())))
+    host = options.text("host", LOOPBACK) if "host" in values else LOOPBACK
+    if host in ("0.0.0.0", "::", "*"):
+        raise options.error(f"'host' to be an address that other engines can reach; it is {host!r}")
+    remote_hosts = values.get("remote_hosts", [host])
+    if not (isinstance(remote_hosts, list) and all(isinstance(each, str) for each in remote_hosts)):
+        raise options.error(
+            f"'remote_hosts' to be a list of addresses such as ['10.0.0.2']; it is {remote_hosts!r}"
+        )
+    port = options.integer("port", 0, minimum=0)
+    if port > 65535:
+        raise options.error(f"'port' to be at most 65535; it is {port}")
+    share = options.number("max_leased_share", 0.5, minimum=0.0)
+    if share > 1:
+        raise options.error(f"'max_leased_share' to be at most 1; it is {share:g}")
+    secret = None
+    if "secret_file" in values:
+        secret = _read_secret(options, options.text("secret_file", "/etc/longshore/pull.key"))
+    return PullOptions(
+        host,
+        port,
+        tuple(remote_hosts),
+        secret,
+        options.number("lease_s", 10.0, minimum=0.1),
+        share,
+        options.number("read_timeout_s", 30.0, minimum=0.1),
+        options.choice("protocol", ("tcp", "rdma")) if is_mooncake else "",
+        options.text("device_name", "mlx5_0") if "device_name" in values else "",
+    )
+
+
+def _read_secret(options: Options, path: str) -> str:
+    """The secret in a file: 40 characters, as `zmq.curve_keypair` makes them."""
+    try:
+        secret = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise options.error(f"'secret_file' to be readable: {error}") from error
+    if len(secret) != 40:
+        raise ConfigError(
+            f"the secret in {path} has {len(secret)} characters and must have 40, as from: python "
+            "-c 'import zmq; print(zmq.curve_keypair()[1].decode())'"
+        )
+    return secret

@@ -1,0 +1,556 @@
+"""The reader's side: pulls of one rank, on a thread that owns the transport's reads.
+
+A pull goes through four phases: GREETING (the owner's layout and agents), CLAIMING (which blocks of
+the owner), READING, and CHECKING: only if the lease still holds after the read do the bytes count.
+A read cannot be cancelled, so a pull that nobody waits for any more ends like any other.
+"""
+
+import enum
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias, assert_never
+
+import msgspec
+import numpy as np
+import zmq
+
+from longshore.connectors.pull.layout import (
+    EngineLayout,
+    LayoutMismatch,
+    Piece,
+    Routes,
+    find_routes,
+    plan_pull,
+)
+from longshore.connectors.pull.messages import (
+    GREET_FIRST,
+    MAX_MESSAGE_BYTES,
+    MAX_TRANSFER_IDS,
+    NOT_READY,
+    SIDE_CHANNEL_VERSION,
+    Claim,
+    Done,
+    Granted,
+    Held,
+    Hello,
+    KVDescription,
+    Pull,
+    Refused,
+    Renew,
+    Source,
+    ToOwner,
+    ToReader,
+    Welcome,
+    block_ids_of,
+)
+from longshore.connectors.pull.options import PullOptions, url_host
+from longshore.connectors.pull.socket_thread import SocketThread
+from longshore.connectors.pull.transport import (
+    CONFIRM_TIMEOUT_S,
+    BlockReads,
+    Read,
+    ReadState,
+    Transport,
+    TransportError,
+)
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.logs.records import fields
+from longshore.protocol.transport.security import use_secret
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.0005
+"""How often reads in progress are polled."""
+
+ANSWER_TIMEOUT_S: Final = 5.0
+"""How long an owner may take to answer a message."""
+
+GREET_AGAIN_S: Final = 0.05
+IDLE_OWNER_S: Final = 600.0
+"""An owner that is not needed for so long is forgotten; it may have been replaced."""
+
+RENEWALS_PER_LEASE: Final = 3
+MAX_MESSAGES_PER_STEP: Final = 64
+
+_decoder: Final = msgspec.msgpack.Decoder(ToReader)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Keep(NamedTuple):
+    """Renew the lease of this transfer from now on."""
+
+    source: Source
+
+
+class Drop(NamedTuple):
+    """End the lease of this transfer."""
+
+    source: Source
+
+
+class Cancel(NamedTuple):
+    """The request does not wait any more."""
+
+    request_id: str
+
+
+ReaderItem: TypeAlias = KVDescription | Keep | Pull | Cancel | Drop
+"""A KVDescription is that of this engine, once all its ranks are known; it comes first."""
+
+
+class EndedPull(NamedTuple):
+    """num_blocks, num_bytes, seconds: filled, and how long the reads and the check after them took.
+    failed: blocks that were not filled."""
+
+    request_id: str
+    failed: list[int]
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+
+
+class Phase(enum.Enum):
+    GREETING = enum.auto()
+    CLAIMING = enum.auto()
+    READING = enum.auto()
+    CHECKING = enum.auto()
+
+
+@dataclass(eq=False)
+class _Owner:
+    """The connection to one owner.
+
+    routes, layout: None until it has answered. peers: by rank of the owner.
+    greet_at: when the next greeting is due.
+    used_at:  when it was last needed.
+    done:     transfers that it has not been told to end yet.
+    """
+
+    key: tuple[str, int, str]
+    socket: "zmq.Socket[bytes]"
+    greet_at: float
+    used_at: float
+    routes: Routes | None = None
+    peers: dict[int, str] = field(default_factory=dict)
+    layout: EngineLayout | None = None
+    done: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Pull:
+    """tables: of the reader, by group. targets: the blocks that it is to fill.
+
+    deadline:  of its phase.
+    posted:    when its reads began.
+    is_broken: a read has failed.
+    check:     number of the `Renew` that asked, after the read, whether the lease still held. The
+               answer to an earlier one proves nothing.
+    """
+
+    command: Pull
+    owner: _Owner
+    deadline: float
+    tables: tuple[Int32Array, ...]
+    targets: set[int]
+    phase: Phase = Phase.GREETING
+    reads: list[Read] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+    num_bytes: int = 0
+    posted: float | None = None
+    is_broken: bool = False
+    check: int = 0
+
+
+class Reader:
+    """on_end: called on the thread with each pull that has ended.
+
+    resetting_since: when the thread began to close all connections by force; None: it is not.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: PullOptions,
+        engine_id: str,
+        rank: int,
+        on_end: Callable[[EndedPull], None],
+    ) -> None:
+        self._transport, self._options = transport, options
+        self._engine_id, self._rank, self._on_end = engine_id, rank, on_end
+        self._kv: KVDescription | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._owners: dict[tuple[str, int, str], _Owner] = {}
+        self._pulls: dict[str, _Pull] = {}
+        self._kept: dict[str, tuple[Source, float]] = {}  # with the next renewal, by transfer
+        self._numbers = itertools.count(1)
+        self.resetting_since: float | None = None
+        self._thread: SocketThread[ReaderItem] = SocketThread("pull-reader", self._step)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, item: ReaderItem) -> None:
+        self._thread.put(item)
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._thread.failure
+
+    def close(self) -> None:
+        """End all pulls, and the transport."""
+        if self._thread.close(timeout_s=CONFIRM_TIMEOUT_S):
+            self._transport.close()
+            self._context.destroy(linger=0)
+
+    # On the thread
+
+    def _step(self, items: Sequence[ReaderItem]) -> float | None:
+        now = time.monotonic()
+        for item in items:
+            self._take(item, now)
+        has_more = [self._receive(owner) for owner in list(self._owners.values())]
+        self._poll_reads()
+        now = time.monotonic()
+        self._greet(now)
+        self._renew(now)
+        self._expire(now)
+        if any(has_more):
+            return 0.0
+        times = [pull.deadline for pull in self._pulls.values()]
+        times += [renew_at for _, renew_at in self._kept.values()]
+        if self._kv is not None:
+            times += [each.greet_at for each in self._owners.values() if each.routes is None]
+        times += [each.used_at + IDLE_OWNER_S for each in self._owners.values()]
+        if any(pull.phase is Phase.READING for pull in self._pulls.values()):
+            times.append(now + POLL_S)
+        return min(times, default=None)
+
+    def _take(self, item: ReaderItem, now: float) -> None:
+        match item:
+            case KVDescription():
+                self._kv = item
+            case Keep(source=source):
+                self._owner_of(source, now)
+                self._kept[source.transfer_id] = source, now
+            case Drop(source=source):
+                self._kept.pop(source.transfer_id, None)
+                owner = self._owner_of(source, now)  # again, if a read has failed
+                owner.done.append(source.transfer_id)
+                self._send_done(owner)
+            case Pull():
+                self._begin(item, now)
+            case Cancel(request_id=request_id):
+                pull = self._pulls.get(request_id)
+                if pull is not None and pull.phase in (Phase.GREETING, Phase.CLAIMING):
+                    self._fail(pull, "its request does not wait any more")
+            case _:
+                assert_never(item)
+
+    def _begin(self, command: Pull, now: float) -> None:
+        assert self._kv is not None
+        owner = self._owner_of(command.source, now)
+        tables = block_ids_of(command.tables)
+        targets: set[int] = set()
+        for table, group in zip(tables, self._kv.ranks[self._rank].groups, strict=True):
+            size = group.spec.block_size
+            targets.update(
+                table[command.first_token // size : -(-command.num_tokens // size)].tolist()
+            )
+        targets.discard(NULL_BLOCK)
+        pull = _Pull(command, owner, now + ANSWER_TIMEOUT_S, tables, targets)
+        self._pulls[command.request_id] = pull
+        if owner.routes is not None:
+            self._claim(pull)
+
+    # Owners
+
+    def _owner_of(self, source: Source, now: float) -> _Owner:
+        key = _key(source)
+        owner = self._owners.get(key)
+        if owner is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.IPV6, int(":" in source.host))
+            if self._options.secret is not None:
+                use_secret(socket, self._options.secret, bind=False)
+            socket.connect(f"tcp://{url_host(source.host)}:{source.port}")
+            self._thread.poller.register(socket, zmq.POLLIN)
+            owner = self._owners[key] = _Owner(key, socket, now, now)
+        owner.used_at = now
+        return owner
+
+    def _greet(self, now: float) -> None:
+        for owner in self._owners.values():
+            if owner.routes is None and owner.greet_at <= now and self._kv is not None:
+                hello = Hello(SIDE_CHANNEL_VERSION, self._engine_id, self._kv)
+                self._send(owner, hello)
+                owner.greet_at = now + ANSWER_TIMEOUT_S
+
+    def _forget(self, owner: _Owner, reason: str) -> None:
+        """End the connection; pulls from the owner that do not read have failed."""
+        for pull in [each for each in self._pulls.values() if each.owner is owner]:
+            if pull.phase is not Phase.READING:
+                self._fail(pull, reason)
+        if any(pull.owner is owner for pull in self._pulls.values()):
+            return  # until its reads have ended
+        self._thread.poller.unregister(owner.socket)
+        owner.socket.close()
+        del self._owners[owner.key]
+        for peer in owner.peers.values():
+            self._transport.disconnect(peer)
+        owner.peers.clear()
+        for transfer_id, (source, _) in list(self._kept.items()):
+            if _key(source) == owner.key:
+                del self._kept[transfer_id]
+
+    def _send(self, owner: _Owner, message: ToOwner) -> None:
+        try:
+            owner.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("%s cannot be reached: %s", owner.key, error)
+
+    def _send_done(self, owner: _Owner) -> None:
+        if owner.routes is not None and owner.done:
+            self._send(owner, Done(tuple(owner.done[:MAX_TRANSFER_IDS])))
+            owner.done.clear()  # what has no room expires
+
+    def _receive(self, owner: _Owner) -> bool:
+        """Handle messages of an owner; returns whether there may be more."""
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            if self._owners.get(owner.key) is not owner:
+                return False
+            try:
+                frames = owner.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                (data,) = frames
+                self._handle(owner, _decoder.decode(data))
+            except (ValueError, RecursionError) as error:  # of msgspec, too
+                self._forget(owner, f"its owner sent an invalid message: {error}")
+        return True
+
+    def _handle(self, owner: _Owner, message: ToReader) -> None:
+        match message:
+            case Welcome():
+                self._welcomed(owner, message)
+            case Refused(transfer_id="", reason=reason):
+                if reason == NOT_READY:
+                    owner.greet_at = time.monotonic() + GREET_AGAIN_S
+                else:
+                    self._forget(owner, f"its owner refuses this engine: {reason}")
+            case Refused(reason=reason) if reason == GREET_FIRST:
+                self._forget(owner, "its owner was restarted")
+            case Refused(transfer_id=transfer_id, reason=reason):
+                for pull in self._of_transfer(owner, transfer_id, Phase.CLAIMING):
+                    self._fail(pull, f"its owner refuses it: {reason}")
+            case Granted():
+                for pull in self._of_transfer(owner, message.transfer_id, Phase.CLAIMING):
+                    self._read(pull, message)
+            case Held():
+                for transfer_id in message.transfer_ids:
+                    for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
+                        if pull.check <= message.number:
+                            self._end(pull)
+                for transfer_id in message.ended:
+                    self._kept.pop(transfer_id, None)
+                    for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
+                        self._fail(pull, "its lease ended during the read")
+            case _:
+                assert_never(message)
+
+    def _of_transfer(self, owner: _Owner, transfer_id: str, phase: Phase) -> list[_Pull]:
+        return [
+            pull
+            for pull in self._pulls.values()
+            if pull.owner is owner
+            and pull.phase is phase
+            and pull.command.source.transfer_id == transfer_id
+        ]
+
+    def _welcomed(self, owner: _Owner, welcome: Welcome) -> None:
+        assert self._kv is not None
+        if owner.routes is not None:
+            return
+        try:
+            reason = self._kv.difference(welcome.kv)
+            if welcome.engine_id != owner.key[2]:
+                reason = f"it is {welcome.engine_id} now, not {owner.key[2]}: it was restarted"
+            if reason is not None or len(welcome.agents) != len(welcome.kv.ranks):
+                raise LayoutMismatch(reason or "it has not as many agents as ranks")
+            layout = EngineLayout(welcome.kv.ranks)
+            routes = find_routes(EngineLayout(self._kv.ranks), self._rank, layout)
+            for rank in sorted({route.owner_rank for route in routes}):
+                owner.peers[rank] = self._transport.connect(welcome.agents[rank])
+        except LongshoreError as error:
+            self._forget(owner, f"it cannot be pulled from its owner: {error}")
+            return
+        owner.routes, owner.layout = routes, layout
+        logger.info("connected to %s at %s:%d", owner.key[2], *owner.key[:2])
+        self._send_done(owner)
+        for pull in list(self._pulls.values()):
+            if pull.owner is owner:
+                self._claim(pull)
+
+    # Leases
+
+    def _renew(self, now: float) -> None:
+        due: dict[tuple[str, int, str], list[str]] = {}
+        for transfer_id, (source, renew_at) in self._kept.items():
+            owner = self._owners.get(_key(source))
+            if renew_at > now:
+                continue
+            # Not yet connected: a first renewal as soon as it is.
+            is_connected = owner is not None and owner.routes is not None
+            wait_s = source.lease_s / RENEWALS_PER_LEASE if is_connected else GREET_AGAIN_S
+            self._kept[transfer_id] = source, now + wait_s
+            if is_connected:
+                due.setdefault(_key(source), []).append(transfer_id)
+        for key, transfer_ids in due.items():
+            for first in range(0, len(transfer_ids), MAX_TRANSFER_IDS):
+                some = tuple(transfer_ids[first : first + MAX_TRANSFER_IDS])
+                self._send(self._owners[key], Renew(some, next(self._numbers)))
+
+    # Pulls
+
+    def _claim(self, pull: _Pull) -> None:
+        source = pull.command.source
+        self._enter(pull, Phase.CLAIMING, ANSWER_TIMEOUT_S)
+        self._send(
+            pull.owner,
+            Claim(
+                source.transfer_id,
+                source.engine_id,
+                source.request_id,
+                source.token_digest,
+                source.blocks_digest,
+            ),
+        )
+
+    def _read(self, pull: _Pull, granted: Granted) -> None:
+        owner, command = pull.owner, pull.command
+        assert owner.routes is not None
+        assert owner.layout is not None
+        try:
+            owner_tables = block_ids_of(granted.tables)
+            _check_tables(owner_tables, owner.layout)
+            plan = plan_pull(
+                owner.routes,
+                owner_tables,
+                pull.tables,
+                first_token=command.first_token,
+                num_tokens=min(command.num_tokens, granted.num_tokens),
+                num_owner_tokens=granted.num_tokens,
+            )
+            if command.num_tokens > granted.num_tokens:
+                raise TransportError(f"the owner has only {granted.num_tokens} tokens")
+            pull.failed.update(plan.missing)
+            if plan.missing:
+                logger.info(
+                    "the owner has freed what %d blocks of a pull need; their tokens are computed",
+                    len(plan.missing),
+                    extra=fields(request_id=command.request_id),
+                )
+            pull.posted = time.monotonic()
+            self._post(pull, plan.pieces)
+        except (ValueError, TransportError) as error:
+            if not pull.reads:
+                self._fail(pull, str(error))
+                self._forget(owner, "another read from its owner failed")
+                return
+            pull.is_broken = True
+        self._enter(pull, Phase.READING, self._options.read_timeout_s)
+        self._poll_reads()
+
+    def _enter(self, pull: _Pull, phase: Phase, timeout_s: float) -> None:
+        pull.phase, pull.deadline = phase, time.monotonic() + timeout_s
+
+    def _post(self, pull: _Pull, pieces: Sequence[Piece]) -> None:
+        by_rank: dict[int, list[BlockReads]] = {}
+        for rank, pattern, owner_blocks, reader_blocks in pieces:
+            by_rank.setdefault(rank, []).append(BlockReads(pattern, owner_blocks, reader_blocks))
+            pull.num_bytes += len(owner_blocks) * int(np.sum(pattern.lengths))
+        for rank, reads in by_rank.items():
+            pull.reads += self._transport.post(pull.owner.peers[rank], reads)
+
+    def _poll_reads(self) -> None:
+        for pull in [each for each in self._pulls.values() if each.phase is Phase.READING]:
+            states = [(read, read.poll()) for read in pull.reads]
+            pull.reads = [read for read, state in states if state is ReadState.IN_PROGRESS]
+            pull.is_broken |= any(state is ReadState.FAILED for _, state in states)
+            if pull.reads:
+                continue
+            if pull.is_broken:
+                self._fail(pull, "reading from its owner failed")
+                self._forget(pull.owner, "another read from its owner failed")
+                continue
+            self._enter(pull, Phase.CHECKING, ANSWER_TIMEOUT_S)
+            pull.check = next(self._numbers)
+            self._send(pull.owner, Renew((pull.command.source.transfer_id,), pull.check))
+
+    def _expire(self, now: float) -> None:
+        late = [pull for pull in self._pulls.values() if pull.deadline <= now]
+        if any(pull.phase is Phase.READING for pull in late):
+            self._reset()
+            return
+        for pull in late:
+            if pull.command.request_id in self._pulls:  # not forgotten with its owner
+                self._fail(pull, f"its owner did not answer within {ANSWER_TIMEOUT_S:g} s")
+                self._forget(pull.owner, "its owner does not answer")
+        in_use = {pull.owner for pull in self._pulls.values()}
+        for owner in list(self._owners.values()):
+            if owner in in_use:
+                owner.used_at = now
+            elif owner.used_at + IDLE_OWNER_S <= now:
+                self._forget(owner, "")
+
+    def _reset(self) -> None:
+        """End the reads that are late. They cannot be ended one by one, so all others fail too."""
+        logger.warning("a read is late: closing the connections to all owners by force")
+        self.resetting_since = time.monotonic()
+        self._transport.reset()
+        self.resetting_since = None
+        for pull in [each for each in self._pulls.values() if each.phase is Phase.READING]:
+            self._fail(pull, "its read was late, or another one was")
+        for owner in list(self._owners.values()):
+            owner.peers.clear()  # the transport has forgotten them
+            self._forget(owner, "the connections to all owners were closed by force")
+
+    def _fail(self, pull: _Pull, reason: str) -> None:
+        """None of its reads is in progress."""
+        logger.warning(
+            "a pull from %s failed: %s",
+            pull.owner.key[2],
+            reason,
+            extra=fields(request_id=pull.command.request_id),
+        )
+        pull.failed |= pull.targets
+        self._end(pull)
+
+    def _end(self, pull: _Pull) -> None:
+        del self._pulls[pull.command.request_id]
+        failed = sorted(pull.failed)
+        num_blocks = len(pull.targets) - len(failed)
+        num_bytes = pull.num_bytes if num_blocks else 0
+        seconds = 0.0 if pull.posted is None else time.monotonic() - pull.posted
+        self._on_end(EndedPull(pull.command.request_id, failed, num_blocks, num_bytes, seconds))
+
+
+def _key(source: Source) -> tuple[str, int, str]:
+    return source.host, source.port, source.engine_id
+
+
+def _check_tables(tables: Sequence[Int32Array], layout: EngineLayout) -> None:
+    """Raise ValueError for block ids that the owner cannot have."""
+    num_blocks = layout.ranks[0].num_blocks
+    if len(tables) != len(layout.ranks[0].groups):
+        raise ValueError(f"the owner sent {len(tables)} block tables")
+    for table in tables:
+        if len(table) and not 0 <= table.min() <= table.max() < num_blocks:
+            raise ValueError("the owner sent a block id that it does not have")

@@ -1,0 +1,270 @@
+"""The scheduler half: which ended requests are offered under a lease, and which requests are loaded
+from another engine's memory. A request can be both."""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from longshore.connectors.base import (
+    AskLater,
+    BlockHolds,
+    ConnectorConfig,
+    ConnectorOutput,
+    FinishAction,
+    Match,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+    StepView,
+)
+from longshore.connectors.pull.layout import first_needed_token
+from longshore.connectors.pull.messages import (
+    Commands,
+    Offer,
+    Pull,
+    RankInfo,
+    Report,
+    Source,
+    describe,
+    digest_tokens,
+    tables_of,
+)
+from longshore.connectors.pull.options import read_options
+from longshore.connectors.pull.params import BadTransferParams, answer_params, read_params
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, MambaSpec
+from longshore.protocol.logs.limits import LogLimit
+from longshore.protocol.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A request whose prompt another engine has computed.
+
+    num_local: tokens that it had when the pull was matched.
+    is_used:   its pull has begun; there is one at most.
+    """
+
+    source: Source
+    num_tokens: int
+    num_local: int = 0
+    is_used: bool = False
+
+
+class PullConnector(SchedulerConnector):
+    """One class for all transports. transport: name of the connector.
+
+    num_refused_leases, num_expired_leases: offers for which there was no room, and leases that no
+        reader renewed.
+    """
+
+    contract_version: ClassVar[int] = 1
+    supports_hma = True
+    transport: ClassVar[str]
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        read_options(cls.transport, options)
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self._options = read_options(self.transport, config.options)
+        describe(config, self.transport)
+        self._engine_id = config.engine_id
+        self._has_states = any(isinstance(spec, MambaSpec) for spec in config.specs)
+        # Whether the token after n others reads less than n tokens, in some group.
+        self._frees_skipped = any(first_needed_token(spec, 1 << 40) for spec in config.specs)
+        self._warnings = LogLimit(logger, max_per_second=1)
+        self._holds: BlockHolds
+        self._remote: dict[str, _Remote] = {}
+        self.num_refused_leases = self.num_expired_leases = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._ranks: dict[int, RankInfo] = {}
+        self._leased: dict[int, list[int]] = {}  # blocks by hold id
+        self._num_leases: Counter[int] = Counter()  # by block
+        self._commands = Commands()
+
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        self._holds = holds
+
+    # Reader
+
+    def on_new_request(self, request: RequestView) -> None:
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return
+        try:
+            found = read_params(params, request.num_tokens, self._options)
+        except BadTransferParams as error:
+            self._warnings.warning(
+                "%s; the prompt is computed", error, request_id=request.request_id
+            )
+            return
+        source = found.source(request.token_ids, request.lora_name)
+        self._remote[request.request_id] = _Remote(source, found.remote_num_tokens)
+        self._commands.keeps.append(source)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        remote = self._remote.get(request.request_id)
+        if remote is None or remote.is_used:
+            return Matched(0)
+        if len(self._ranks) < self.config.num_ranks:
+            return AskLater()
+        if any(num_computed_tokens % spec.block_size for spec in self.config.specs):
+            return Matched(0)  # its last block is partly computed, and a pull would overwrite it
+        remote.num_local = num_computed_tokens
+        num_tokens = self._resumable(remote, request.num_tokens)
+        return Matched(max(num_tokens - num_computed_tokens, 0), is_async=True)
+
+    def _resumable(self, remote: _Remote, num_tokens: int) -> int:
+        """How many of the owner's tokens the request can continue after. At least its last token is
+        computed, and reads a state, or the tokens of a window, before it."""
+        if num_tokens > remote.num_tokens or not self._frees_skipped:
+            return remote.num_tokens
+        return 0 if self._has_states else num_tokens - 1
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
+    ) -> None:
+        remote = self._remote[request.request_id]
+        remote.is_used = True
+        self._commands.pulls.append(
+            Pull(
+                request.request_id,
+                remote.source,
+                remote.num_local,
+                remote.num_local + num_external_tokens,
+                tables_of(block_ids),
+            )
+        )
+
+    def load_abandoned(self, request_id: str) -> None:
+        self._commands.cancels.append(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """The request needs its owner's blocks no longer."""
+        remote = self._remote.pop(request_id, None)
+        if remote is not None:
+            self._commands.drops.append(remote.source)
+
+    # Owner
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...]
+    ) -> FinishAction:
+        self._drop(request.request_id)
+        params = request.kv_transfer_params or {}
+        # With another reason there is nothing left to decode, or nobody to decode for.
+        is_continued = request.finish_reason is FinishReason.LENGTH_CAPPED
+        if not (params.get("do_remote_decode") and is_continued and any(map(len, block_ids))):
+            return FinishAction()
+        held = {block_id for ids in block_ids for block_id in ids.tolist()} - {NULL_BLOCK}
+        reason = self._lease_objection(held)
+        if reason is not None:
+            self.num_refused_leases += 1
+            self._warnings.warning(
+                "the KV is not offered: %s", reason, request_id=request.request_id
+            )
+            return FinishAction()
+        offer = self._offer(request, block_ids, held)
+        port, num_ranks = self._ranks[0].port, self.config.num_ranks
+        return FinishAction(
+            params=answer_params(offer, self._engine_id, self._options, port, num_ranks)
+        )
+
+    def _lease_objection(self, held: set[int]) -> str | None:
+        if len(self._ranks) < self.config.num_ranks:
+            return "not all ranks have reported yet"
+        limit = int(self._options.max_leased_share * self.config.num_blocks)
+        num_leased = len(held | self._num_leases.keys())
+        if num_leased > limit:
+            return (
+                f"{num_leased} blocks would be leased, and max_leased_share="
+                f"{self._options.max_leased_share:g} allows {limit}"
+            )
+        return None
+
+    def _offer(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], held: set[int]
+    ) -> Offer:
+        """Hold the blocks until the lease ends. Their KV is that of all tokens but the last, which
+        was sampled from it."""
+        num_tokens = request.num_tokens - 1
+        hold_id = self._holds.hold(sorted(held))
+        self._leased[hold_id] = sorted(held)
+        self._num_leases.update(held)
+        offer = Offer(
+            secrets.token_urlsafe(24),
+            request.request_id,
+            hold_id,
+            num_tokens,
+            digest_tokens(request.token_ids[:num_tokens], request.lora_name),
+            tables_of(block_ids),
+        )
+        self._commands.offers.append(offer)
+        return offer
+
+    def _lease_ended(self, hold_id: int) -> None:
+        held = self._leased.pop(hold_id, None)
+        if held is None:
+            return  # a repeated report
+        self._num_leases.subtract(held)
+        self._num_leases = +self._num_leases
+        self._holds.release(hold_id)
+
+    # Both
+
+    def build_connector_meta(self, step: StepView) -> bytes:
+        if self._commands == Commands():
+            return b""
+        commands, self._commands = self._commands, Commands()
+        return msgspec.msgpack.encode(commands)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self._commands != Commands()
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        for request_id in output.finished_receiving:
+            self._drop(request_id)
+        for metadata in output.metadata:
+            report = msgspec.msgpack.decode(metadata, type=Report)
+            if report.info is not None:
+                self._reported(output.rank, report.info)
+            self.num_expired_leases += len(report.expired)
+            for hold_id in (*report.ended, *report.expired):
+                self._lease_ended(hold_id)
+
+    def _reported(self, rank: int, info: RankInfo) -> None:
+        self._ranks[rank] = info
+        if len(self._ranks) == self.config.num_ranks:
+            ranks = tuple(self._ranks[rank] for rank in range(self.config.num_ranks))
+            self._commands = msgspec.structs.replace(self._commands, ranks=ranks)
+
+    def on_new_epoch(self, epoch: int) -> None:
+        self._begin()
+        self._engine_id = f"{self._engine_id.rpartition('.')[0]}.{epoch}"
+        for request_id, remote in list(self._remote.items()):
+            if remote.is_used:
+                del self._remote[request_id]  # its prompt is computed
+            else:
+                self._commands.keeps.append(remote.source)
+
+
+class MooncakeConnector(PullConnector):
+    transport = "mooncake"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MooncakeWorker"
+
+
+class NixlConnector(PullConnector):
+    transport = "nixl"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:NixlWorker"

@@ -1,0 +1,14 @@
+"""The transports by name of their connector. Imports no library: each is loaded when it is made."""
+
+from collections.abc import Callable
+from typing import Final
+
+from longshore.connectors.pull.mooncake import MooncakeTransport
+from longshore.connectors.pull.nixl import NixlTransport
+from longshore.connectors.pull.options import PullOptions
+from longshore.connectors.pull.transport import Transport
+
+TRANSPORTS: Final[dict[str, Callable[[PullOptions], Transport]]] = {
+    "mooncake": MooncakeTransport,
+    "nixl": lambda options: NixlTransport(),
+}

@@ -1,0 +1,1 @@
+"""Which engine gets a request: policies, loads, and an index of the engines' KV blocks."""

@@ -1,0 +1,46 @@
+"""Blocks that engines are about to compute: of prompts that were sent there.
+
+Engines publish a block once it is computed, so requests with a common prefix that come at the same
+time would not find each other otherwise.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from longshore.deploy.gateway.router.block_index import BlockIndex
+from longshore.deploy.requests.live_requests import LiveRequest
+
+KEPT_S: Final = 1.0
+"""After the first token, so that the blocks are published before they are not expected any more."""
+
+
+class _Expected(NamedTuple):
+    engine: int
+    hashes: Sequence[bytes]
+
+
+class ExpectedBlocks:
+    """In the index of a gateway, for its own requests."""
+
+    def __init__(self, index: BlockIndex) -> None:
+        self._index = index
+        self._unanswered: dict[LiveRequest, _Expected] = {}
+        self._answered: deque[tuple[float, _Expected]] = deque()
+
+    def add(self, request: LiveRequest, engine: int, hashes: Sequence[bytes]) -> None:
+        """A request was sent to an engine, which will compute these blocks."""
+        if hashes:
+            self._unanswered[request] = _Expected(engine, hashes)
+            self._index.expect(engine, hashes)
+
+    def note_answer(self, request: LiveRequest, now_s: float) -> None:
+        """The request got its first token, or ended. May be called repeatedly."""
+        if (expected := self._unanswered.pop(request, None)) is not None:
+            self._answered.append((now_s + KEPT_S, expected))
+
+    def expire(self, now_s: float) -> None:
+        """Remove those of requests that were answered some time ago."""
+        while self._answered and self._answered[0][0] <= now_s:
+            _, (engine, hashes) = self._answered.popleft()
+            self._index.end_expecting(engine, hashes)

@@ -1,0 +1,146 @@
+"""The queue of one role: requests that wait until an engine of that role has room; without I/O.
+
+Room is counted in units that the caller chooses: KV blocks for decode, tokens to compute for
+prefill. A request has its room from the time that it is placed until it is released, so a prefill
+can be started with the room of its decode reserved. Requests are placed in the order in which they
+came: a large one is not overtaken by small ones, which could make it wait for ever.
+"""
+
+import enum
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Generic, NamedTuple, TypeVar
+
+MAX_ATTEMPTS: Final = 3
+"""Engines that a request may fail on."""
+
+RequestT = TypeVar("RequestT", bound=Hashable)
+
+
+class Refusal(enum.Enum):
+    """Why a request gets no room."""
+
+    FULL = "too many requests wait for an engine"
+    TOO_LARGE = "it needs more room than any engine has"
+    FAILED = f"it has failed on {MAX_ATTEMPTS} engines"
+
+
+class Placed(NamedTuple, Generic[RequestT]):
+    """A request has room at an engine."""
+
+    request: RequestT
+    engine: int
+
+
+@dataclass(eq=False)
+class _Entry(Generic[RequestT]):
+    request: RequestT
+    num_units: int
+    failed_on: list[int] = field(default_factory=list)
+    engine: int | None = None
+
+
+class RoleQueue(Generic[RequestT]):
+    """Requests of one gateway for one role.
+
+    choose:      chooses among engines with room for a request; called with the request and them.
+    max_waiting: further requests are refused.
+    """
+
+    def __init__(
+        self, choose: Callable[[RequestT, Sequence[int]], int], *, max_waiting: int
+    ) -> None:
+        self._choose = choose
+        self._max_waiting = max_waiting
+        self._capacity: dict[int, int] = {}
+        self._num_used: dict[int, int] = {}
+        self._entries: dict[RequestT, _Entry[RequestT]] = {}
+        self._waiting: list[_Entry[RequestT]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def num_used(self, engine: int) -> int:
+        """Units of an engine that requests have."""
+        return self._num_used.get(engine, 0)
+
+    def set_capacity(self, engine: int, num_units: int) -> list[Placed[RequestT]]:
+        """An engine of this role is there, with room for so much; 0: it takes no more, but what it
+        has goes on. Returns the requests that are placed now."""
+        self._capacity[engine] = num_units
+        return self._place_waiting()
+
+    def add(self, request: RequestT, num_units: int) -> list[Placed[RequestT]] | Refusal:
+        """A request, which must be a new one, needs room. Returns it if it is placed, nothing if it
+        waits, or why it is refused."""
+        if request in self._entries:
+            raise ValueError(f"{request!r} is in the queue already")
+        if not self._fits_somewhere(num_units):
+            return Refusal.TOO_LARGE
+        entry = _Entry(request, num_units)
+        self._waiting.append(entry)
+        self._entries[request] = entry
+        placed = self._place_waiting()
+        if entry.engine is None and len(self._waiting) > self._max_waiting:
+            self._waiting.remove(entry)
+            del self._entries[request]
+            return Refusal.FULL
+        return placed
+
+    def release(self, request: RequestT) -> list[Placed[RequestT]]:
+        """A request has ended, or does not wait any more; may be called repeatedly. Returns the
+        requests that are placed now."""
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return []
+        self._take_back(entry)
+        return self._place_waiting()
+
+    def retry(self, request: RequestT) -> list[Placed[RequestT]] | Refusal:
+        """A request that was placed has failed there. It gets room at an engine on which it has not
+        failed, or else at any, before all that wait. Returns as `add`; if it is refused, it is not
+        in the queue any more."""
+        entry = self._entries[request]
+        if entry.engine is not None:
+            entry.failed_on.append(entry.engine)
+        self._take_back(entry)
+        if len(entry.failed_on) >= MAX_ATTEMPTS:
+            del self._entries[request]
+            return Refusal.FAILED
+        self._waiting.insert(0, entry)
+        return self._place_waiting()
+
+    def remove_engine(self, engine: int) -> list[RequestT]:
+        """An engine is lost. Returns the requests that had room there, for `retry`."""
+        self._capacity.pop(engine, None)
+        return [entry.request for entry in self._entries.values() if entry.engine == engine]
+
+    def _take_back(self, entry: _Entry[RequestT]) -> None:
+        if entry.engine is None:
+            self._waiting = [other for other in self._waiting if other is not entry]
+            return
+        self._num_used[entry.engine] -= entry.num_units
+        entry.engine = None
+
+    def _fits_somewhere(self, num_units: int) -> bool:
+        """Also while no engine has any room: then it waits for one."""
+        largest = max(self._capacity.values(), default=0)
+        return largest == 0 or num_units <= largest
+
+    def _place_waiting(self) -> list[Placed[RequestT]]:
+        placed: list[Placed[RequestT]] = []
+        for entry in self._waiting:
+            engines = [
+                engine
+                for engine, capacity in self._capacity.items()
+                if self.num_used(engine) + entry.num_units <= capacity
+            ]
+            fresh = [engine for engine in engines if engine not in entry.failed_on]
+            if not engines:
+                break
+            entry.engine = self._choose(entry.request, fresh or engines)
+            self._num_used[entry.engine] = self.num_used(entry.engine) + entry.num_units
+            placed.append(Placed(entry.request, entry.engine))
+        del self._waiting[: len(placed)]
+        return placed

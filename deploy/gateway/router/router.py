@@ -1,0 +1,115 @@
+"""Decides which engine gets a request; without I/O.
+
+Of the engines whose role fits, and which run and admit requests, a policy chooses one by the loads
+of all, what they have of the prompt, and the request's session.
+
+Each gateway decides on its own, by its own index of blocks: a decision needs no message, and a
+gateway that dies takes no other one's knowledge with it. The price is one index per gateway; what
+another gateway has just sent to an engine is known once the engine has published it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from longshore.deploy.gateway.router.engine_loads import EngineLoads
+from longshore.deploy.gateway.router.expected_blocks import ExpectedBlocks
+from longshore.deploy.gateway.router.policies import (
+    Decision,
+    LeastLoaded,
+    PrefixAware,
+    Reason,
+    RoutedPrompt,
+    RoutingPolicy,
+)
+from longshore.deploy.requests.live_requests import LiveRequest
+
+Role: TypeAlias = Literal["unified", "prefill", "decode"]
+"""What an engine is for: whole requests, only their first token, or only what comes after it."""
+Stage: TypeAlias = Literal["whole", "prefill", "decode"]
+"""What is asked of an engine: a whole request, or one part of it."""
+
+_ROLES: Final[dict[Stage, tuple[Role, ...]]] = {
+    "whole": ("unified", "decode"),
+    "prefill": ("prefill", "unified"),
+    "decode": ("decode", "unified"),
+}
+"""Which engines serve a stage: those of the second role if none of the first one is usable."""
+
+
+class CountedDecision(NamedTuple):
+    """What decisions are counted by."""
+
+    engine: int
+    reason: Reason
+
+
+class Router:
+    """The decisions of one gateway.
+
+    number, num_gateways: number of this gateway, and of gateways that use the engines.
+    roles:   of the engines, by number; empty: all are unified.
+    counts:  decisions so far.
+    """
+
+    def __init__(
+        self,
+        num_engines: int,
+        policy: RoutingPolicy | None = None,
+        *,
+        number: int = 0,
+        num_gateways: int = 1,
+        roles: Sequence[Role] = (),
+    ) -> None:
+        self._policy = LeastLoaded() if policy is None else policy
+        self._roles = tuple(roles) or ("unified",) * num_engines
+        self._turn = number % num_engines
+        self._expected = ExpectedBlocks(policy.index) if isinstance(policy, PrefixAware) else None
+        self.loads = EngineLoads(num_engines, num_gateways=num_gateways)
+        self.counts: Counter[CountedDecision] = Counter()
+
+    def choose(
+        self,
+        prompt: RoutedPrompt,
+        num_own: Sequence[int],
+        is_usable: Sequence[bool],
+        now_s: float,
+        stage: Stage = "whole",
+    ) -> Decision | None:
+        """The engine for a request; None if there is no usable one.
+
+        num_own:   requests of this gateway, by engine.
+        is_usable: whether an engine may be chosen. Those that have failed the request are not.
+        """
+        engines = self._candidates(is_usable, stage)
+        if not engines:
+            return None
+        if self._expected is not None:
+            self._expected.expire(now_s)
+        loads = [self.loads.load(engine, count) for engine, count in enumerate(num_own)]
+        decision = self._policy.choose(prompt, engines, loads)
+        self._turn = (decision.engine + 1) % len(self._roles)
+        self.counts[CountedDecision(decision.engine, decision.reason)] += 1
+        return decision
+
+    def note_sent(self, decision: Decision, request: LiveRequest) -> None:
+        """The request was sent to the engine that was chosen for it."""
+        self.loads.note_prompt(decision.engine, request, decision.num_cached_tokens)
+        if self._expected is not None:
+            self._expected.add(request, decision.engine, decision.next_hashes)
+
+    def note_answer(self, request: LiveRequest, now_s: float) -> None:
+        """The request got its first token, finished, was aborted, or has lost its engine. May be
+        called repeatedly."""
+        self.loads.note_answer(request)
+        if self._expected is not None:
+            self._expected.note_answer(request, now_s)
+
+    def _candidates(self, is_usable: Sequence[bool], stage: Stage) -> list[int]:
+        """In the order in which it is their turn."""
+        num_engines = len(self._roles)
+        turns = [(self._turn + i) % num_engines for i in range(num_engines)]
+        for role in _ROLES[stage]:
+            if engines := [e for e in turns if is_usable[e] and self._roles[e] == role]:
+                return engines
+        return []

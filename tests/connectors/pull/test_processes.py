@@ -1,0 +1,114 @@
+"""Engines in processes of their own, with NIXL over TCP: tensor parallel sizes, and processes that
+die or stop."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from longshore.deploy.llm.remote_engine import RemoteEngine
+from longshore.protocol.outputs import FinishReason
+from longshore.testing.engines import settle
+from tests.connectors.engine import Engine
+from tests.connectors.pull.test_two_engines import PROMPTS, Pair, wanted
+
+ModelOf = Callable[[str], tuple[Path, Any]]
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
+
+OPTIONS: Final[dict[str, Any]] = {"lease_s": 5.0}
+
+
+@pytest.fixture(autouse=True)
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def processes(
+    model: Path, *, prefill: dict[str, Any], decode: dict[str, Any], connector: str = "nixl"
+) -> Pair:
+    settings = {"in_process": False}
+    return Pair(model, connector, OPTIONS, prefill=settings | prefill, decode=settings | decode)
+
+
+def settle_all(pair: Pair) -> None:
+    for engine in (pair.prefill, pair.decode):
+        assert settle(engine.engine) == 0
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("CON-11")
+@pytest.mark.parametrize("kind", ["full", "latents", "states"])
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["tp1to2", "tp2to1"])
+def test_tensor_parallel_sizes_may_differ(
+    kind: str, sizes: tuple[int, int], model_of: ModelOf
+) -> None:
+    model, _ = model_of(kind)
+    expected = wanted(model, *PROMPTS)
+    prefill, decode = ({"tensor_parallel_size": size} for size in sizes)
+    with processes(model, prefill=prefill, decode=decode) as pair:
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            first = pair.begin(prompt)
+            answer = pair.go_on(prompt, first)
+            pair.until(lambda answer=answer: answer.end is not None)  # type: ignore[misc]
+            assert answer.end is not None
+            assert answer.end.reason is FinishReason.LENGTH_CAPPED
+            assert [*first.token_ids, *answer.token_ids] == tokens
+            assert answer.end.num_cached_tokens == len(prompt)
+        settle_all(pair)
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-11")
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+def test_pipeline_stages_may_differ(connector: str, model_of: ModelOf) -> None:
+    model, _ = model_of("windows")
+    (expected,) = wanted(model, PROMPTS[0])
+    stages = {"pipeline_parallel_size": 2}
+    with processes(model, prefill=stages, decode={}, connector=connector) as pair:
+        first = pair.begin(PROMPTS[0])
+        answer = pair.go_on(PROMPTS[0], first)
+        pair.until(lambda: answer.end is not None)
+        assert [*first.token_ids, *answer.token_ids] == expected
+        assert answer.end is not None
+        assert answer.end.num_cached_tokens == len(PROMPTS[0])
+        settle_all(pair)
+
+
+def signal_all(engine: Engine, number: int) -> None:
+    assert isinstance(engine.engine, RemoteEngine)
+    for process in engine.engine._processes._supervisor.processes:
+        os.kill(process.pid, number)
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+def test_the_prompt_is_computed_if_its_owner_dies_or_hangs(
+    fault: signal.Signals, model_of: ModelOf
+) -> None:
+    model, _ = model_of("full")
+    (expected,) = wanted(model, PROMPTS[0])
+    with processes(model, prefill={}, decode={}) as pair:
+        first = pair.begin(PROMPTS[0])
+        signal_all(pair.prefill, fault)
+        try:
+            answer = pair.go_on(PROMPTS[0], first)
+            pair.decode.wait(answer)
+            assert [*first.token_ids, *answer.token_ids] == expected
+            assert settle(pair.decode.engine) == 0
+        finally:
+            if fault == signal.SIGSTOP:
+                signal_all(pair.prefill, signal.SIGCONT)
+
+
+@pytest.mark.req("CRG-06")
+def test_the_owner_frees_the_blocks_of_a_reader_that_dies(model_of: ModelOf) -> None:
+    model, _ = model_of("full")
+    with processes(model, prefill={}, decode={}) as pair:
+        first = pair.begin(PROMPTS[0])
+        pair.go_on(PROMPTS[0], first)
+        signal_all(pair.decode, signal.SIGKILL)
+        assert settle(pair.prefill.engine) == 0
