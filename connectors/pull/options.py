@@ -11,6 +11,10 @@ from longshore.protocol.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 
+MAX_READ_S: Final = 30.0
+"""A pull greets, asks for blocks and reads; then connections are closed by force, or the worker is
+replaced. With the deadlines of all these, its blocks are free within a minute."""
+
 _KEYS: Final = (
     "host",
     "port",
@@ -75,6 +79,12 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
     secret = None
     if "secret_file" in values:
         secret = _read_secret(options, options.text("secret_file", "/etc/longshore/pull.key"))
+    read_timeout_s = options.number("read_timeout_s", MAX_READ_S, minimum=0.1)
+    if read_timeout_s > MAX_READ_S:
+        raise options.error(
+            f"'read_timeout_s' to be at most {MAX_READ_S:g}, so that no block is in quarantine for "
+            f"a minute; it is {read_timeout_s:g}"
+        )
     return PullOptions(
         host,
         port,
@@ -82,7 +92,7 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
         secret,
         options.number("lease_s", 10.0, minimum=0.1),
         share,
-        options.number("read_timeout_s", 30.0, minimum=0.1),
+        read_timeout_s,
         options.choice("protocol", ("tcp", "rdma")) if is_mooncake else "",
         options.text("device_name", "mlx5_0") if "device_name" in values else "",
     )
