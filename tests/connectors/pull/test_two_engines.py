@@ -135,6 +135,7 @@ PROMPTS: Final = prompts_of(100, 33, 64, 150)
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CON-12")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("resends_token", [True, False], ids=["token", "prompt"])
 def test_tokens_are_those_of_one_engine(kind: str, resends_token: bool, model_of: ModelOf) -> None:
@@ -222,6 +223,24 @@ def test_many_requests_at_once_with_preemptions(model_of: ModelOf) -> None:
         pair.settle()
         assert pair.num_failed == 0
         assert pair.decode.stats.num_preemptions > 0
+
+
+@pytest.mark.req("CON-10")
+def test_preemptions_of_the_owner_touch_no_leased_block(model_of: ModelOf) -> None:
+    """A request is leased; others on the same engine are preempted, and their blocks used again."""
+    model, _ = model_of("full")
+    prompt, *others = prompts_of(100, 100, 100, 100, seed=5)
+    expected = wanted(model, prompt)[0]
+    with Pair(model, options={"lease_s": 1000.0}, prefill={"num_blocks": 24}) as pair:
+        first = pair.begin(prompt)
+        for _ in range(2):
+            pair.prefill.run(*others, is_together=True, max_tokens=80)
+        assert pair.prefill.stats.num_preemptions > 0
+        answer = pair.go_on(prompt, first)
+        pair.until(lambda: answer.end is not None)
+        assert [*first.token_ids, *answer.token_ids] == expected
+        pair.settle()
+        assert outcomes(pair) == {"complete": 1}
 
 
 # Faults
@@ -493,6 +512,7 @@ def test_a_client_may_cancel_the_first_leg(model_of: ModelOf) -> None:
         pair.settle()
 
 
+@pytest.mark.req("CON-09")
 def test_a_late_read_is_ended_by_force(model_of: ModelOf) -> None:
     """Its blocks are in quarantine until the transport has confirmed it."""
     model, _ = model_of("full")
@@ -507,6 +527,10 @@ def test_a_late_read_is_ended_by_force(model_of: ModelOf) -> None:
         pair.until(lambda: answer.end is not None)  # computed instead
         assert [*first.token_ids, *answer.token_ids] == expected
         pair.until(lambda: network.num_resets == 1)
+        # The thread that closes the connections is blocked, but polling is not.
+        number = pair.decode.num_computed
+        assert pair.decode.run(PROMPTS[1]) == [wanted(model, PROMPTS[1])[0][:8]]
+        assert pair.decode.num_computed > number
         assert pair.decode.stats.num_quarantined_blocks > 0
         network.may_reset.set()
         network.state = lambda number: ReadState.DONE
