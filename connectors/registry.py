@@ -37,6 +37,7 @@ BUILT_IN: Final = {
     "example": "longshore.connectors.example.scheduler:ExampleConnector",
     "hidden_states": "longshore.connectors.hidden_states.scheduler:HiddenStatesConnector",
     "lmcache": "longshore.connectors.lmcache.scheduler:LMCacheConnector",
+    "lmcache_mp": "longshore.connectors.lmcache_mp.scheduler:LMCacheMPConnector",
     "mooncake": "longshore.connectors.pull.scheduler:MooncakeConnector",
     "multi": "longshore.connectors.multi.scheduler:MultiConnector",
     "nixl": "longshore.connectors.pull.scheduler:NixlConnector",
