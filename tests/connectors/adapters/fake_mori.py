@@ -73,18 +73,21 @@ network = Network()
 class TransferStatus:
     def __init__(self, copy: Any) -> None:
         self._copy = copy
+        self._succeeded: bool | None = None
 
-    def _ended(self) -> bool:
-        if not (network.is_held or network.fails) and self._copy is not None:
-            self._copy()
-            self._copy = None
-        return self._copy is None
+    def _update(self) -> None:
+        if self._succeeded is None and not network.is_held:
+            self._succeeded = not network.fails
+            if self._succeeded:
+                self._copy()
 
     def Succeeded(self) -> bool:
-        return self._ended()
+        self._update()
+        return self._succeeded is True
 
     def Failed(self) -> bool:
-        return network.fails and not network.is_held
+        self._update()
+        return self._succeeded is False
 
 
 @dataclass
