@@ -38,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 17
+PROTOCOL_VERSION: Final = 18
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -98,6 +98,7 @@ class Feature(enum.Enum):
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
     KV_CONNECTOR = "kv_connector"
+    EC_CONNECTOR = "ec_connector"
 
 
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):

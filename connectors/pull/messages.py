@@ -29,6 +29,9 @@ NOT_READY: Final = "the owner is not ready yet: not all of its ranks have report
 GREET_FIRST: Final = "the owner has no handshake with this connection; it was restarted"
 """Reasons of a `Refused` after which a reader greets again."""
 
+NOT_STORED: Final = "it has no such output"
+"""Reason of a `Refused` that is a miss, not a failure."""
+
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Tables: TypeAlias = tuple[bytes, ...]
@@ -199,6 +202,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     token_digest: bytes
     tables: Tables
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True):
+    """What is offered as `transfer_id` is granted to no other reader from now on."""
+
+    transfer_id: str
 
 
 class Pull(msgspec.Struct, frozen=True, array_like=True):

@@ -6,17 +6,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Final, NamedTuple, assert_never
+from typing import Final, NamedTuple, TypeAlias, assert_never
 
 import msgspec
 import zmq
 
 from longshore.connectors.pull.layout import EngineLayout, LayoutMismatch, check_layouts
-from longshore.connectors.pull.leases import Leases
+from longshore.connectors.pull.leases import Leases, LeaseTable
 from longshore.connectors.pull.messages import (
     GREET_FIRST,
     MAX_MESSAGE_BYTES,
     NOT_READY,
+    NOT_STORED,
     SIDE_CHANNEL_VERSION,
     Claim,
     Done,
@@ -30,6 +31,7 @@ from longshore.connectors.pull.messages import (
     ToOwner,
     ToReader,
     Welcome,
+    Withdraw,
 )
 from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.socket_thread import SocketThread
@@ -58,9 +60,13 @@ class _EarlyClaim(NamedTuple):
     claim: Claim
 
 
+OwnerItem: TypeAlias = tuple[RankInfo, ...] | Offer | Withdraw
+
+
 class Owner:
     """engine_id: with its epoch. kv: without ranks. on_end: called on the thread with the leases
-    that have ended, and with those that have expired."""
+    that have ended, and with those that have expired. leases: None: those of
+    `Leases`. early_claim_s: see EARLY_CLAIM_S."""
 
     def __init__(
         self,
@@ -68,11 +74,14 @@ class Owner:
         engine_id: str,
         kv: KVDescription,
         on_end: Callable[[list[Offer], list[Offer]], None],
+        leases: LeaseTable | None = None,
+        early_claim_s: float = EARLY_CLAIM_S,
     ) -> None:
         """Raises ConfigError if the address cannot be bound."""
         self._engine_id, self._kv, self._on_end = engine_id, kv, on_end
         self._ranks: tuple[RankInfo, ...] = ()
-        self._leases = Leases(engine_id, options.lease_s)
+        self._leases: LeaseTable = leases or Leases(engine_id, options.lease_s)
+        self._early_claim_s = early_claim_s
         self._early: list[_EarlyClaim] = []
         self._readers: OrderedDict[bytes, str] = OrderedDict()  # engine id by routing id
         self._warnings = LogLimit(logger, max_per_second=1)
@@ -97,16 +106,14 @@ class Owner:
                 f"{options.port}: {error}. Give an address of this machine and a free port, or "
                 "port 0 for any."
             ) from error
-        self._thread: SocketThread[tuple[RankInfo, ...] | Offer] = SocketThread(
-            "pull-owner", self._step
-        )
+        self._thread: SocketThread[OwnerItem] = SocketThread("pull-owner", self._step)
         self._thread.poller.register(self._socket, zmq.POLLIN)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, item: tuple[RankInfo, ...] | Offer) -> None:
-        """The ranks of this engine, or blocks that it offers."""
+    def put(self, item: OwnerItem) -> None:
+        """The ranks of this engine, or what it offers or withdraws."""
         self._thread.put(item)
 
     @property
@@ -119,12 +126,16 @@ class Owner:
 
     # On the thread
 
-    def _step(self, items: list[tuple[RankInfo, ...] | Offer]) -> float | None:
+    def _step(self, items: list[OwnerItem]) -> float | None:
         for item in items:
-            if isinstance(item, Offer):
-                self._leases.offer(item, time.monotonic())
-            else:
-                self._ranks = item
+            match item:
+                case Offer():
+                    self._leases.offer(item, time.monotonic())
+                case Withdraw(transfer_id=transfer_id):
+                    if ended := self._leases.withdraw(transfer_id):
+                        self._on_end(ended, [])
+                case _:
+                    self._ranks = item
         for _ in range(MAX_MESSAGES_PER_STEP):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -169,7 +180,7 @@ class Owner:
             case Claim():
                 is_early = message.transfer_id not in self._leases
                 if is_early and len(self._early) < MAX_EARLY_CLAIMS:
-                    self._early.append(_EarlyClaim(now + EARLY_CLAIM_S, reader_id, message))
+                    self._early.append(_EarlyClaim(now + self._early_claim_s, reader_id, message))
                 else:
                     self._claim(reader_id, reader, message, now)
             case Renew():
@@ -183,7 +194,7 @@ class Owner:
 
     def _claim(self, reader_id: bytes, reader: str, claim: Claim, now: float) -> None:
         answer = self._leases.claim(claim, reader, now)
-        if not isinstance(answer, Granted):
+        if not isinstance(answer, Granted) and answer.reason != NOT_STORED:
             self._warnings.warning("a pull by %s was refused: %s", reader, answer.reason)
         self._send(reader_id, answer)
 
