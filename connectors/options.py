@@ -19,10 +19,18 @@ MAX_SIZE_BYTES: Final = 1 << 60
 
 
 class Options:
-    """The options of one connector. Raises ConfigError for a key that is not in `keys`."""
+    """The options of one connector. Raises ConfigError for a key that is not in `keys`. setting:
+    where they were given."""
 
-    def __init__(self, connector: str, options: Mapping[str, Any], keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        connector: str,
+        options: Mapping[str, Any],
+        keys: Sequence[str],
+        setting: str = "--kv-connector-config",
+    ) -> None:
         self._connector = connector
+        self._setting = setting
         self._options = options
         unknown = sorted(set(options) - set(keys))
         if unknown:
@@ -31,7 +39,7 @@ class Options:
 
     def error(self, text: str, *, verb: str = "needs") -> ConfigError:
         """A ConfigError that names the connector."""
-        return ConfigError(f"--kv-connector-config: the connector {self._connector} {verb} {text}")
+        return ConfigError(f"{self._setting}: the connector {self._connector} {verb} {text}")
 
     def text(self, key: str, example: str) -> str:
         """A text that is not empty. example: shown if it is missing."""

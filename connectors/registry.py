@@ -188,19 +188,19 @@ def check_verify_kv(name: str) -> None:
         )
 
 
-def parse_options(text: str) -> dict[str, Any]:
-    """Parse the value of `--kv-connector-config`: a JSON object, or the path of a TOML file, whose
-    table it is. Raises ConfigError if it is neither."""
+def parse_options(text: str, setting: str = "--kv-connector-config") -> dict[str, Any]:
+    """Parse the value of a setting: a JSON object, or the path of a TOML file, whose table it is.
+    Raises ConfigError if it is neither."""
     if text.endswith(".toml"):
         try:
             return tomllib.loads(Path(text).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"--kv-connector-config {text} cannot be read: {error}") from None
+            raise ConfigError(f"{setting} {text} cannot be read: {error}") from None
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise ConfigError(
-            f"--kv-connector-config is neither a JSON object nor the path of a .toml file: {error}"
+            f"{setting} is neither a JSON object nor the path of a .toml file: {error}"
         ) from None
 
 

@@ -98,6 +98,7 @@ class Feature(enum.Enum):
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
     KV_CONNECTOR = "kv_connector"
+    EC_CONNECTOR = "ec_connector"
 
 
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):

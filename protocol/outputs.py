@@ -86,6 +86,7 @@ class TransferReport(
     finished_receiving: requests whose asynchronous load has succeeded or failed.
     failed_block_ids:   blocks that those loads failed to fill.
     connector_metadata: data of the connector's worker half, opaque here.
+    ec_connector_metadata: data of the encoder connector's worker half, opaque here.
     operations:         what was moved, for statistics.
     """
 
@@ -96,6 +97,7 @@ class TransferReport(
     finished_receiving: tuple[str, ...] = ()
     failed_block_ids: Int32Array = EMPTY_INT32
     connector_metadata: bytes = b""
+    ec_connector_metadata: bytes = b""
     operations: tuple[TransferOperation, ...] = ()
 
 

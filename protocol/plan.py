@@ -118,6 +118,7 @@ class SchedulerOutput(
     zero_block_ids: blocks to clear before use.
     has_structured_output: a `SampleMask` for this step follows; sampling waits for it.
     connector_metadata: data for the connector's worker half, opaque here.
+    ec_connector_metadata: data for the encoder connector's worker half, opaque here.
     has_loads:      the connector loads KV for this step before it is computed: every rank that does
                     not sample reports with `TransferReport.step` which blocks it could not fill.
     full_state:     all rows in use, with `--verify-plan`.
@@ -151,6 +152,7 @@ class SchedulerOutput(
     zero_block_ids: Int32Array = EMPTY_INT32
     has_structured_output: bool = False
     connector_metadata: bytes = b""
+    ec_connector_metadata: bytes = b""
     has_loads: bool = False
     full_state: tuple[RowState, ...] | None = None
 

@@ -177,6 +177,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified, drafts
                      accepted, and drafts rejected by a grammar.
     encoder_cache_usage: used share of the encoder cache.
+    num_encoded_items, num_loaded_encoder_outputs, num_missed_encoder_outputs: items that the
+                     workers encoded; items whose output the encoder connector had instead, and
+                     those that no other engine gave.
     num_quarantined_blocks: targets of abandoned loads that may still write to them.
     num_rewinds:     requests rewound because KV that they depended on was wrong.
     num_swapped_*:   requests swapped out, and those whose KV was loaded again; the blocks that the
@@ -211,6 +214,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_accepted_tokens: int = 0
     num_invalid_draft_tokens: int = 0
     encoder_cache_usage: float = 0.0
+    num_encoded_items: int = 0
+    num_loaded_encoder_outputs: int = 0
+    num_missed_encoder_outputs: int = 0
     num_quarantined_blocks: int = 0
     num_rewinds: int = 0
     num_swapped_out: int = 0

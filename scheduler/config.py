@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+from longshore.connectors.base import ECTransferConfig
 from longshore.protocol.commands import PauseMode
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
@@ -283,6 +284,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     clients:     where gateways connect.
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON with options that the connector defines.
+    ec_transfer: the encoder connector; None: there is none.
     kv_events:   publish the events of the cache; None: do not.
     structured_output: how to compile grammars; None: such requests are rejected.
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
@@ -307,6 +309,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     verify_plan: bool = False
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
+    ec_transfer: ECTransferConfig | None = None
     kv_events: KVEventsConfig | None = None
     structured_output: StructuredOutputConfig | None = None
     outlives_workers: bool = False

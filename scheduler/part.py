@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from longshore.connectors.base import SchedulerConnector
+from longshore.connectors.base import EncoderConnector, SchedulerConnector
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.features.drafts import Drafts
@@ -61,6 +61,7 @@ def make_shared(
     epoch: int,
     verify_plan: bool,
     connector: SchedulerConnector | None,
+    encoder_connector: EncoderConnector | None,
     grammars: GrammarCompiler | None,
     num_ranks: int,
     block_metrics: BlockMetrics | None,
@@ -86,7 +87,7 @@ def make_shared(
     if connector is not None:
         may_load = config.kv_role != "kv_producer"
         transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
-    encoder = make_encoder(config, kv_cache)
+    encoder = make_encoder(config, kv_cache, encoder_connector)
     if grammars is not None:
         masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
     if config.num_speculative_tokens:
@@ -96,6 +97,7 @@ def make_shared(
         blocks,
         epoch=epoch,
         encoder=encoder,
+        encoder_connector=encoder_connector,
         drafts=drafts,
         transfers=transfers,
         feed_back_tokens=config.feed_back_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from longshore.connectors.base import ConnectorOutput, SchedulerConnector
+from longshore.connectors.base import ConnectorOutput, EncoderConnector, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
@@ -73,6 +73,7 @@ class Scheduler:
     features:  what the workers support beyond plain text; requests for other features are rejected.
     policy:    None: the policy of `config`. One that is not built in is checked at every call.
     connector: the scheduler half of a connector; None: KV stays on the device.
+    encoder_connector: the scheduler half of an encoder connector; None: each item is encoded here.
     grammars:  compiles grammars; None: requests with structured output are rejected.
     num_ranks: workers that each report the end of a transfer.
     block_metrics: receives allocation, access and eviction of blocks.
@@ -93,6 +94,7 @@ class Scheduler:
         features: frozenset[Feature] = frozenset(),
         policy: SchedulingPolicy | None = None,
         connector: SchedulerConnector | None = None,
+        encoder_connector: EncoderConnector | None = None,
         grammars: GrammarCompiler | None = None,
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
@@ -109,6 +111,7 @@ class Scheduler:
             epoch=epoch,
             verify_plan=verify_plan,
             connector=connector,
+            encoder_connector=encoder_connector,
             grammars=grammars,
             num_ranks=num_ranks,
             block_metrics=block_metrics,
@@ -118,6 +121,7 @@ class Scheduler:
         self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
         self._holds, self._forks = part.holds, part.forks
         self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
+        self._encoder_connector = encoder_connector
         self._grammars, self._drafts = part.grammars, part.drafts
         self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
@@ -294,6 +298,10 @@ class Scheduler:
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """Transfers have ended on a rank; unknown and repeated reports are counted and ignored."""
         transfers = self._transfers
+        of_encoder, metadata = self._encoder_connector, report.ec_connector_metadata
+        if of_encoder is not None and metadata and report.epoch == self._plan.epoch:
+            of_encoder.update_connector_output(report.rank, metadata)
+            return
         if report.epoch != self._plan.epoch or transfers is None:
             self._num_bad_reports += 1
             return
@@ -377,8 +385,11 @@ class Scheduler:
         return self._plan.has_drops
 
     def has_pending_work(self) -> bool:
-        """Whether the connector has instructions for the workers, which the next plan takes."""
-        return self._transfers is not None and self._transfers.hooks.has_pending_work
+        """Whether a connector has instructions for the workers, which the next plan takes."""
+        of_encoder = self._encoder_connector
+        return (self._transfers is not None and self._transfers.hooks.has_pending_work) or (
+            of_encoder is not None and of_encoder.has_pending_work
+        )
 
     def has_transfers(self) -> bool:
         """Whether blocks of this engine are being transferred, or the connector has instructions
@@ -502,7 +513,7 @@ class Scheduler:
         if self._transfers is not None:
             num_bad_messages += self._transfers.num_bad_reports
         of_features: dict[str, Any] = {}
-        for feature in (self._transfers, self._drafts, self._swaps):
+        for feature in (self._transfers, self._drafts, self._swaps, self._encoder):
             if feature is not None:
                 of_features |= feature.counts()
         return SchedulerStats(
@@ -521,7 +532,6 @@ class Scheduler:
             num_preempted_hit_tokens=prefixes.num_preempted_hit_tokens,
             num_stale_tokens=self._processor.num_stale_tokens,
             num_bad_messages=num_bad_messages,
-            encoder_cache_usage=0.0 if self._encoder is None else self._encoder.usage,
             num_rewinds=self._recovery.num_rewinds,
             tenants=self._lifecycle.count_by_tenant(),
             workers=workers,

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from longshore.connectors.base import ECTransferConfig
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -153,6 +154,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON with options that the connector defines.
+    ec_transfer: the encoder connector; None: there is none.
     engine_id:   identifies the engine.
     state_dir:   see WorkerConnectorConfig.
     shared_memory_fd: inherited descriptor of the memory that the connector's worker halves share.
@@ -183,6 +185,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     step_timeout_s: float = 60.0
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
+    ec_transfer: ECTransferConfig | None = None
     engine_id: str = "engine"
     state_dir: str | None = None
     shared_memory_fd: int | None = None

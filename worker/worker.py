@@ -5,14 +5,14 @@ loads the weights and measures memory; `start` allocates the KV cache and return
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from longshore.connectors.base import WorkerConnector
+from longshore.connectors.base import EncoderWorker, EncoderWorkerConfig, WorkerConnector
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -59,6 +59,7 @@ from longshore.worker.queues.transfer_queues import WorkerQueues
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.transfer.connector import ConnectorRunner
+from longshore.worker.transfer.encoder import EncoderRunner
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Worker:
 
     heads:     its KV heads.
     kv_scales: scales of its layers, if the KV cache is fp8.
-    connector: hooks of the connector's worker half, after `start` with one.
+    connector, encoder_connector: hooks of the connectors' worker halves, after `start` with one.
     """
 
     def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
@@ -123,6 +124,7 @@ class Worker:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers)
         self.connector: ConnectorRunner | None = None
+        self.encoder_connector: EncoderRunner | None = None
         self._cache: KVCache | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
@@ -135,6 +137,7 @@ class Worker:
         memory: KVMemory | None = None,
         queue: ComputeQueue | None = None,
         connector: WorkerConnector[Any] | None = None,
+        encoder_connector: EncoderWorker[Any] | None = None,
         wake: Callable[[], None] = lambda: None,
         transfer_delay: Callable[[], None] | None = None,
     ) -> ModelRunner:
@@ -146,8 +149,8 @@ class Worker:
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
         memory:     of the KV cache; None: the device's, or that of this process.
         queue:      compute queue to use; None opens the device's default. The worker closes it.
-        connector:  worker half of the connector; the worker shuts it down.
-        wake:       called on any thread when `connector` has ended transfers to report.
+        connector, encoder_connector: worker halves of the connectors; the worker shuts them down.
+        wake:       called on any thread when a connector has ended transfers to report.
         transfer_delay: called before each transfer on a host thread; for tests.
         """
         assert self.connector is None, "started already"
@@ -170,9 +173,13 @@ class Worker:
                 rank=self._parallel.rank,
             )
             self.connector.register(cache)
+        if encoder_connector is not None:
+            self.encoder_connector = EncoderRunner(
+                encoder_connector, epoch=epoch, rank=self._parallel.rank, wake=wake
+            )
         if self._runner is not None:
             cache.recorded[:] = 0
-            self._runner.begin_epoch(epoch, self.connector)
+            self._runner.begin_epoch(epoch, self.connector, self.encoder_connector)
             return self._runner
         runner = self._runner = self._make_runner(cache, self._queue, epoch)
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
@@ -204,6 +211,7 @@ class Worker:
             parallel=self._parallel,
             eos_token_ids=self._config.eos_token_ids,
             connector=self.connector,
+            encoder_connector=self.encoder_connector,
             guards_blocks=self._config.poison_kv,
         )
 
@@ -212,6 +220,23 @@ class Worker:
         """What this rank can allocate, measured at the first call; `start` may take fewer blocks.
         Raises KVCacheTooSmall."""
         return self._plan_cache()
+
+    @property
+    def connectors(self) -> tuple[ConnectorRunner | EncoderRunner, ...]:
+        """Those that have something to report."""
+        both = self.connector, self.encoder_connector
+        return tuple(each for each in both if each is not None)
+
+    def encoder_config(self, fields: Mapping[str, Any]) -> EncoderWorkerConfig:
+        """Of an encoder connector's worker half. fields: of EncoderConnectorConfig."""
+        return EncoderWorkerConfig(
+            **fields,
+            rank=self._parallel.rank,
+            max_tokens=self.model_config.max_encoder_tokens,
+            hidden_size=self.model_config.hidden_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -247,6 +272,9 @@ class Worker:
         if self.connector is not None:
             self.connector.close()
             self.connector = None
+        if self.encoder_connector is not None:
+            self.encoder_connector.close()
+            self.encoder_connector = None
 
     def close(self) -> None:
         """End the epoch and all threads, and free the KV cache. The weights stay, so that `start`

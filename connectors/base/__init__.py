@@ -16,6 +16,15 @@ soon as the plan arrives; then, on the compute queue, `wait_for_load`, the layer
 `wait_for_save`.
 """
 
+from longshore.connectors.base.encoder import (
+    CacheLookup,
+    ECRole,
+    ECTransferConfig,
+    EncoderConnector,
+    EncoderConnectorConfig,
+    EncoderWorker,
+    EncoderWorkerConfig,
+)
 from longshore.connectors.base.scheduler_half import SchedulerConnector
 from longshore.connectors.base.views import (
     CONTRACT_VERSION,
@@ -50,10 +59,17 @@ __all__ = [
     "AdmittedRequest",
     "AskLater",
     "BlockHolds",
+    "CacheLookup",
     "CachedBlocks",
     "ConnectorConfig",
     "ConnectorOutput",
     "ConnectorStats",
+    "ECRole",
+    "ECTransferConfig",
+    "EncoderConnector",
+    "EncoderConnectorConfig",
+    "EncoderWorker",
+    "EncoderWorkerConfig",
     "FinishAction",
     "FinishedTransfers",
     "GroupBlocks",

@@ -7,6 +7,7 @@ that holds when a reader asks after its read has held during the whole read, on 
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from longshore.connectors.pull.messages import (
     Claim,
@@ -17,6 +18,28 @@ from longshore.connectors.pull.messages import (
     Renew,
     digest_blocks,
 )
+
+
+class LeaseTable(Protocol):
+    """What an owner asks and tells. Methods that end leases return what is not kept any more."""
+
+    def __contains__(self, transfer_id: str) -> bool: ...
+
+    def offer(self, offer: Offer, now: float) -> None: ...
+
+    def release(self, transfer_ids: Iterable[str]) -> list[Offer]: ...
+
+    def claim(self, claim: Claim, reader: str, now: float) -> Granted | Refused: ...
+
+    def renew(self, renew: Renew, reader: str, now: float) -> Held: ...
+
+    def end(self, transfer_ids: Iterable[str], reader: str) -> list[Offer]: ...
+
+    def expire(self, now: float) -> list[Offer]: ...
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` is to be called next."""
 
 
 @dataclass(slots=True)

@@ -30,6 +30,9 @@ NOT_READY: Final = "the owner is not ready yet: not all of its ranks have report
 GREET_FIRST: Final = "the owner has no handshake with this connection; it was restarted"
 """Reasons of a `Refused` after which a reader greets again."""
 
+NOT_STORED: Final = "it has no such output"
+"""Reason of a `Refused` that is a miss, not a failure."""
+
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Tables: TypeAlias = tuple[bytes, ...]

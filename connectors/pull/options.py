@@ -59,9 +59,12 @@ def url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
+def read_options(
+    connector: str, values: Mapping[str, Any], setting: str = "--kv-connector-config"
+) -> PullOptions:
     """Raises ConfigError, which names the option."""
-    options = Options(connector, values, (*_KEYS, *_OWN_KEYS.get(connector, ())))
+    keys = (*_KEYS, *_OWN_KEYS.get(connector, ()))
+    options = Options(connector, values, keys, setting)
     host = options.text("host", LOOPBACK) if "host" in values else LOOPBACK
     if host in ("0.0.0.0", "::", "*"):
         raise options.error(f"'host' to be an address that other engines can reach; it is {host!r}")

@@ -12,11 +12,12 @@ import msgspec
 import zmq
 
 from longshore.connectors.pull.layout import EngineLayout, LayoutMismatch, check_layouts
-from longshore.connectors.pull.leases import Leases
+from longshore.connectors.pull.leases import Leases, LeaseTable
 from longshore.connectors.pull.messages import (
     GREET_FIRST,
     MAX_MESSAGE_BYTES,
     NOT_READY,
+    NOT_STORED,
     SIDE_CHANNEL_VERSION,
     Claim,
     Done,
@@ -54,7 +55,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 class Release(NamedTuple):
-    """End these leases: no reader will come."""
+    """Offer these to no reader from now on."""
 
     transfer_ids: list[str]
 
@@ -71,7 +72,8 @@ class _EarlyClaim(NamedTuple):
 
 class Owner:
     """engine_id: with its epoch. kv: without ranks. on_end: called on the thread with the leases
-    that have ended, and with those that have expired."""
+    that have ended, and with those that have expired. leases: None: those of
+    `Leases`. early_claim_s: see EARLY_CLAIM_S."""
 
     def __init__(
         self,
@@ -79,11 +81,14 @@ class Owner:
         engine_id: str,
         kv: KVDescription,
         on_end: Callable[[list[Offer], list[Offer]], None],
+        leases: LeaseTable | None = None,
+        early_claim_s: float = EARLY_CLAIM_S,
     ) -> None:
         """Raises ConfigError if the address cannot be bound."""
         self._engine_id, self._kv, self._on_end = engine_id, kv, on_end
         self._ranks: tuple[RankInfo, ...] = ()
-        self._leases = Leases(engine_id, options.lease_s)
+        self._leases: LeaseTable = leases or Leases(engine_id, options.lease_s)
+        self._early_claim_s = early_claim_s
         self._early: list[_EarlyClaim] = []
         self._readers: OrderedDict[bytes, str] = OrderedDict()  # engine id by routing id
         self._warnings = LogLimit(logger, max_per_second=1)
@@ -133,7 +138,8 @@ class Owner:
                 case Offer():
                     self._leases.offer(item, time.monotonic())
                 case Release(transfer_ids=transfer_ids):
-                    self._on_end(self._leases.release(transfer_ids), [])
+                    if ended := self._leases.release(transfer_ids):
+                        self._on_end(ended, [])
                 case _:
                     self._ranks = item
         for _ in range(MAX_MESSAGES_PER_STEP):
@@ -180,7 +186,7 @@ class Owner:
             case Claim():
                 is_early = message.transfer_id not in self._leases
                 if is_early and len(self._early) < MAX_EARLY_CLAIMS:
-                    self._early.append(_EarlyClaim(now + EARLY_CLAIM_S, reader_id, message))
+                    self._early.append(_EarlyClaim(now + self._early_claim_s, reader_id, message))
                 else:
                     self._claim(reader_id, reader, message, now)
             case Renew():
@@ -194,7 +200,7 @@ class Owner:
 
     def _claim(self, reader_id: bytes, reader: str, claim: Claim, now: float) -> None:
         answer = self._leases.claim(claim, reader, now)
-        if not isinstance(answer, Granted):
+        if not isinstance(answer, Granted) and answer.reason != NOT_STORED:
             self._warnings.warning(
                 "a pull by %s was refused: %s", reader, answer.reason, request_id=claim.request_id
             )

@@ -30,6 +30,7 @@ from longshore.connectors.pull.messages import (
     MAX_MESSAGE_BYTES,
     MAX_TRANSFER_IDS,
     NOT_READY,
+    NOT_STORED,
     SIDE_CHANNEL_VERSION,
     Claim,
     Done,
@@ -70,6 +71,9 @@ POLL_S: Final = 0.0005
 
 ANSWER_TIMEOUT_S: Final = 5.0
 """How long an owner may take to answer a message."""
+
+ANY_ENGINE: Final = "*"
+"""As `Source.engine_id`: whatever engine answers at the address."""
 
 GREET_AGAIN_S: Final = 0.05
 IDLE_OWNER_S: Final = 600.0
@@ -169,7 +173,8 @@ class _Pull:
 
 
 class Reader:
-    """on_end: called on the thread with each pull that has ended.
+    """on_end: called on the thread with each pull that has ended. answer_timeout_s: see
+    ANSWER_TIMEOUT_S.
 
     resetting_since: when the thread began to close all connections by force; None: it is not.
     """
@@ -181,7 +186,9 @@ class Reader:
         engine_id: str,
         rank: int,
         on_end: Callable[[EndedPull], None],
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
+        self._answer_timeout_s = answer_timeout_s
         self._transport, self._options = transport, options
         self._engine_id, self._rank, self._on_end = engine_id, rank, on_end
         self._kv: KVDescription | None = None
@@ -264,7 +271,7 @@ class Reader:
                 table[command.first_token // size : -(-command.num_tokens // size)].tolist()
             )
         targets.discard(NULL_BLOCK)
-        pull = _Pull(command, owner, now + ANSWER_TIMEOUT_S, tables, targets)
+        pull = _Pull(command, owner, now + self._answer_timeout_s, tables, targets)
         self._pulls[command.request_id] = pull
         if owner.routes is not None:
             self._claim(pull)
@@ -292,7 +299,7 @@ class Reader:
             if owner.routes is None and owner.greet_at <= now and self._kv is not None:
                 hello = Hello(SIDE_CHANNEL_VERSION, self._engine_id, self._kv)
                 self._send(owner, hello)
-                owner.greet_at = now + ANSWER_TIMEOUT_S
+                owner.greet_at = now + self._answer_timeout_s
 
     def _forget(
         self, owner: _Owner, reason: str, outcome: PullOutcome = PullOutcome.FAILED
@@ -353,8 +360,9 @@ class Reader:
             case Refused(reason=reason) if reason == GREET_FIRST:
                 self._forget(owner, "its owner was restarted", PullOutcome.REFUSED)
             case Refused(transfer_id=transfer_id, reason=reason):
+                why = reason if reason == NOT_STORED else f"its owner refuses it: {reason}"
                 for pull in self._of_transfer(owner, transfer_id, Phase.CLAIMING):
-                    self._fail(pull, PullOutcome.REFUSED, f"its owner refuses it: {reason}")
+                    self._fail(pull, PullOutcome.REFUSED, why)
             case Granted():
                 for pull in self._of_transfer(owner, message.transfer_id, Phase.CLAIMING):
                     self._read(pull, message)
@@ -389,7 +397,7 @@ class Reader:
             return
         try:
             reason = self._kv.difference(welcome.kv)
-            if welcome.engine_id != owner.key[2]:
+            if owner.key[2] not in (ANY_ENGINE, welcome.engine_id):
                 reason = f"it is {welcome.engine_id} now, not {owner.key[2]}: it was restarted"
             if reason is not None or len(welcome.agents) != len(welcome.kv.ranks):
                 raise LayoutMismatch(reason or "it has not as many agents as ranks")
@@ -402,7 +410,7 @@ class Reader:
             self._forget(owner, about, PullOutcome.REFUSED)
             return
         owner.routes, owner.layout = routes, layout
-        logger.info("connected to %s at %s:%d", owner.key[2], *owner.key[:2])
+        logger.info("connected to %s at %s:%d", welcome.engine_id, *owner.key[:2])
         self._send_done(owner)
         for pull in list(self._pulls.values()):
             if pull.owner is owner:
@@ -431,7 +439,7 @@ class Reader:
 
     def _claim(self, pull: _Pull) -> None:
         source = pull.command.source
-        self._enter(pull, Phase.CLAIMING, ANSWER_TIMEOUT_S)
+        self._enter(pull, Phase.CLAIMING, self._answer_timeout_s)
         self._send(
             pull.owner,
             Claim(
@@ -500,7 +508,7 @@ class Reader:
                 self._fail(pull, PullOutcome.FAILED, "reading from its owner failed")
                 self._forget(pull.owner, "another read from its owner failed")
                 continue
-            self._enter(pull, Phase.CHECKING, ANSWER_TIMEOUT_S)
+            self._enter(pull, Phase.CHECKING, self._answer_timeout_s)
             pull.check = next(self._numbers)
             self._send(pull.owner, Renew((pull.command.source.transfer_id,), pull.check))
 
@@ -511,7 +519,7 @@ class Reader:
             return
         for pull in late:
             if pull.command.request_id in self._pulls:  # not forgotten with its owner
-                about = f"its owner did not answer within {ANSWER_TIMEOUT_S:g} s"
+                about = f"its owner did not answer within {self._answer_timeout_s:g} s"
                 self._fail(pull, PullOutcome.UNREACHABLE, about)
                 self._forget(pull.owner, "its owner does not answer", PullOutcome.UNREACHABLE)
         in_use = {pull.owner for pull in self._pulls.values()}
@@ -540,9 +548,11 @@ class Reader:
     def _fail(self, pull: _Pull, outcome: PullOutcome, reason: str) -> None:
         """None of its reads is in progress."""
         logger.log(
-            logging.DEBUG if outcome is PullOutcome.CANCELLED else logging.WARNING,
+            logging.DEBUG
+            if outcome is PullOutcome.CANCELLED or reason == NOT_STORED
+            else logging.WARNING,
             "a pull from %s failed: %s",
-            pull.owner.key[2],
+            _name(pull.owner),
             reason,
             extra=fields(request_id=pull.command.request_id, outcome=outcome.value),
         )
@@ -557,6 +567,11 @@ class Reader:
         seconds = 0.0 if pull.posted is None else time.monotonic() - pull.posted
         request_id = pull.command.request_id
         self._on_end(EndedPull(request_id, failed, num_blocks, num_bytes, seconds, outcome))
+
+
+def _name(owner: _Owner) -> str:
+    host, port, engine_id = owner.key
+    return f"{host}:{port}" if engine_id == ANY_ENGINE else engine_id
 
 
 def _key(source: Source) -> tuple[str, int, str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from cyclopts import Group, Parameter
 
+from longshore.connectors.base import ECRole
 from longshore.deploy.cli.counts import read_count
 from longshore.deploy.cli.setting_checks import (
     MAX_TIMEOUT_S,
@@ -141,6 +142,12 @@ class EngineOptions:
             file.
         kv_role: Whether the connector loads and stores (kv_both), only stores (kv_producer), or
             only loads (kv_consumer).
+        ec_connector: Encoder connector of a speech model, which hands encoder outputs to other
+            engines: nixl, mooncake, or package.module:Class. Default: none.
+        ec_connector_config: Settings of the encoder connector, as a JSON object or the path of a
+            .toml file.
+        ec_role: Whether the engine offers its encoder outputs to others (ec_producer), loads those
+            of others before it encodes (ec_consumer), or both (ec_both).
         verify_kv: How often the checksum of a block that is loaded from host memory is verified:
             of every block, of one in 16, or never. Blocks from disk are always verified. Sets the
             option of the same name of a connector that has it. Default: the connector's.
@@ -214,6 +221,9 @@ class EngineOptions:
     kv_connector: Annotated[str | None, _CONNECTOR] = None
     kv_connector_config: Annotated[str, _CONNECTOR] = field(default="{}", repr=False)
     kv_role: Annotated[KVRole, _CONNECTOR] = "kv_both"
+    ec_connector: Annotated[str | None, _CONNECTOR] = None
+    ec_connector_config: Annotated[str, _CONNECTOR] = field(default="{}", repr=False)
+    ec_role: Annotated[ECRole, _CONNECTOR] = "ec_both"
     verify_kv: Annotated[VerifyKV | None, _CONNECTOR] = None
     load_failure_policy: Annotated[Literal["recompute", "fail"], _CONNECTOR] = "recompute"
     load_timeout_s: Annotated[float, _CONNECTOR] = 60.0
@@ -243,6 +253,7 @@ class EngineOptions:
             ("dtype", get_args(Dtype)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("kv_role", get_args(KVRole)),
+            ("ec_role", get_args(ECRole)),
             ("preemption_mode", get_args(PreemptionMode)),
             ("load_failure_policy", ("recompute", "fail")),
             ("kv_events_format", get_args(EventFormat)),
@@ -290,6 +301,14 @@ class EngineOptions:
             raise ConfigError(
                 f"kv_role={self.kv_role!r} is set, but kv_connector is not, so it has no effect. "
                 "Set kv_connector, or remove kv_role."
+            )
+        if self.ec_connector is None and (self.ec_connector_config, self.ec_role) != (
+            "{}",
+            "ec_both",
+        ):
+            raise ConfigError(
+                "ec_connector_config or ec_role is set, but ec_connector is not, so it has no "
+                "effect. Set ec_connector, for example to nixl, or remove it."
             )
         if self.preemption_mode != "recompute" and self.kv_connector is None:
             raise ConfigError(

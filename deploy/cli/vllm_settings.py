@@ -113,6 +113,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "disable_sliding_window": ((False,), "the model's windows are used"),
     "distributed_executor_backend": (("mp", "uni"), "workers are processes of one machine"),
     "download_dir": ((), "set HF_HOME"),
+    "ec_transfer_config": ((), "use ec_connector, ec_role and ec_connector_config"),
     "enable_eplb": ((False,), "experts stay on their workers"),
     "enable_expert_parallel": ((False,), "tensor_parallel_size splits experts"),
     "enable_force_include_usage": ((False,), "use stream_options in requests"),

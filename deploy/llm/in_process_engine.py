@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from longshore.connectors.base import (
     ConnectorConfig,
+    EncoderConnector,
+    EncoderConnectorConfig,
+    EncoderWorker,
     SchedulerConnector,
     WorkerConnector,
     WorkerConnectorConfig,
 )
+from longshore.connectors.encoder_registry import load_encoder_connector, load_encoder_worker
 from longshore.connectors.registry import (
     engine_fields,
     load_scheduler_connector,
     load_worker_connector,
+    parse_options,
 )
 from longshore.deploy.llm.local_grammars import LocalGrammars
 from longshore.deploy.supervisor.engine_config import EnginePlan, worker_config
@@ -72,7 +77,7 @@ def interrupts_deferred() -> Iterator[None]:
 class InProcessEngine:
     """The scheduler and worker objects that the processes run, driven by `receive`.
 
-    scheduler, worker, connector_halves: may be inspected between calls.
+    scheduler, worker, connector_halves, encoder_halves: may be inspected between calls.
     """
 
     def __init__(self, plan: EnginePlan, *, delay: Callable[[], None] | None = None) -> None:
@@ -93,10 +98,12 @@ class InProcessEngine:
         self.worker = Worker(worker_config(plan))
         try:
             self.connector_halves = _connector(plan, self.worker)
+            self.encoder_halves = _encoder_connector(plan, self.worker)
             scheduler_half, worker_half = self.connector_halves
             self._runner = self.worker.start(
                 queue=None if delay is None else CpuComputeQueue(delay),
                 connector=worker_half,
+                encoder_connector=self.encoder_halves[1],
                 wake=self._has_reports.set,
                 transfer_delay=delay,
             )
@@ -109,6 +116,7 @@ class InProcessEngine:
                 eos_token_ids=plan.model.eos_token_ids,
                 features=frozenset(self.worker.features),
                 connector=scheduler_half,
+                encoder_connector=self.encoder_halves[0],
                 verify_plan=plan.options.verify_plan,
                 grammars=LocalGrammars(plan),
             )
@@ -174,12 +182,13 @@ class InProcessEngine:
         """
         self._check_alive()
         if not self._outputs:
-            connector = self.worker.connector
+            connectors = self.worker.connectors
             if self._num_in_flight:
                 self._has_reports.wait()
                 self._check_alive()
-            elif connector is not None:  # its transfers may be all that goes on
-                self._has_reports.wait(min(TRANSFER_POLL_S, connector.poll_interval_s or math.inf))
+            elif connectors:  # their transfers may be all that goes on
+                intervals = [each.poll_interval_s or math.inf for each in connectors]
+                self._has_reports.wait(min(TRANSFER_POLL_S, *intervals))
             with self._uninterrupted():
                 self._advance()
         return self._outputs.pop(0) if self._outputs else None
@@ -196,9 +205,9 @@ class InProcessEngine:
                     raise EngineDead(f"the worker failed: {report.reason}")
                 case _:
                     assert_never(report)
-        connector = self.worker.connector
-        if connector is not None and (transfers := connector.take_report()) is not None:
-            self.scheduler.update_from_transfers(transfers, time.monotonic())
+        for connector in self.worker.connectors:
+            if (transfers := connector.take_report()) is not None:
+                self.scheduler.update_from_transfers(transfers, time.monotonic())
         self._add_masks()
         while (plan := self.scheduler.schedule(time.monotonic())) is not None:
             self._runner.submit(plan, self._take_report)
@@ -206,7 +215,7 @@ class InProcessEngine:
         self._add_masks()
         self._outputs += [outputs for _, outputs in self.scheduler.take_outputs()]
         is_stuck = not self._num_in_flight and not self._outputs
-        if is_stuck and connector is None and self.scheduler.is_waited_for():
+        if is_stuck and not self.worker.connectors and self.scheduler.is_waited_for():
             raise EngineDead("requests are waiting, but the scheduler cannot plan a step")
 
     def _add_masks(self) -> None:
@@ -260,4 +269,25 @@ def _connector(
                 state_dir=str(plan.state_dir),
             ),
         ),
+    )
+
+
+def _encoder_connector(
+    plan: EnginePlan, worker: "Worker"
+) -> tuple[EncoderConnector | None, EncoderWorker[Any] | None]:
+    """Both halves of the encoder connector. Raises ConfigError if one cannot be built."""
+    transfer = plan.ec_transfer
+    if transfer is None:
+        return None, None
+    fields: dict[str, Any] = {
+        "options": parse_options(transfer.options),
+        "role": transfer.role,
+        "num_ranks": 1,
+        "engine_id": "in-process.1",
+        "identity": plan.identity,
+    }
+    config = EncoderConnectorConfig(**fields)
+    return (
+        load_encoder_connector(transfer.connector, config),
+        load_encoder_worker(transfer.connector, worker.encoder_config(fields)),
     )

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
+from longshore.connectors.base import ECTransferConfig
+from longshore.connectors.encoder_registry import check_encoder_connector
 from longshore.connectors.registry import (
     check_connector,
     check_verify_kv,
@@ -75,6 +77,7 @@ class EnginePlan:
     hash_seed: seed of block hashes, from the state directory; secret.
     state_dir:         the directory that outlives the deployment.
     connector_options: options of the connector, parsed; they can contain secrets.
+    ec_transfer: the encoder connector, with its options, likewise; None: there is none.
     """
 
     options: EngineOptions
@@ -86,6 +89,7 @@ class EnginePlan:
     hash_seed: bytes = field(repr=False)
     state_dir: Path
     connector_options: dict[str, Any] = field(repr=False)
+    ec_transfer: ECTransferConfig | None = field(repr=False)
 
 
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
@@ -108,6 +112,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
             check_verify_kv(options.kv_connector)
             connector_options["verify_kv"] = options.verify_kv
         check_connector(options.kv_connector, connector_options)
+    ec_transfer = _ec_transfer(options, config)
     device = resolve_device(options.device)
     cache = _cache_config(options, config)
     dtype = model.resolve_dtype(options.dtype, device)
@@ -159,6 +164,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         hash_seed=hash_seed,
         state_dir=state_dir.path.absolute(),
         connector_options=connector_options,
+        ec_transfer=ec_transfer,
     )
 
 
@@ -341,6 +347,7 @@ def _scheduler_process(
         verify_plan=plan.options.verify_plan,
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
+        ec_transfer=plan.ec_transfer,
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
         structured_output=_structured_output(plan, runtime_dir, replica),
         engine_id=replica.engine_id,
@@ -397,11 +404,28 @@ def _worker_process(
         step_timeout_s=plan.options.step_timeout_s,
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
+        ec_transfer=plan.ec_transfer,
         state_dir=str(plan.state_dir),
         engine_id=replica.engine_id,
         cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )
+
+
+def _ec_transfer(options: EngineOptions, config: DecoderConfig) -> ECTransferConfig | None:
+    """Raises ConfigError."""
+    name, role = options.ec_connector, options.ec_role
+    if name is None:
+        return None
+    if not config.max_encoder_tokens:
+        raise ConfigError(
+            f"ec_connector={name!r}: this model has no encoder, so there are no encoder outputs to "
+            "hand over. Remove ec_connector"
+        )
+    given = parse_options(options.ec_connector_config, "--ec-connector-config")
+    values = with_variables(given)
+    check_encoder_connector(name, values, role)
+    return ECTransferConfig(name, role, msgspec.json.encode(values).decode())
 
 
 def _max_num_encoder_input_tokens(options: EngineOptions, config: DecoderConfig) -> int:

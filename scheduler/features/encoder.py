@@ -7,7 +7,9 @@ its request's chunk ends just before it. After vLLM's encoder cache manager.
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from typing import Any
 
+from longshore.connectors.base import CacheLookup, EncoderConnector
 from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheConfig, max_encoder_tokens
 from longshore.scheduler.config import SchedulerConfig
@@ -38,6 +40,7 @@ class EncoderCache:
         self._freed: list[str] = []
         # Requests with items that the model or a drafter has not passed, by id.
         self.pending: dict[str, Request] = {}
+        self.num_encoded_items = 0
 
     @property
     def usage(self) -> float:
@@ -158,6 +161,7 @@ class EncoderCache:
             (_, index), request = next(iter(self._holders[item_hash].items()))
             inputs.append((request.row, index))
         self._encoded_now = {}
+        self.num_encoded_items += len(inputs)
         return tuple(inputs)
 
     def take_freed(self) -> tuple[str, ...]:
@@ -168,6 +172,15 @@ class EncoderCache:
     def waits_for(self, request: Request) -> str | None:
         """Why the encoder cannot take the item of a waiting request, if known."""
         return None
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether the output of its item may come from another engine, so that the request must
+        wait. Begins to load it."""
+        return False
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of SchedulerStats."""
+        return {"encoder_cache_usage": self.usage, "num_encoded_items": self.num_encoded_items}
 
     def checkpoint(self) -> "EncoderCache":
         """A copy to `restore` from."""
@@ -236,23 +249,45 @@ class RowEncoder(EncoderCache):
     admits the request, directly into the row's blocks of the cross-attention group. So its output
     is neither kept elsewhere nor shared, and a rewound row still has it.
 
+    With an encoder connector, it may be loaded instead, which takes no budget.
+
     budget: tokens encoded per step.
     """
 
-    def __init__(self, *, budget: int) -> None:
+    def __init__(self, *, budget: int, connector: EncoderConnector | None = None) -> None:
         super().__init__(capacity=0, budget=budget)
         self._new_rows: list[int] = []
+        self.connector = connector
+        self._num_loaded = 0
 
     def begin_step(self) -> None:
         super().begin_step()
         self._new_rows = []
 
     def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        return num_tokens if request.num_encoder_tokens <= self._budget_left else 0
+        is_in_budget = request.num_encoder_tokens <= self._budget_left
+        return num_tokens if is_in_budget or self._is_loadable(request) else 0
 
     def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
-        self._budget_left -= request.num_encoder_tokens
+        if self._is_loadable(request):
+            self._num_loaded += 1
+        else:
+            self._budget_left -= request.num_encoder_tokens
+            self.num_encoded_items += 1
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(request.multimodal[0], request.row)
         self._new_rows.append(request.row)
+
+    def is_loading(self, request: Request) -> bool:
+        return self._lookup(request) is CacheLookup.PENDING
+
+    def _is_loadable(self, request: Request) -> bool:
+        return self._lookup(request) is CacheLookup.LOADABLE
+
+    def _lookup(self, request: Request) -> CacheLookup:
+        if self.connector is None:
+            return CacheLookup.MISSING
+        return self.connector.has_caches(request.multimodal[0])
 
     def rewound(self, request: Request) -> None:
         """Nothing to do: its blocks still hold the encoder output."""
@@ -270,12 +305,36 @@ class RowEncoder(EncoderCache):
         inputs, self._new_rows = tuple([(row, 0) for row in self._new_rows]), []
         return inputs
 
+    def reset(self) -> bool:
+        return self.connector is None or self.connector.reset_cache()
 
-def make_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig) -> EncoderCache | None:
-    """The encoder cache for a model with these groups; None if requests cannot have items."""
+    def clear(self) -> None:
+        super().clear()
+        self._new_rows = []
+        if self.connector is not None:
+            self.connector.on_new_epoch()
+
+    def counts(self) -> dict[str, Any]:
+        num_missed = 0 if self.connector is None else self.connector.num_missed
+        return super().counts() | {
+            "num_loaded_encoder_outputs": self._num_loaded,
+            "num_missed_encoder_outputs": num_missed,
+        }
+
+
+def make_encoder(
+    config: SchedulerConfig, kv_cache: KVCacheConfig, connector: EncoderConnector | None = None
+) -> EncoderCache | None:
+    """The encoder cache for a model with these groups; None if requests cannot have items. Raises
+    ConfigError for a connector without an encoder."""
     budget = config.max_num_encoder_input_tokens
     if max_encoder_tokens(kv_cache.groups) is not None:
-        return RowEncoder(budget=budget)
+        return RowEncoder(budget=budget, connector=connector)
+    if connector is not None:
+        raise ConfigError(
+            "this model has no encoder, so there are no encoder outputs to hand over. Remove "
+            "ec_connector"
+        )
     if not budget:
         return None
     # A drafter that writes KV computes a position from the token after it.

@@ -7,7 +7,12 @@ from contextlib import ExitStack, closing
 import uvloop
 import zmq
 
-from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.base import (
+    ConnectorConfig,
+    EncoderConnector,
+    EncoderConnectorConfig,
+    SchedulerConnector,
+)
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
 from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
@@ -88,6 +93,7 @@ def _make_scheduler(
         verify_plan=config.verify_plan,
         features=accepted.features,
         connector=_load_connector(config, accepted),
+        encoder_connector=_load_encoder_connector(config, accepted),
         grammars=grammars,
         num_ranks=len(config.workers),
     )
@@ -138,3 +144,30 @@ def _load_connector(
     fields["hash_block_size"] = config.cache.tokens_per_hash
     fields["publishes_events"] = config.kv_events is not None
     return load_scheduler_connector(config.kv_connector, ConnectorConfig(**fields))
+
+
+def _load_encoder_connector(
+    config: SchedulerProcessConfig, accepted: AcceptedWorkers
+) -> EncoderConnector | None:
+    """Raises ConfigError if the connector cannot be loaded, or if a worker has none."""
+    transfer = config.ec_transfer
+    if transfer is None:
+        return None
+    from longshore.connectors.encoder_registry import load_encoder_connector
+    from longshore.connectors.registry import parse_options
+
+    if Feature.EC_CONNECTOR not in accepted.features:
+        raise ConfigError(
+            f"--ec-connector {transfer.connector}: a worker was started without it, so nothing "
+            "would move encoder outputs. Start scheduler and workers with the same --ec-connector."
+        )
+    return load_encoder_connector(
+        transfer.connector,
+        EncoderConnectorConfig(
+            options=parse_options(transfer.options, "--ec-connector-config"),
+            role=transfer.role,
+            num_ranks=len(config.workers),
+            engine_id=f"{config.engine_id}.{config.epoch}",
+            identity=config.identity,
+        ),
+    )

@@ -170,6 +170,9 @@ class Admission(SchedulerPart):
                 return Attempt.ENDED
         if self.loras is not None and not self.loras.has_slot(request.lora_name):
             return Attempt.SET_ASIDE
+        if self.encoder is not None and request.multimodal and self.encoder.is_loading(request):
+            request.waits_for = "the output of its encoder, for which other engines are asked"
+            return Attempt.SET_ASIDE
         if request.hold is None and request in self.forks.waiting and self.forks.must_wait(request):
             return Attempt.PARKED
         return None

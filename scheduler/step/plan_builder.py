@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from longshore.connectors.base import AdmittedRequest, StepView
+from longshore.connectors.base import AdmittedRequest, EncoderConnector, StepView
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
@@ -41,6 +41,7 @@ class PlanBuilder:
         *,
         epoch: int,
         encoder: EncoderCache | None = None,
+        encoder_connector: EncoderConnector | None = None,
         drafts: Drafts | None = None,
         transfers: Transfers | None = None,
         feed_back_tokens: bool = False,
@@ -49,7 +50,7 @@ class PlanBuilder:
     ) -> None:
         self._running = running
         self._kv_cache = kv_cache
-        self._encoder = encoder
+        self._encoder, self._encoder_connector = encoder, encoder_connector
         self._drafts = drafts
         self._transfers = transfers
         self._feed_back_tokens = feed_back_tokens
@@ -114,6 +115,7 @@ class PlanBuilder:
             or bool(self.rewound)
             or self.has_new_loads
             or (self._transfers is not None and self._transfers.hooks.has_pending_work)
+            or (self._encoder_connector is not None and self._encoder_connector.has_pending_work)
         )
 
     # The plan
@@ -178,6 +180,9 @@ class PlanBuilder:
         if self._encoder is not None:
             fields["encoder_inputs"] = self._encoder.take_encoder_inputs()
             fields["freed_encoder_hashes"] = self._encoder.take_freed()
+        if (connector := self._encoder_connector) is not None:
+            metadata = connector.build_connector_meta(self.step, answered_step)
+            fields["ec_connector_metadata"] = metadata
         if self._has_grammars:
             fields["has_structured_output"] = self._samples_masked(num_scheduled)
         if self._transfers is not None:

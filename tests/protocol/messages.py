@@ -193,6 +193,7 @@ plans = st.builds(
     zero_block_ids=int32s,
     has_structured_output=st.booleans(),
     connector_metadata=st.binary(max_size=20),
+    ec_connector_metadata=st.binary(max_size=20),
     full_state=st.none()
     | st.lists(
         st.builds(RowState, counts, counts, counts, counts, st.tuples(int32s)), max_size=2
@@ -352,6 +353,7 @@ FROM_WORKER = {
         finished_receiving=st.lists(texts, max_size=2).map(tuple),
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
+        ec_connector_metadata=st.binary(max_size=9),
         operations=st.lists(operations, max_size=2).map(tuple),
     ),
     WorkerStats: worker_stats,

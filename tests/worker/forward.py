@@ -61,7 +61,7 @@ class PagedSequence:
         """Encode the audio of the sequence, if the model has an encoder."""
         _, step = self.begin_step(0, 1)
         with torch.inference_mode():
-            self.model.encode(samples, 0, self.model.config.max_encoder_tokens, step)
+            self.model.write_encoded(self.model.encode(samples), 0, step)
 
     def forward(self, inputs: Tensor, start: int) -> Tensor:
         """Compute the positions from `start` on. inputs: token ids, or hidden states of the

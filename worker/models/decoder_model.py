@@ -153,13 +153,15 @@ class DecoderModel(ABC):
         x, residual = self.run_layers(x, positions, attention)
         return x if residual is None else residual.add_(x)
 
-    def encode(self, samples: Tensor, row: int, num_tokens: int, attention: EncodingStep) -> None:
-        """Encode a row's audio and write the KV of its encoder tokens. Called when a row starts,
-        before the step's tokens are computed, on all shards. For families with an encoder.
+    def encode(self, samples: Tensor) -> Tensor:
+        """Encode audio: (config.max_audio_samples,) float32 at config.sampling_rate ->
+        (config.max_encoder_tokens, hidden_size). Called on all shards. For families with an
+        encoder."""
+        raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
-        samples:    (config.max_audio_samples,) float32, at config.sampling_rate.
-        num_tokens: number of encoder tokens to keep, from the first.
-        """
+    def write_encoded(self, encoded: Tensor, row: int, attention: EncodingStep) -> None:
+        """Write the KV of a row's encoder tokens, (num_tokens, hidden_size). Called when the row
+        starts, before the step's tokens are computed, on all shards."""
         raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
     def run_layers(

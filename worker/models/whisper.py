@@ -119,9 +119,10 @@ class Whisper(RenamedDecoder):
             CachedLayer(cross_name(layer), cross) for layer in self._layer_indices
         )
 
-    def encode(self, samples: Tensor, row: int, num_tokens: int, attention: EncodingStep) -> None:
-        spectrogram = self.log_mel(samples).to(self._placement.dtype)
-        encoded = self.encoder(spectrogram)[:num_tokens]
+    def encode(self, samples: Tensor) -> Tensor:
+        return self.encoder(self.log_mel(samples).to(self._placement.dtype))
+
+    def write_encoded(self, encoded: Tensor, row: int, attention: EncodingStep) -> None:
         for index, layer in enumerate(self.layers):
             layer.write_kv(encoded, index, row, attention)
 

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, assert_never
 
 import zmq
@@ -36,6 +36,7 @@ from longshore.worker.process.step_statistics import StepStatistics
 from longshore.worker.ranks.last_plans import LastPlans
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed
+from longshore.worker.transfer.encoder import EncoderRunner
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class WorkerEngine:
 
     bell:    rung by the connector when transfers have ended.
     sends_outputs: this is the sampling rank; other ranks send failures, statistics and transfers.
-    connector: the worker half of the connector, if any.
+    connectors: the worker halves of the connectors.
     last_plans: shares plans with the engine's other ranks, if any.
     device_bytes:  returns the bytes of GPU memory that this rank has reserved.
     report_alive:  called regularly, with what is late.
@@ -85,7 +86,7 @@ class WorkerEngine:
         rank: int,
         bell: Bell | None = None,
         sends_outputs: bool = True,
-        connector: ConnectorRunner | None = None,
+        connectors: Sequence[ConnectorRunner | EncoderRunner] = (),
         last_plans: LastPlans | None = None,
         device_bytes: Callable[[], int] = lambda: 0,
         report_alive: Callable[[str | None], None] = lambda late: None,
@@ -102,7 +103,9 @@ class WorkerEngine:
         self._step_timeout_s = step_timeout_s
         self._first_since_s = 0.0  # since when the oldest unanswered plan is the oldest
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
-        self._connector = connector
+        self._connectors = connectors
+        intervals = [connector.poll_interval_s for connector in connectors]
+        self._poll_interval_s = min((each for each in intervals if each is not None), default=None)
         self._last_plans = last_plans
         self._unanswered: deque[SchedulerOutput] = deque()
         self._is_stopping = False
@@ -155,8 +158,8 @@ class WorkerEngine:
 
     @property
     def _asks_regularly(self) -> bool:
-        """Whether the connector does not ring the bell for everything that ends."""
-        return self._connector is not None and self._connector.poll_interval_s is not None
+        """Whether a connector does not ring the bell for everything that ends."""
+        return self._poll_interval_s is not None
 
     def _poll_ms(self, due_s: float | None) -> int:
         """How long to sleep: until this process must report to be alive, the statistics are due or
@@ -164,8 +167,8 @@ class WorkerEngine:
         waits_s = [ALIVE_INTERVAL_S]
         if due_s:
             waits_s.append(due_s)
-        if self._connector is not None and self._connector.poll_interval_s is not None:
-            waits_s.append(self._connector.poll_interval_s)
+        if self._poll_interval_s is not None:
+            waits_s.append(self._poll_interval_s)
         return math.ceil(min(waits_s) * 1e3)
 
     def _late(self) -> str | None:
@@ -265,8 +268,8 @@ class WorkerEngine:
             self._statistics.count(report.compute_s, plan.num_scheduled_tokens, time.monotonic())
 
     def _send_transfers(self) -> None:
-        if self._connector is not None:
-            report = self._connector.take_report()
+        for connector in self._connectors:
+            report = connector.take_report()
             if report is not None:
                 self._channel.send(report)
 

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-from longshore.connectors.base import WorkerConnector, WorkerConnectorConfig
+from longshore.connectors.base import EncoderWorker, WorkerConnector, WorkerConnectorConfig
+from longshore.connectors.encoder_registry import load_encoder_worker
 from longshore.connectors.registry import (
     check_worker_half,
     engine_fields,
@@ -139,6 +140,7 @@ def _serve_scheduler(
             num_blocks=accepted.num_blocks,
             memory=_kv_memory(config, accepted),
             connector=_make_connector(config, worker, accepted),
+            encoder_connector=_make_encoder_connector(config, worker, accepted),
             wake=bell.ring,
         )
         parallel.set_timeout(config.ranks.timeout_s)
@@ -163,7 +165,7 @@ def _serve_scheduler(
         rank=config.rank,
         bell=bell,
         sends_outputs=parallel.samples,
-        connector=worker.connector,
+        connectors=worker.connectors,
         last_plans=last_plans,
         device_bytes=partial(held_bytes, device),
         report_alive=lifeline.report_alive,
@@ -205,6 +207,23 @@ def _make_connector(
             state_dir=config.state_dir,
         ),
     )
+
+
+def _make_encoder_connector(
+    config: WorkerProcessConfig, worker: Worker, accepted: WorkerAccepted
+) -> EncoderWorker[Any] | None:
+    """Raises ConfigError if the worker half cannot be built."""
+    transfer = config.ec_transfer
+    if transfer is None:
+        return None
+    fields = {
+        "options": parse_options(transfer.options, "--ec-connector-config"),
+        "role": transfer.role,
+        "num_ranks": config.ranks.num_ranks,
+        "engine_id": f"{config.engine_id}.{accepted.epoch}",
+        "identity": config.identity,
+    }
+    return load_encoder_worker(transfer.connector, worker.encoder_config(fields))
 
 
 def _part(config: WorkerProcessConfig, parallel: Parallel) -> str:
@@ -250,6 +269,8 @@ def _handshake(
     features = worker.features
     if config.kv_connector is not None:
         features = (*features, Feature.KV_CONNECTOR)
+    if config.ec_transfer is not None:
+        features = (*features, Feature.EC_CONNECTOR)
     with _reporting_failures(link, config.rank, NO_EPOCH):
         kv_cache = worker.kv_cache
     link.channel.send(WorkerHello(config.rank, identity, kv_cache, worker.heads, features))

@@ -173,8 +173,7 @@ class DeviceStep:
         state, inputs = self.state, self.inputs
         attention = state.attention.begin_step(self._metadata(ints), self.transfers)
         for item in self.encoded:
-            samples = item.samples.to(ints.device, non_blocking=True)
-            state.model.encode(samples, item.row, item.num_tokens, attention)
+            state.model.write_encoded(self._encoded(item, ints.device), item.row, attention)
         positions = ints[inputs.positions]
         if state.parallel.is_first_stage:
             model_inputs = state.tokens.gather(ints[inputs.token_index])
@@ -189,6 +188,17 @@ class DeviceStep:
         else:
             assert state.link is not None
             state.link.send(hidden)
+
+    def _encoded(self, item: EncoderInput, device: torch.device) -> Tensor:
+        """(num_tokens, hidden_size), from the encoder connector if it has it."""
+        outputs = item.outputs
+        if outputs is not None and (loaded := outputs.load(item.row)) is not None:
+            return loaded.to(device, non_blocking=True)
+        samples = item.samples.to(device, non_blocking=True)
+        encoded = self.state.model.encode(samples)[: item.num_tokens]
+        if outputs is not None:
+            outputs.save(item.row, encoded)
+        return encoded
 
     def _metadata(self, ints: Tensor) -> list[AttentionMetadata]:
         """The attention metadata of each group."""

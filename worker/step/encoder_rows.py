@@ -19,6 +19,7 @@ from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import MultimodalFeature
 from longshore.worker.kv_cache.block_table import BlockTable, IntArray
+from longshore.worker.transfer.encoder import StepOutputs
 
 _NO_TOKENS: Final = np.empty(0, np.int64)
 _UNLIMITED: Final = np.iinfo(np.int64).max
@@ -51,11 +52,13 @@ class CrossBlockTable(BlockTable):
 @dataclass(frozen=True)
 class EncoderInput:
     """samples: (max_audio_samples,) float32, on the host (pinned for CUDA).
-    num_tokens: encoder tokens that the row attends to."""
+    num_tokens: encoder tokens that the row attends to.
+    outputs: of the encoder connector, which may have the output of the samples."""
 
     row: int
     num_tokens: int
     samples: Tensor
+    outputs: StepOutputs | None = None
 
 
 class EncoderRows:
@@ -88,9 +91,11 @@ class EncoderRows:
         encoder."""
         return self.lens[token_rows] if self._max_tokens else _NO_TOKENS
 
-    def take(self, plan: SchedulerOutput, num_scheduled: IntArray) -> list[EncoderInput]:
+    def take(
+        self, plan: SchedulerOutput, num_scheduled: IntArray, outputs: StepOutputs | None = None
+    ) -> list[EncoderInput]:
         """The encoder inputs of `plan`, which the tables have applied. num_scheduled:
-        (max_num_seqs,).
+        (max_num_seqs,). outputs: see EncoderInput.
 
         Raises PlanMismatch unless the plan encodes one item of every row that it starts.
         """
@@ -109,7 +114,9 @@ class EncoderRows:
                 f"{sorted(starts)}; a row's item is encoded once, in the step that starts it"
             )
         return [
-            self._input(plan.step, row, index, starts[row].multimodal, int(num_scheduled[row]))
+            self._input(
+                plan.step, row, index, starts[row].multimodal, int(num_scheduled[row]), outputs
+            )
             for row, index in plan.encoder_inputs
         ]
 
@@ -120,7 +127,13 @@ class EncoderRows:
         return EncoderInput(row, self._max_tokens, torch.zeros(self._max_samples))
 
     def _input(
-        self, step: int, row: int, index: int, items: Sequence[MultimodalFeature], count: int
+        self,
+        step: int,
+        row: int,
+        index: int,
+        items: Sequence[MultimodalFeature],
+        count: int,
+        outputs: StepOutputs | None,
     ) -> EncoderInput:
         if not 0 <= index < len(items):
             raise PlanMismatch(
@@ -136,7 +149,7 @@ class EncoderRows:
                 f"encoder, which produces {self._max_tokens}, allow 1 to {capacity}"
             )
         self.lens[row] = num_tokens
-        return EncoderInput(row, num_tokens, self._samples(items[index]))
+        return EncoderInput(row, num_tokens, self._samples(items[index]), outputs)
 
     def _samples(self, item: MultimodalFeature) -> Tensor:
         """The item's samples in new memory, so that the message can be freed. A bad item must not

@@ -41,6 +41,7 @@ from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.warm_up import WarmUp
 from longshore.worker.step.worker_rows import WorkerRows
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed, StepTransfers
+from longshore.worker.transfer.encoder import EncoderRunner, StepOutputs, no_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,13 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
         connector: ConnectorRunner | None = None,
+        encoder_connector: EncoderRunner | None = None,
         guards_blocks: bool = False,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
+        encoder_connector: likewise, of the encoder connector.
         guards_blocks: see BlockGuard."""
         self._parallel = parallel
         self._launcher = StepLauncher(
@@ -110,13 +113,18 @@ class ModelRunner:
         self._unsampled: UnsampledStep | None
         self._prepared: PreparedStep | None
         self._held: deque[_Held] = deque()
-        self.begin_epoch(epoch, connector)
+        self.begin_epoch(epoch, connector, encoder_connector)
 
-    def begin_epoch(self, epoch: int, connector: ConnectorRunner | None) -> None:
-        """No row is in use, and blocks hold anything. Call it after `finish`. connector: like the
-        first one."""
+    def begin_epoch(
+        self,
+        epoch: int,
+        connector: ConnectorRunner | None,
+        encoder_connector: EncoderRunner | None = None,
+    ) -> None:
+        """No row is in use, and blocks hold anything. Call it after `finish`. The connectors: like
+        the first ones."""
         self._epoch = epoch
-        self._connector = connector
+        self._connector, self._encoder_connector = connector, encoder_connector
         self._masks_follow = True
         self._unsampled = self._prepared = None
         self._held.clear()
@@ -201,6 +209,11 @@ class ModelRunner:
         transfers = None
         if self._connector is not None:
             transfers = self._connector.begin_step(plan, batch.rows, batch.starts, batch.counts)
+        outputs = None
+        if self._encoder_connector is not None:
+            outputs = self._encoder_connector.begin_step(plan)
+        else:
+            no_outputs(plan)
         started = [
             (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
             for start in plan.added
@@ -214,14 +227,14 @@ class ModelRunner:
             copies=self._rows.copies(plan),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
-            encoded=launcher.encoder.take(plan, num_scheduled),
+            encoded=launcher.encoder.take(plan, num_scheduled, outputs),
             pooling=(pooling := self._pooling(batch)),
             transfers=transfers,
             guard=self._guarded(plan, num_scheduled),
             step_id=plan.step,
             unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(
-                self._report(plan.step, inputs, generates, pooling, transfers, completion)
+                self._report(plan.step, inputs, generates, pooling, transfers, outputs, completion)
             ),
         )
 
@@ -319,6 +332,7 @@ class ModelRunner:
         generates: npt.NDArray[np.bool_],
         pooling: StepPooling | None,
         transfers: StepTransfers | None,
+        outputs: StepOutputs | None,
         completion: Completion,
     ) -> WorkerReport:
         """generates: which of the rows with results sample a token; the others get vectors."""
@@ -326,6 +340,11 @@ class ModelRunner:
         if error is None and transfers is not None:
             try:
                 failed_block_ids = transfers.failed_block_ids()
+            except HookFailed as failure:
+                error = failure
+        if error is None and outputs is not None:
+            try:
+                outputs.step_ended()
             except HookFailed as failure:
                 error = failure
         if error is not None:

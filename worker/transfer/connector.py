@@ -107,12 +107,12 @@ class ConnectorRunner:
             ids[start.row] = start.request_id
         if not plan.connector_metadata:
             return None
-        with _named(connector, "bind_connector_metadata"):
+        with named(connector, "bind_connector_metadata"):
             metadata = connector.bind_connector_metadata(plan.connector_metadata)
         if len(plan.preempted_rows):
-            with _named(connector, "handle_preemptions"):
+            with named(connector, "handle_preemptions"):
                 connector.handle_preemptions(metadata)
-        with _named(connector, "start_load_kv"):
+        with named(connector, "start_load_kv"):
             connector.start_load_kv(metadata)
         tokens = None
         if connector.has_hidden_states_hook:
@@ -124,11 +124,11 @@ class ConnectorRunner:
     def take_report(self) -> TransferReport | None:
         """What has ended since the last call; None if nothing has. Raises HookFailed."""
         finished, self._finished = self._finished, []
-        with _named(self.connector, "get_finished"):
+        with named(self.connector, "get_finished"):
             ended = self.connector.get_finished(finished)
-        with _named(self.connector, "build_connector_worker_meta"):
+        with named(self.connector, "build_connector_worker_meta"):
             metadata = self.connector.build_connector_worker_meta()
-        with _named(self.connector, "get_kv_connector_stats"):
+        with named(self.connector, "get_kv_connector_stats"):
             operations = self.connector.get_kv_connector_stats()
         if not (ended.sent or ended.received or metadata or operations):
             return None
@@ -171,35 +171,36 @@ class StepTransfers:
         return self.connector.has_layer_hooks
 
     def before_step(self) -> None:
-        with _named(self.connector, "wait_for_load"):
+        with named(self.connector, "wait_for_load"):
             self.connector.wait_for_load(self.metadata)
 
     def before_layer(self, name: str) -> None:
-        with _named(self.connector, "wait_for_layer_load"):
+        with named(self.connector, "wait_for_layer_load"):
             self.connector.wait_for_layer_load(self.metadata, name)
 
     def after_layer(self, name: str) -> None:
-        with _named(self.connector, "save_kv_layer"):
+        with named(self.connector, "save_kv_layer"):
             self.connector.save_kv_layer(self.metadata, name, self.layers[name])
 
     def after_layers(self, hidden: Tensor) -> None:
         if self.tokens is not None:
-            with _named(self.connector, "save_hidden_states"):
+            with named(self.connector, "save_hidden_states"):
                 self.connector.save_hidden_states(self.metadata, self.tokens, hidden)
 
     def after_step(self) -> None:
-        with _named(self.connector, "wait_for_save"):
+        with named(self.connector, "wait_for_save"):
             self.connector.wait_for_save(self.metadata)
 
     def failed_block_ids(self) -> Int32Array:
         """Blocks that the synchronous loads of the step did not fill."""
-        with _named(self.connector, "get_block_ids_with_load_errors"):
+        with named(self.connector, "get_block_ids_with_load_errors"):
             failed = self.connector.get_block_ids_with_load_errors(self.metadata)
         return int32_array(np.unique(np.asarray(failed, np.int32)))
 
 
 @contextmanager
-def _named(connector: WorkerConnector[Any], hook: str) -> Iterator[None]:
+def named(connector: object, hook: str) -> Iterator[None]:
+    """Raise HookFailed if the block raises."""
     try:
         yield
     except Exception as error:

@@ -114,6 +114,17 @@ SCHEDULER_COUNTERS: Final = (
         "invalid_draft_tokens",
         "Draft tokens rejected by a grammar",
     ),
+    ("num_encoded_items", "encoded_items", "Items that the encoder has encoded"),
+    (
+        "num_loaded_encoder_outputs",
+        "loaded_encoder_outputs",
+        "Items whose encoder output was loaded by the encoder connector",
+    ),
+    (
+        "num_missed_encoder_outputs",
+        "missed_encoder_outputs",
+        "Items whose encoder output no other engine gave to the encoder connector",
+    ),
     ("num_rewinds", "rewinds", "Requests rewound because KV that they depend on was invalid"),
     ("num_failed_lookups", "failed_lookups", "Lookups that failed in the connector; misses"),
     ("num_failed_loads", "failed_loads", "Loads that did not fill all of their blocks"),

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.connectors.base import CacheLookup, EncoderConnector
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheSpec
-from longshore.protocol.outputs import FinishReason
+from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
@@ -238,3 +239,80 @@ def test_whatever_happens_each_row_reads_its_own_sound_in_every_step(
         if driver.reason(key) is not FinishReason.ABORTED:
             assert driver.received[key] == expected_output(f"r{number}", 8)
     assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+class HandOver(EncoderConnector):
+    """Answers by the hash of the item; missing without an entry."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, CacheLookup] = {}
+        self.rows: list[tuple[str, int]] = []
+        self.reports: list[tuple[int, bytes]] = []
+        self.num_epochs = 0
+
+    def has_caches(self, item: MultimodalFeature) -> CacheLookup:
+        return self.answers.get(item.hash, CacheLookup.MISSING)
+
+    def update_state_after_alloc(self, item: MultimodalFeature, row: int) -> None:
+        self.rows.append((item.hash, row))
+
+    def build_connector_meta(self, step: int, answered_step: int) -> bytes:
+        return f"{step} {answered_step}".encode()
+
+    def update_connector_output(self, rank: int, metadata: bytes) -> None:
+        self.reports.append((rank, metadata))
+
+    def on_new_epoch(self) -> None:
+        self.num_epochs += 1
+
+
+@pytest.mark.req("FEA-09")
+def test_a_loaded_output_takes_no_budget_and_a_pending_one_lets_others_go_first() -> None:
+    connector = HandOver()
+    connector.answers = {"slow": CacheLookup.PENDING, "there": CacheLookup.LOADABLE}
+    encoder = RowEncoder(budget=12, connector=connector)
+    requests = {name: request_of(name, (name, 0, 12)) for name in ("slow", "there", "new", "late")}
+    encoder.begin_step()
+    is_loading = {name: encoder.is_loading(request) for name, request in requests.items()}
+    assert is_loading == {"slow": True, "there": False, "new": False, "late": False}
+    for row, name in enumerate(("new", "there")):
+        requests[name].row = row
+        assert encoder.would_limit(requests[name], 0, 5) == 5
+        encoder.admit(requests[name], 0, 5)
+    assert encoder.would_limit(requests["late"], 0, 5) == 0
+    assert connector.rows == [("new", 0), ("there", 1)]
+    assert encoder.take_encoder_inputs() == ((0, 0), (1, 0))
+    counts = encoder.counts()
+    assert (counts["num_encoded_items"], counts["num_loaded_encoder_outputs"]) == (1, 1)
+    encoder.clear()
+    assert connector.num_epochs == 1
+
+
+@pytest.mark.req("FEA-09")
+def test_a_request_whose_output_is_pending_waits_while_others_run() -> None:
+    connector = HandOver()
+    connector.answers = {"slow": CacheLookup.PENDING}
+    driver = HearingDriver(
+        max_num_encoder_input_tokens=24, scheduler={"encoder_connector": connector}
+    )
+    driver.hear("slow")
+    driver.hear("other")
+    plan = driver.plan()
+    assert plan is not None
+    assert driver.running == ["other"]
+    assert plan.ec_connector_metadata == b"1 0"
+    (waiting,) = driver.scheduler.make_report(driver.now, "engine").waiting
+    assert "other engines are asked" in waiting.waits_for
+    driver.answer()
+    report = TransferReport(plan.epoch, 0, ec_connector_metadata=b"done")
+    driver.scheduler.update_from_transfers(report, driver.now)
+    assert connector.reports == [(0, b"done")]
+    connector.answers = {}
+    driver.plan()
+    assert "slow" in driver.running
+    driver.run()
+
+
+def test_an_encoder_connector_needs_an_encoder() -> None:
+    with pytest.raises(ConfigError, match="this model has no encoder"):
+        Driver(full(), scheduler={"encoder_connector": HandOver()})

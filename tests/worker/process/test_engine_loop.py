@@ -79,7 +79,7 @@ class EngineThread:
             rank=0,
             bell=bell,
             sends_outputs=sends_outputs,
-            connector=self._worker.connector,
+            connectors=self._worker.connectors,
             device_bytes=lambda: DEVICE_BYTES,
             report_alive=self.late.append,
             step_timeout_s=step_timeout_s,
