@@ -120,9 +120,8 @@ class PullEncoderWorker(EncoderWorker[Commands]):
         for pull in metadata.pulls:
             asked = self._asked[pull.key] = _Asked(pull)
             self._ask_next(asked)
-        if self._owner is not None:
-            if metadata.withdrawn:
-                self._owner.put(Release(metadata.withdrawn))
+        if self._owner is not None and metadata.withdrawn:
+            self._owner.put(Release(metadata.withdrawn))
 
     def build_connector_worker_meta(self) -> bytes:
         self._check_threads()
