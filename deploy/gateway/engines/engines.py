@@ -33,7 +33,8 @@ class Engines:
     """Sends each prompt to one engine, and its forks (samples, beams) to the same one. Create it
     inside a running loop.
 
-    router:   decides which engine gets a prompt.
+    endpoints: of the engines 0, 1 and so on; others can be added.
+    router:   decides which engine gets a prompt; it has the same engines.
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
@@ -62,20 +63,32 @@ class Engines:
         self._on_ready = on_ready
         self._why_lost = why_lost
         self._is_draining = False
-        self.clients: list[EngineClient] = []
-        seeds = seed_source(seed, number)
-        self.clients = [
-            EngineClient(
-                endpoint,
-                hello,
-                number=engine,
-                seeds=seeds,
-                on_stats=self._stats_taker(engine),
-                on_change=self._move_requests,
-                why_stopped=why_stopped,
-            )
-            for engine, endpoint in enumerate(endpoints)
-        ]
+        self._hello = hello
+        self._seeds = seed_source(seed, number)
+        self._why_stopped = why_stopped
+        self.clients: dict[int, EngineClient] = {}
+        for engine, endpoint in enumerate(endpoints):
+            self.add_engine(engine, endpoint)
+
+    def add_engine(self, engine: int, endpoint: Endpoint) -> None:
+        """Connect to an engine, which the router has got, too. It is used once it is ready."""
+        self.clients[engine] = EngineClient(
+            endpoint,
+            self._hello,
+            number=engine,
+            seeds=self._seeds,
+            on_stats=self._stats_taker(engine),
+            on_change=self._move_requests,
+            why_stopped=self._why_stopped,
+        )
+
+    def remove_engine(self, engine: int) -> None:
+        """Disconnect from an engine, which is not the only one, and which the router has lost
+        already. Its requests go on at others."""
+        client = self.clients.pop(engine)
+        self._on_ready(engine, False)
+        self._resume_elsewhere(client.release_all())
+        client.close()
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
@@ -94,19 +107,20 @@ class Engines:
     @property
     def death(self) -> EngineDead | None:
         """Death of the first engine that will not return."""
-        return next((c.death for c in self.clients if c.death is not None), None)
+        return next((c.death for c in self.clients.values() if c.death is not None), None)
 
     @property
     def not_ready_reason(self) -> str | None:
         """Why requests wait; None if at least one engine is ready."""
         if self.death is not None:
             return str(self.death)
-        if any(client.is_running for client in self.clients):
-            closed = [client.closed_reason for client in self.clients if client.is_running]
+        running = [client for client in self.clients.values() if client.is_running]
+        if running:
+            closed = [client.closed_reason for client in running]
             return None if None in closed else f"the engine is {closed[0]}; requests wait"
         losses = [
             self._why_lost(engine) or why
-            for engine, client in enumerate(self.clients)
+            for engine, client in self.clients.items()
             if (why := client.loss or client.pause)
         ]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
@@ -114,7 +128,7 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        return sum(client.num_live_requests for client in self.clients)
+        return sum(client.num_live_requests for client in self.clients.values())
 
     @property
     def num_live_requests(self) -> int:
@@ -125,7 +139,8 @@ class Engines:
     async def wait_until_ready(self, *, awaits_all: bool = True) -> EngineReady:
         """Wait for all engines, or for one; the others join later. Returns the description of one.
         Raises HandshakeRejected or EngineDead with a reason."""
-        waits = [asyncio.create_task(client.wait_until_ready()) for client in self.clients]
+        clients = self.clients.values()
+        waits = [asyncio.create_task(client.wait_until_ready()) for client in clients]
         try:
             for wait in asyncio.as_completed(waits):
                 ready = await wait
@@ -159,7 +174,7 @@ class Engines:
         session_key: requests with the same one belong together.
         """
         fork_of = fields.get("fork_of")
-        if fork_of is not None and not self._usable()[fork_of.engine]:
+        if fork_of is not None and not self._usable().get(fork_of.engine, False):
             fork_of = fields["fork_of"] = None  # what it would start from is lost
         if fork_of is not None:
             return self.clients[fork_of.engine].submit(
@@ -198,7 +213,7 @@ class Engines:
     def _choose(self, prompt: RoutedPrompt) -> Decision:
         decision = self._router.choose(
             prompt,
-            [client.num_live_requests for client in self.clients],
+            {engine: client.num_live_requests for engine, client in self.clients.items()},
             self._usable(),
             self._loop.time(),
         )
@@ -207,48 +222,53 @@ class Engines:
             raise self.death
         return decision
 
-    def _usable(self) -> list[bool]:
+    def _usable(self) -> dict[int, bool]:
         """Which engines run and admit requests; if none does, those that run; if none does, those
         that may return."""
-        is_open = [client.is_running and client.closed_reason is None for client in self.clients]
-        if any(is_open):
+        clients = self.clients.items()
+        is_open = {each: one.is_running and one.closed_reason is None for each, one in clients}
+        if any(is_open.values()):
             return is_open
-        if any(client.is_running for client in self.clients):
-            return [client.is_running for client in self.clients]
-        return [client.death is None for client in self.clients]
+        if any(client.is_running for client in self.clients.values()):
+            return {engine: client.is_running for engine, client in clients}
+        return {engine: client.death is None for engine, client in clients}
 
     def _move_requests(self) -> None:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
-        for engine, client in enumerate(self.clients):
+        for engine, client in self.clients.items():
             self._on_ready(engine, client.is_ready)
-        if not any(client.is_running for client in self.clients):
-            for client in self.clients if self._is_draining else ():
+        if not any(client.is_running for client in self.clients.values()):
+            for client in self.clients.values() if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
                     client.shut_down(f"the engine has stopped: {client.loss or 'it was not ready'}")
             return
-        for engine, client in enumerate(self.clients):
+        for engine, client in self.clients.items():
             if client.is_running or client.death is not None:
                 continue
             self._router.loads.note_report(engine, num_requests=0, num_own=0)  # all are moved
-            for live in client.release_all():
-                self._note_answer(live)
-                decision = self._choose(_resumed_prompt(live))
-                live.engine = decision.engine
-                self._await_first_change(live, decision)
-                self.clients[live.engine].resume([live])
+            self._resume_elsewhere(client.release_all())
+
+    def _resume_elsewhere(self, requests: Sequence[LiveRequest]) -> None:
+        for live in requests:
+            self._note_answer(live)
+            decision = self._choose(_resumed_prompt(live))
+            live.engine = decision.engine
+            self._await_first_change(live, decision)
+            self.clients[live.engine].resume([live])
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
-        for engine, client in enumerate(self.clients):
+        for engine, client in list(self.clients.items()):
             there = [live for live in requests if live.engine == engine]
             if there:
                 client.abort(there)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
-        self.clients[live.engine].stop(live, num_tokens)
+        if (client := self.clients.get(live.engine)) is not None:  # else it has finished there
+            client.stop(live, num_tokens)
 
     def begin_drain(self) -> None:
         """No engine is restarted from now on: requests that no other one can resume have failed."""
@@ -257,12 +277,12 @@ class Engines:
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
-        for client in self.clients:
+        for client in self.clients.values():
             client.shut_down(reason)
 
     def close(self) -> None:
         """See EngineClient."""
-        for client in self.clients:
+        for client in self.clients.values():
             client.close()
 
 
