@@ -30,7 +30,7 @@ from longshore.deploy.supervisor.replica import Role
 Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""
 
-ROLES_OF_STAGE: Final[dict[Stage, tuple[Role, ...]]] = {
+_ROLES: Final[dict[Stage, tuple[Role, ...]]] = {
     "whole": ("unified", "decode"),
     "prefill": ("prefill", "unified"),
     "decode": ("decode", "unified"),
@@ -133,7 +133,7 @@ class Router:
         else:
             first = bisect_left(self._engines, self._turn)
         turns = self._engines[first:] + self._engines[:first]
-        for role in ROLES_OF_STAGE[stage]:
+        for role in _ROLES[stage]:
             if engines := [e for e in turns if is_usable[e] and self._roles[e] == role]:
                 return engines
         return []
