@@ -10,13 +10,19 @@ from functools import partial
 from typing import Unpack
 
 from longshore.deploy.gateway.engines.engine_client import EngineClient
+from longshore.deploy.gateway.engines.split_requests import (
+    SplitConfig,
+    SplitRequests,
+    routed_prompt,
+    stage_of,
+)
 from longshore.deploy.gateway.router.policies import (
     Decision,
     RoutedPrompt,
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.router import Role, Router, Stage
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,
@@ -24,6 +30,7 @@ from longshore.deploy.requests.live_requests import (
 )
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
@@ -34,6 +41,9 @@ class Engines:
     inside a running loop.
 
     router:   decides which engine gets a prompt.
+    roles:    of the engines, by number; empty: all are unified.
+    split_config: how requests are divided among prefill and decode engines, if there are both.
+    num_gateways: that use these engines.
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
@@ -49,6 +59,9 @@ class Engines:
         hello: ClientHello,
         *,
         router: Router | None = None,
+        roles: Sequence[Role] = (),
+        split_config: SplitConfig = SplitConfig(),  # noqa: B008  # it is immutable
+        num_gateways: int = 1,
         number: int = 0,
         seed: int | None = None,
         on_stats: Callable[[str, SchedulerStats], None],
@@ -72,10 +85,27 @@ class Engines:
                 seeds=seeds,
                 on_stats=self._stats_taker(engine),
                 on_change=self._move_requests,
+                on_late_end=partial(self._late_end, engine),
                 why_stopped=why_stopped,
             )
             for engine, endpoint in enumerate(endpoints)
         ]
+        self.split: SplitRequests | None = None
+        if {"prefill", "decode"} <= set(roles):
+            self.split = SplitRequests(
+                split_config,
+                self.clients,
+                roles,
+                self._router,
+                seeds,
+                num_gateways=num_gateways,
+                usable=self._usable,
+                now=self._loop.time,
+            )
+
+    def _late_end(self, engine: int, finished: FinishedRequest) -> None:
+        if self.split is not None:
+            self.split.late_end(engine, finished)
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
@@ -114,7 +144,8 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        return sum(client.num_live_requests for client in self.clients)
+        num_held = 0 if self.split is None else self.split.num_held
+        return num_held + sum(client.num_live_requests for client in self.clients)
 
     @property
     def num_live_requests(self) -> int:
@@ -154,10 +185,15 @@ class Engines:
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request at the engine that the router chooses, or a fork at its parent's
-        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead.
+        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead,
+        or TooManyWaiting.
 
         session_key: requests with the same one belong together.
         """
+        if self.split is not None and self.split.takes(prompt_token_ids, sampling, fields):
+            return self.split.submit(
+                request_id, prompt_token_ids, sampling, session_key=session_key, fields=fields
+            )
         fork_of = fields.get("fork_of")
         if fork_of is not None and not self._usable()[fork_of.engine]:
             fork_of = fields["fork_of"] = None  # what it would start from is lost
@@ -173,7 +209,7 @@ class Engines:
             ),
             session_key=session_key,
         )
-        decision = self._choose(prompt)
+        decision = self._choose(prompt, stage_of(sampling, fields))
         live = self.clients[decision.engine].submit(
             request_id, prompt_token_ids, sampling, **fields
         )
@@ -195,12 +231,13 @@ class Engines:
     def _note_answer(self, live: LiveRequest) -> None:
         self._router.note_answer(live, self._loop.time())
 
-    def _choose(self, prompt: RoutedPrompt) -> Decision:
+    def _choose(self, prompt: RoutedPrompt, stage: Stage = "whole") -> Decision:
         decision = self._router.choose(
             prompt,
             [client.num_live_requests for client in self.clients],
             self._usable(),
             self._loop.time(),
+            stage,
         )
         if decision is None:
             assert self.death is not None
@@ -221,6 +258,8 @@ class Engines:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
         for engine, client in enumerate(self.clients):
             self._on_ready(engine, client.is_ready)
+        if self.split is not None:
+            self.split.engines_changed()
         if not any(client.is_running for client in self.clients):
             for client in self.clients if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
@@ -231,8 +270,10 @@ class Engines:
                 continue
             self._router.loads.note_report(engine, num_requests=0, num_own=0)  # all are moved
             for live in client.release_all():
+                if self.split is not None and self.split.moved(live):
+                    continue
                 self._note_answer(live)
-                decision = self._choose(_resumed_prompt(live))
+                decision = self._choose(routed_prompt(live))
                 live.engine = decision.engine
                 self._await_first_change(live, decision)
                 self.clients[live.engine].resume([live])
@@ -241,6 +282,8 @@ class Engines:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
+        for live in reversed(requests) if self.split is not None else ():  # forks first
+            self.split.abort(live)
         for engine, client in enumerate(self.clients):
             there = [live for live in requests if live.engine == engine]
             if there:
@@ -248,7 +291,8 @@ class Engines:
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
-        self.clients[live.engine].stop(live, num_tokens)
+        if self.split is None or not self.split.stop(live, num_tokens):
+            self.clients[live.engine].stop(live, num_tokens)
 
     def begin_drain(self) -> None:
         """No engine is restarted from now on: requests that no other one can resume have failed."""
@@ -257,6 +301,8 @@ class Engines:
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
+        if self.split is not None:
+            self.split.fail_held(EngineDead(reason))
         for client in self.clients:
             client.shut_down(reason)
 
@@ -264,15 +310,3 @@ class Engines:
         """See EngineClient."""
         for client in self.clients:
             client.close()
-
-
-def _resumed_prompt(live: LiveRequest) -> RoutedPrompt:
-    first = live.message
-    return RoutedPrompt(
-        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
-        extra_keys_of(first.cache_salt, first.multimodal),
-        uses_prefix=can_reuse(
-            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
-        ),
-        session_key=live.session_key,
-    )

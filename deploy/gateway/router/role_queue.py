@@ -61,6 +61,9 @@ class RoleQueue(Generic[RequestT]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request: RequestT) -> bool:
+        return request in self._entries
+
     def num_used(self, engine: int) -> int:
         """Units of an engine that requests have."""
         return self._num_used.get(engine, 0)

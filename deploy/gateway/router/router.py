@@ -30,11 +30,12 @@ Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""
 
 _ROLES: Final[dict[Stage, tuple[Role, ...]]] = {
-    "whole": ("unified", "decode"),
-    "prefill": ("prefill", "unified"),
-    "decode": ("decode", "unified"),
+    "whole": ("unified", "decode", "prefill"),
+    "prefill": ("prefill", "unified", "decode"),
+    "decode": ("decode", "unified", "prefill"),
 }
-"""Which engines serve a stage: those of the second role if none of the first one is usable."""
+"""Which engines serve a stage: those of the first role of which one is usable. Every engine can
+compute whole requests, so one that is lost costs no answer while any other one is left."""
 
 
 class CountedDecision(NamedTuple):
