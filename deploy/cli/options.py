@@ -20,6 +20,7 @@ from longshore.deploy.cli.vllm_settings import translate_settings
 from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
 from longshore.deploy.supervisor.log_lines import LogFormat
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -333,6 +334,11 @@ class ServeOptions(EngineOptions):
     """A deployment: engines with an OpenAI-compatible API.
 
     Attributes:
+        prefill: Number of engines that compute prompts and first tokens only, for the decode
+            engines. They take GPUs before these, or share the CPU. Default: all engines compute
+            whole requests.
+        decode: Number of engines that compute all other tokens; they copy the KV of the prompts
+            from the prefill engines through kv_connector, which is nixl by default.
         replicas: Number of engines with the same model and settings, each with its own scheduler
             and workers. Replicas use consecutive GPUs, or share the CPU and its memory.
         routing_policy: Which engine gets a prompt, with several replicas: the least loaded one
@@ -396,6 +402,8 @@ class ServeOptions(EngineOptions):
             hung, is killed and restarted. 0: never.
     """
 
+    prefill: Annotated[int, _RANKS] = 0
+    decode: Annotated[int, _RANKS] = 0
     replicas: Annotated[int, _RANKS] = 1
     routing_policy: Annotated[PolicyName, _RANKS] = "least_loaded"
     routing_session_header: Annotated[str, _RANKS] = "x-session-id"
@@ -431,12 +439,16 @@ class ServeOptions(EngineOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("replicas", self.replicas, 1, MAX_PROCESSES)
+        self._check_roles()
         check_range("gateways", self.gateways, 1, MAX_PROCESSES)
         self._check_routing()
-        if self.replicas > 1 and ":" in self.device:
+        num_engines = len(self.roles)
+        if num_engines > 1 and ":" in self.device:
+            settings = f"prefill={self.prefill} and decode={self.decode}"
             raise ConfigError(
-                f"device={self.device!r} selects one GPU, but replicas={self.replicas} need "
-                f"{self.num_ranks * self.replicas}. Use device='cuda', and select GPUs with "
+                f"device={self.device!r} selects one GPU, but "
+                f"{settings if self.prefill else f'replicas={self.replicas}'} need "
+                f"{self.num_ranks * num_engines}. Use device='cuda', and select GPUs with "
                 "CUDA_VISIBLE_DEVICES."
             )
         if not 0 <= self.port < 65536:
@@ -494,6 +506,29 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 f"unread_timeout_s={self.unread_timeout_s} must be above 0 and at most "
                 f"{MAX_TIMEOUT_S}"
+            )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of each engine."""
+        numbers: dict[Role, int] = {"unified": self.replicas}
+        if self.prefill:
+            numbers = {"prefill": self.prefill, "decode": self.decode}
+        return tuple(role for role, number in numbers.items() for _ in range(number))
+
+    def _check_roles(self) -> None:
+        check_range("prefill", self.prefill, 0, MAX_PROCESSES)
+        check_range("decode", self.decode, 0, MAX_PROCESSES)
+        if bool(self.prefill) != bool(self.decode):
+            missing = "decode" if self.prefill else "prefill"
+            raise ConfigError(
+                f"prefill={self.prefill} and decode={self.decode}: both kinds of engines are "
+                f"needed. Set {missing} to 1 or more, or remove both."
+            )
+        if self.prefill and self.replicas > 1:
+            raise ConfigError(
+                f"replicas={self.replicas} are engines for whole requests, and prefill="
+                f"{self.prefill} and decode={self.decode} are not. Remove replicas."
             )
 
     def _check_routing(self) -> None:

@@ -1,10 +1,11 @@
 """What a deployment prints when it is ready: its model, its KV cache, and where to reach it."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from longshore.deploy.cli.client_options import ChatOptions
-from longshore.deploy.supervisor.replica import Replica, replicas
+from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.transport.lifeline import Ready
 
 DEFAULT_URL: Final = ChatOptions.url
@@ -19,7 +20,7 @@ def ready_lines(url: str, message: str, *, can_chat: bool, needs_key: bool) -> S
     return lines
 
 
-def model_line(name: str, ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
+def model_line(name: str, ready: Mapping[str, Ready], engines: Sequence[Replica]) -> str:
     """The model, and what computes it."""
 
     def workers(replica: Replica) -> str:
@@ -30,15 +31,15 @@ def model_line(name: str, ready: Mapping[str, Ready], num_replicas: int = 1) -> 
         threads = f" with {count} thread{'s' * (count != '1')}" if devices == "cpu" else ""
         return f"{number} on {devices}{threads}, {details[0]['dtype']}"
 
-    return f"model {name}: {_per_engine(num_replicas, workers)}"
+    return f"model {name}: {_per_engine(engines, workers)}"
 
 
 def ready_message(
     url: str,
     model_name: str,
     ready: Mapping[str, Ready],
+    engines: Sequence[Replica],
     *,
-    num_replicas: int = 1,
     num_gateways: int = 1,
 ) -> str:
     """One short line. ready: the processes' reports, by process name."""
@@ -50,13 +51,13 @@ def ready_message(
         return f"a KV cache of {num_tokens:,} tokens"
 
     gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
-    engines = _per_engine(num_replicas, capacity)
+    described = _per_engine(engines, capacity)
     return (
-        f"ready at {url} (model {model_name}, {gateways}{engines}, {max_model_len:,} per request)"
+        f"ready at {url} (model {model_name}, {gateways}{described}, {max_model_len:,} per request)"
     )
 
 
-def cache_sizes(ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
+def cache_sizes(ready: Mapping[str, Ready], engines: Sequence[Replica]) -> str:
     """Number of blocks and their size in bytes, per engine."""
 
     def sizes(replica: Replica) -> str:
@@ -70,18 +71,22 @@ def cache_sizes(ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
         size = _bytes(num_blocks, block_bytes)
         return f"{num_blocks:,} blocks of {cache['block_sizes']} tokens, {size}"
 
-    return _per_engine(num_replicas, sizes)
+    return _per_engine(engines, sizes)
 
 
-def _per_engine(num_replicas: int, describe: Callable[[Replica], str]) -> str:
+def _per_engine(engines: Sequence[Replica], describe: Callable[[Replica], str]) -> str:
     """Describe each engine, or all together if the descriptions are equal."""
-    each = [describe(replica) for replica in replicas(num_replicas)]
-    if num_replicas == 1:
+    each = [describe(engine) for engine in engines]
+    if len(engines) == 1:
         return each[0]
+    roles = Counter(engine.role for engine in engines)
+    if "unified" in roles:
+        kinds = f"{len(engines)} engines"
+    else:
+        kinds = f"{roles['prefill']} prefill and {roles['decode']} decode engines"
     if len(set(each)) == 1:
-        return f"{num_replicas} engines, each with {each[0]}"
-    engines = "; ".join(f"engine {number} has {text}" for number, text in enumerate(each))
-    return f"{num_replicas} engines: {engines}"
+        return f"{kinds}, each with {each[0]}"
+    return f"{kinds}: " + "; ".join(f"engine {n} has {text}" for n, text in enumerate(each))
 
 
 def _bytes(num_blocks: int, block_bytes: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from longshore.deploy.machine.device import require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
+from longshore.deploy.supervisor.connector_options import with_pull_connector
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
     EnginePlan,
@@ -83,11 +84,10 @@ def serve(
             logger.info("stopped before startup was complete")
             return
         name, *_ = options.served_model_name or (model.name,)
-        logger.info("%s", model_line(name, ready, options.replicas))
-        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
-        message = ready_message(
-            url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
-        )
+        engines = replicas(options.roles)
+        logger.info("%s", model_line(name, ready, engines))
+        logger.info("KV cache: %s", cache_sizes(ready, engines))
+        message = ready_message(url, name, ready, engines, num_gateways=options.gateways)
         for line in ready_lines(
             url, message, can_chat=model.can_chat, needs_key=bool(deployment.api_keys)
         ):
@@ -126,8 +126,10 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     api_keys = _api_keys(options)
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
-    if options.routing_policy == "prefix_aware" and options.replicas > 1:
+    if options.routing_policy == "prefix_aware" and len(options.roles) > 1:
         options = replace(options, enable_kv_cache_events=True)
+    if options.prefill:
+        options = with_pull_connector(options)
     plan = plan_engine(options, model)
     if options.routing_policy == "prefix_aware" and not plan.cache.enable_prefix_caching:
         raise ConfigError(
@@ -138,11 +140,12 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
     num_workers = options.num_ranks * (1 + options.standby_workers)
-    num_processes = options.replicas * (num_workers + 1) + options.gateways
+    num_engines = len(options.roles)
+    num_processes = num_engines * (num_workers + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
     require_device(plan.device)
-    check_host_memory(plan, options.replicas * (1 + options.standby_workers))
+    check_host_memory(plan, num_engines * (1 + options.standby_workers))
     return _Deployment(options, plan, api_keys, admin_key)
 
 
@@ -165,7 +168,7 @@ class _Deployment:
         """What an operator can do with it."""
         return Operations(
             supervisor,
-            replicas(self.options.replicas),
+            replicas(self.options.roles),
             stop=stop_signal.request,
             state_dir=self.plan.state_dir,
             drain_timeout_s=self.options.drain_timeout_s,
@@ -184,7 +187,7 @@ class _Deployment:
                 is_restarted=self.options.max_restarts > 0,
                 num_standbys=self.options.standby_workers,
             )
-            for replica in replicas(self.options.replicas)
+            for replica in replicas(self.options.roles)
         ]
         key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if self.api_keys else None
         peers = tuple(
@@ -213,7 +216,7 @@ class _Deployment:
         prefix = None
         events = [
             event_source(config, runtime_dir)
-            for replica in replicas(options.replicas)
+            for replica in replicas(options.roles)
             if (config := kv_events_config(options, runtime_dir, replica)) is not None
         ]
         if options.routing_policy == "prefix_aware" and len(events) > 1:
@@ -248,6 +251,7 @@ class _Deployment:
             max_model_len=plan.identity.max_model_len,
             sampling_defaults=model.sampling_defaults,
             engines=engines,
+            roles=options.roles,
             number=number,
             peers=peers,
             listen_fd=listener.fileno(),

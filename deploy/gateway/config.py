@@ -7,6 +7,7 @@ from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -19,6 +20,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vocab_size:        token ids at or above it are rejected.
     eos_token_ids:     token ids that end an answer.
     engines:           endpoints of the schedulers.
+    roles:             of the engines, by number; empty: all are unified.
     awaits_all_engines: accept requests once all engines are ready; False: once one is.
     number:            number of this gateway within the deployment.
     peers:             paths of the private sockets of all gateways, including this one.
@@ -57,6 +59,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling_defaults: SamplingDefaults
     engines: tuple[Endpoint, ...]
     listen_fd: int
+    roles: tuple[Role, ...] = ()
     model_aliases: tuple[str, ...] = ()
     awaits_all_engines: bool = True
     number: int = 0

@@ -147,6 +147,7 @@ class GatewayProcess:
             len(config.engines),
             number=config.number,
             num_gateways=max(1, len(config.peers)),
+            roles=config.roles,
         )
         self._gateway.metrics.watch(self._routing)
         self._gateway.lacking_knowledge = self._routing.lacking_knowledge

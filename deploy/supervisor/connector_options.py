@@ -1,13 +1,40 @@
-"""Secrets of connectors come from the environment rather than from command lines and files."""
+"""Options of connectors that are not on the command line: secrets, and those of split requests."""
 
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
+import msgspec
+
+from longshore.connectors.registry import parse_options
+from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}")
+
+PULL_CONNECTORS: Final = ("nixl", "mooncake")
+"""Connectors by which one engine pulls the KV of another."""
+
+_OptionsT = TypeVar("_OptionsT", bound=EngineOptions)
+
+
+def with_pull_connector(options: _OptionsT) -> _OptionsT:
+    """The settings of engines that pull KV from each other on one host: the first pull connector if
+    none is chosen, and a secret. Raises ConfigError for a connector that cannot pull."""
+    name = options.kv_connector or PULL_CONNECTORS[0]
+    if name not in (*PULL_CONNECTORS, "multi") and ":" not in name:
+        raise ConfigError(
+            f"kv_connector={name!r} does not pull KV from another engine, as decode engines do. "
+            f"Use one of {', '.join(PULL_CONNECTORS)}, or multi to combine one of them with {name}"
+        )
+    values = parse_options(options.kv_connector_config)
+    if name in PULL_CONNECTORS and "secret_file" not in values:
+        values["secret_file"] = str(StateDir(options.state_dir).transfer_secret_file())
+    config = msgspec.json.encode(values).decode()
+    return replace(options, kv_connector=name, kv_connector_config=config)
 
 
 def with_variables(

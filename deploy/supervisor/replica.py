@@ -1,17 +1,24 @@
-"""One of several equal engines on a host: names of its processes and files, and its GPUs."""
+"""One of several engines on a host: names of its processes and files, and its GPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Role: TypeAlias = Literal["unified", "prefill", "decode"]
+"""What an engine is for: whole requests, only their first token, or only what comes after it."""
 
 
 @dataclass(frozen=True)
 class Replica:
     """number: starts at 0. count: number of engines; with one, process names have no engine number.
+    role: what it is for.
 
     `worker 1.0` is rank 0 of engine 1.
     """
 
     number: int = 0
     count: int = 1
+    role: Role = "unified"
 
     @property
     def engine_id(self) -> str:
@@ -41,6 +48,6 @@ class Replica:
         return f"cuda:{self.number * num_ranks + rank}"
 
 
-def replicas(count: int) -> list[Replica]:
-    """All replicas of a deployment."""
-    return [Replica(number, count) for number in range(count)]
+def replicas(roles: Sequence[Role]) -> list[Replica]:
+    """All engines of a deployment. roles: of each."""
+    return [Replica(number, len(roles), role) for number, role in enumerate(roles)]

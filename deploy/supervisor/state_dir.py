@@ -1,4 +1,5 @@
-"""The directory of what outlives a deployment: now the seed of its block hashes.
+"""The directory of what outlives a deployment: the seed of its block hashes, and the secret of its
+engines' transfers.
 
 KV that a tier has stored is found by block hash, so a restarted deployment must have the same seed.
 Whoever knows the seed can guess block hashes, so only the owner may read it.
@@ -13,9 +14,11 @@ from typing import Final
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.model_files import read_bytes
+from longshore.protocol.transport.security import new_secret
 
 HASH_SEED_BYTES: Final = 32
 _SEED_FILE: Final = "block_hash_seed"
+_TRANSFER_SECRET_FILE: Final = "transfer_secret"
 _OTHER_DIR: Final = "Set state_dir (--state-dir) to a directory that you own and can write to."
 
 
@@ -76,6 +79,20 @@ class StateDir:
             "hexadecimal digits. Restore the file from a backup, or delete it to get a new seed, "
             "with which no KV that is stored already can be found."
         )
+
+    def transfer_secret_file(self) -> Path:
+        """A file with the secret that engines must know to pull KV from each other, created at the
+        first call. Raises ConfigError if it cannot be created."""
+        path = self.path.absolute() / _TRANSFER_SECRET_FILE
+        try:
+            if not path.exists():
+                self._create(path, new_secret() + "\n")
+            check_private(path)
+        except OSError as error:
+            raise ConfigError(
+                f"the secret of transfers {path} cannot be created ({error.strerror}). {_OTHER_DIR}"
+            ) from error
+        return path
 
     def _create(self, path: Path, text: str) -> None:
         """Write a file whole or not at all, unless another process has created it meanwhile."""

@@ -23,9 +23,8 @@ from longshore.deploy.gateway.router.policies import (
     RoutingPolicy,
 )
 from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.supervisor.replica import Role
 
-Role: TypeAlias = Literal["unified", "prefill", "decode"]
-"""What an engine is for: whole requests, only their first token, or only what comes after it."""
 Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""
 

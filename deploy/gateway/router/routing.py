@@ -1,7 +1,7 @@
 """The routing of one gateway, assembled: the router, and what keeps its index up to date."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import zmq
@@ -12,6 +12,7 @@ from longshore.deploy.gateway.router.event_subscriber import EventSubscriber
 from longshore.deploy.gateway.router.policies import PrefixAware
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
+from longshore.deploy.supervisor.replica import Role
 
 MAX_WAIT_S: Final = 2.0
 """A gateway serves after this time, even if it does not know what all engines have."""
@@ -22,10 +23,18 @@ class Routing:
     """Create it inside a running loop."""
 
     def __init__(
-        self, config: RoutingConfig, num_engines: int, *, number: int, num_gateways: int
+        self,
+        config: RoutingConfig,
+        num_engines: int,
+        *,
+        number: int,
+        num_gateways: int,
+        roles: Sequence[Role] = (),
     ) -> None:
         policy = make_policy(config, num_engines)
-        self.router = Router(num_engines, policy, number=number, num_gateways=num_gateways)
+        self.router = Router(
+            num_engines, policy, number=number, num_gateways=num_gateways, roles=roles
+        )
         self._index = policy.index if isinstance(policy, PrefixAware) else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._subscribers: list[EventSubscriber] = []

@@ -31,7 +31,7 @@ def run() -> Iterator[Running]:
 def server(run: Running, tmp_path: Path) -> Iterator[AdminServer]:
     operations = Operations(
         run.supervisor,
-        replicas(2),
+        replicas(("unified",) * 2),
         stop=run.stop_signal.request,
         state_dir=tmp_path,
         drain_timeout_s=1.0,

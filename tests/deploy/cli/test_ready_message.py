@@ -1,5 +1,7 @@
 """The log lines with the URL and with the size of the KV cache."""
 
+from typing import Final
+
 import pytest
 
 from longshore.deploy.cli.ready_message import (
@@ -8,7 +10,11 @@ from longshore.deploy.cli.ready_message import (
     ready_lines,
     ready_message,
 )
+from longshore.deploy.supervisor.replica import replicas
 from longshore.protocol.transport.lifeline import Ready
+
+ONE: Final = replicas(("unified",))
+TWO: Final = replicas(("unified",) * 2)
 
 
 def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
@@ -16,7 +22,7 @@ def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
         "scheduler": Ready({"kv_cache_tokens": "31234"}),
         "gateway": Ready({"max_model_len": "4096"}),
     }
-    line = ready_message("http://127.0.0.1:8000", "tiny", ready)
+    line = ready_message("http://127.0.0.1:8000", "tiny", ready, ONE)
     assert line == (
         "ready at http://127.0.0.1:8000 (model tiny, a KV cache of 31,234 tokens, "
         "4,096 per request)"
@@ -38,7 +44,7 @@ def test_the_size_of_the_cache_is_told_for_every_worker(block_bytes: list[int], 
         for rank, count in enumerate(block_bytes)
     }
     ready["scheduler"] = Ready({"num_blocks": "1000", "block_sizes": "16 or 64"})
-    assert cache_sizes(ready) == f"1,000 blocks of 16 or 64 tokens, {size}"
+    assert cache_sizes(ready, ONE) == f"1,000 blocks of 16 or 64 tokens, {size}"
 
 
 @pytest.mark.parametrize(
@@ -74,9 +80,9 @@ def test_engines_of_one_size_are_told_once_and_others_each(
         ready[f"scheduler {engine}"] = Ready(details)
     for gateway in range(3):
         ready[f"gateway {gateway}"] = Ready({"max_model_len": "4096"})
-    line = ready_message("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
+    line = ready_message("http://x", "tiny", ready, TWO, num_gateways=3)
     assert line == f"ready at http://x (model tiny, 3 gateways, {room}, 4,096 per request)"
-    assert cache_sizes(ready, 2) == sizes
+    assert cache_sizes(ready, TWO) == sizes
 
 
 def test_the_ways_in_come_last() -> None:
@@ -95,13 +101,18 @@ def test_the_model_is_told_with_what_computes_it() -> None:
     def worker(device: str, threads: str = "4") -> Ready:
         return Ready({"device": device, "dtype": "bfloat16", "threads": threads})
 
-    assert model_line("tiny", {"worker 0": worker("cpu"), "scheduler": Ready()}) == (
+    assert model_line("tiny", {"worker 0": worker("cpu"), "scheduler": Ready()}, ONE) == (
         "model tiny: 1 worker on cpu with 4 threads, bfloat16"
     )
-    assert model_line("tiny", {"worker 0": worker("cpu", "1"), "scheduler": Ready()}) == (
+    assert model_line("tiny", {"worker 0": worker("cpu", "1"), "scheduler": Ready()}, ONE) == (
         "model tiny: 1 worker on cpu with 1 thread, bfloat16"
     )
     gpus = {f"worker {engine}.{rank}": worker(f"cuda:{rank}") for engine in "01" for rank in "01"}
-    assert model_line("tiny", gpus, 2) == (
+    assert model_line("tiny", gpus, TWO) == (
         "model tiny: 2 engines, each with 2 workers on cuda:0, cuda:1, bfloat16"
+    )
+    apart = replicas(("prefill", "decode"))
+    assert model_line("tiny", gpus, apart) == (
+        "model tiny: 1 prefill and 1 decode engines, each with 2 workers on cuda:0, cuda:1, "
+        "bfloat16"
     )

@@ -1,8 +1,12 @@
-"""Environment variables in the options of a connector."""
+"""Options of a connector: environment variables in them, and those of split requests."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from longshore.deploy.supervisor.connector_options import with_variables
+from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.supervisor.connector_options import with_pull_connector, with_variables
 from longshore.protocol.errors import ConfigError
 
 
@@ -25,3 +29,51 @@ def test_a_text_that_names_a_variable_is_replaced_at_any_depth() -> None:
 def test_a_variable_that_is_not_set_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match="environment variable REDIS_PASSWORD, which is not set"):
         with_variables({"remote_options": {"password": "${REDIS_PASSWORD}"}}, {})
+
+
+def test_engines_that_pull_have_a_connector_and_a_secret(tmp_path: Path) -> None:
+    split = with_pull_connector(ServeOptions(prefill=1, decode=2, state_dir=tmp_path / "state"))
+    secret_file = tmp_path / "state" / "transfer_secret"
+    assert split.roles == ("prefill", "decode", "decode")
+    assert split.kv_connector == "nixl"
+    assert json.loads(split.kv_connector_config) == {"secret_file": str(secret_file)}
+    assert secret_file.exists()
+
+
+@pytest.mark.parametrize("name", ["mooncake", "multi", "theirs:Mine"])
+def test_the_settings_of_a_connector_that_was_chosen_are_kept(tmp_path: Path, name: str) -> None:
+    config = '{"secret_file": "/mine", "lease_s": 5}'
+    options = ServeOptions(
+        prefill=1, decode=1, state_dir=tmp_path, kv_connector=name, kv_connector_config=config
+    )
+    split = with_pull_connector(options)
+    assert split.kv_connector == name
+    assert json.loads(split.kv_connector_config) == json.loads(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_connector_that_cannot_pull_is_rejected(tmp_path: Path) -> None:
+    options = ServeOptions(
+        prefill=1,
+        decode=1,
+        state_dir=tmp_path,
+        kv_connector="offloading",
+        kv_connector_config='{"cpu_bytes_to_use": "1GiB"}',
+    )
+    with pytest.raises(ConfigError, match="multi to combine one of them with offloading"):
+        with_pull_connector(options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefill": 1}, "prefill=1 and decode=0: both kinds .* Set decode to 1 or more"),
+        ({"decode": 1}, "Set prefill to 1 or more"),
+        ({"prefill": 1, "decode": 1, "replicas": 2}, "Remove replicas"),
+        ({"prefill": 65, "decode": 1}, "prefill=65 must be between 0 and 64"),
+        ({"prefill": 1, "decode": 1, "device": "cuda:0"}, "prefill=1 and decode=1 need 2"),
+    ],
+)
+def test_roles_that_cannot_work_are_rejected(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeOptions(**settings)  # type: ignore[arg-type]

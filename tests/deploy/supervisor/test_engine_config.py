@@ -249,7 +249,9 @@ def test_replicas_have_processes_sockets_and_gpus_of_their_own(
     try:
         options = EngineOptions(device=device, tensor_parallel_size=2)
         engine = plan_engine(options, read_model_folder(model_dir))
-        started = [engine_processes(engine, runtime_dir, replica) for replica in replicas(2)]
+        started = [
+            engine_processes(engine, runtime_dir, replica) for replica in replicas(("unified",) * 2)
+        ]
     finally:
         runtime_dir.remove()
     specs = [spec for engine_specs, _ in started for spec in engine_specs]

@@ -59,7 +59,7 @@ def test_sockets_are_in_the_private_directory_by_default(runtime_dir: RuntimeDir
         endpoint=Endpoint(f"ipc://{runtime_dir.path}/events.sock"),
         replay_endpoint=Endpoint(f"ipc://{runtime_dir.path}/replay.sock"),
     )
-    second = config_of(runtime_dir, replicas(2)[1])
+    second = config_of(runtime_dir, replicas(("unified",) * 2)[1])
     assert second.endpoint != config.endpoint
     assert second.engine_number == 1
     assert event_source(config, runtime_dir) == EventSource(
@@ -92,7 +92,9 @@ def test_each_engine_has_ports_and_files_of_its_own(runtime_dir: RuntimeDir, pri
         "kv_events_endpoint": "tcp://127.0.0.1:5557",
         "kv_events_replay_endpoint": f"ipc://{private}/replay",
     }
-    configs = [config_of(runtime_dir, replica, **addresses) for replica in replicas(3)]
+    configs = [
+        config_of(runtime_dir, replica, **addresses) for replica in replicas(("unified",) * 3)
+    ]
     assert [config.endpoint.address for config in configs] == [
         f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)
     ]
@@ -111,7 +113,7 @@ def test_ports_that_overlap_are_rejected(
     with pytest.raises(ConfigError, match="overlap"):
         config_of(
             runtime_dir,
-            replicas(num_engines)[0],
+            replicas(("unified",) * num_engines)[0],
             kv_events_endpoint="tcp://127.0.0.1:5557",
             kv_events_replay_endpoint=replay,
         )

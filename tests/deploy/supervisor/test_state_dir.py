@@ -36,6 +36,16 @@ def test_seed_is_created_once_and_only_its_owner_can_read_it(tmp_path: Path) -> 
     assert (mode(path), mode(file)) == (0o700, 0o600)
 
 
+def test_the_secret_of_transfers_is_created_once_and_private(tmp_path: Path) -> None:
+    file = StateDir(tmp_path / "state").transfer_secret_file()
+    secret = file.read_text()
+    assert StateDir(tmp_path / "state").transfer_secret_file() == file
+    assert (mode(file), file.read_text(), len(secret.strip())) == (0o600, secret, 40)
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="other users can use it"):
+        StateDir(tmp_path / "state").transfer_secret_file()
+
+
 def test_processes_that_start_together_get_the_same_seed(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     racers = [
