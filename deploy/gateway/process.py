@@ -26,6 +26,7 @@ from longshore.deploy.gateway.admin_routes import AdminRoutes
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.load_log import LoadLog
@@ -155,6 +156,9 @@ class GatewayProcess:
             config.engines,
             hello,
             router=self._routing.router,
+            roles=config.roles,
+            split_config=config.split,
+            num_gateways=max(1, len(config.peers)),
             number=config.number,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
@@ -162,6 +166,8 @@ class GatewayProcess:
             why_stopped=partial(read_death_note, self._runtime_dir),
             why_lost=self._why_lost,
         )
+        if self._engines.split is not None:
+            self._gateway.metrics.watch(SplitMetrics(self._engines.split))
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
@@ -227,6 +233,7 @@ class GatewayProcess:
                 config.max_audio_s,
                 config.embedding,
                 config.classifier,
+                transfers=config.transfers,
                 parsers=_answer_parsers(config, tokenizer),
                 has_score_template=config.chat_template is not None,
                 model_aliases=config.model_aliases,

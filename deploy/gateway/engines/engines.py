@@ -22,12 +22,13 @@ from longshore.deploy.gateway.router.policies import (
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.router import Role, Router, Stage
+from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,
     seed_source,
 )
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.outputs import FinishedRequest
@@ -282,8 +283,9 @@ class Engines:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
-        for live in reversed(requests) if self.split is not None else ():  # forks first
-            self.split.abort(live)
+        if self.split is not None:
+            for live in reversed(requests):  # forks first
+                self.split.abort(live)
         for engine, client in enumerate(self.clients):
             there = [live for live in requests if live.engine == engine]
             if there:

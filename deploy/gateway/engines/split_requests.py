@@ -34,8 +34,9 @@ from longshore.deploy.gateway.router.policies import (
     extra_keys_of,
 )
 from longshore.deploy.gateway.router.role_queue import Placed, Refusal, RoleQueue
-from longshore.deploy.gateway.router.router import Role, Router, Stage
+from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
 from longshore.protocol.handshake import EngineReady
 from longshore.protocol.outputs import FinishedRequest, FinishReason
