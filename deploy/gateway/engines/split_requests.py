@@ -203,7 +203,7 @@ class SplitRequests:
         fork_of = fields.get("fork_of")
         if fork_of is not None and fork_of.is_live:
             return fork_of in self._requests
-        if not any(map(self._is_open, self._engines_of("decode"))):
+        if not self._any_open("decode"):
             return False
         return (
             stage_of(sampling, fields) == "whole"
@@ -285,18 +285,19 @@ class SplitRequests:
 
     def engines_changed(self) -> None:
         """An engine is ready, lost, paused, closed or open. To be called before `moved`."""
-        for queue, role in ((self._decode, "decode"), (self._prefill, "prefill")):
+        queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
+        for role, queue in queues.items():
             for engine in self._engines_of(role):
                 if not self._is_open(engine):
                     self._closed(engine, queue)
                 elif self._rooms.get(engine) != (room := self._room(engine)):
                     self._rooms[engine] = room
                     self._placed(queue, queue.set_capacity(engine, room))
-        if not any(map(self._is_open, self._engines_of("decode"))):
+        if not self._any_open("decode"):
             for split in list(self._held):
                 if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
                     self._send_anywhere(split)
-        elif not any(map(self._is_open, self._engines_of("prefill"))):
+        elif not self._any_open("prefill"):
             for split in list(self._held):
                 if split.phase is _Phase.ADMITTED:
                     self._placed(self._prefill, self._prefill.release(split))
@@ -336,12 +337,15 @@ class SplitRequests:
             self._send_anywhere(split)
         return True
 
-    def _engines_of(self, role: str) -> list[int]:
+    def _engines_of(self, role: Role) -> list[int]:
         return [engine for engine, own in enumerate(self._roles) if own == role]
 
     def _is_open(self, engine: int) -> bool:
         client = self._engines[engine]
         return client.is_running and client.ready is not None and client.closed_reason is None
+
+    def _any_open(self, role: Role) -> bool:
+        return any(map(self._is_open, self._engines_of(role)))
 
     def _room(self, engine: int) -> int:
         """Tokens of this gateway for which an engine has KV blocks."""
@@ -351,7 +355,7 @@ class SplitRequests:
         share = self._config.max_leased_share if self._roles[engine] == "prefill" else 1.0
         return max(1, int(num_tokens * share) // self._num_gateways)
 
-    def _largest_room(self, role: str) -> int:
+    def _largest_room(self, role: Role) -> int:
         rooms = [self._rooms.get(engine, 0) for engine in self._engines_of(role)]
         return max(rooms, default=0)
 
@@ -371,6 +375,9 @@ class SplitRequests:
 
     def _queue_again(self, split: _Split) -> None:
         """As `_queue`, for a request that was accepted before."""
+        if split in self._held and not self._any_open("decode"):
+            self._send_anywhere(split)
+            return
         outcome: list[Placed[_Split]] | Refusal
         if split in self._decode:
             outcome = self._decode.retry(split)
@@ -470,7 +477,7 @@ class SplitRequests:
 
     def _skip_reason(self, split: _Split) -> Skip | None:
         decision, minimum = split.decision, self._config.min_tokens
-        if not any(map(self._is_open, self._engines_of("prefill"))):
+        if not self._any_open("prefill"):
             return "no_prefill_engine"
         if self._num_left(split) < 2:
             return "last_token"
@@ -572,7 +579,7 @@ class SplitRequests:
             split.on_change()
         elif split.reserved is not None:
             self._send_decode(split)
-        elif split not in self._decode:  # it has failed too often to wait again
+        elif split not in self._decode or not self._any_open("decode"):
             self._send_anywhere(split)
 
     def _settled(self, split: _Split) -> None:
