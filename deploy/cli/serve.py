@@ -10,7 +10,8 @@ from functools import partial
 
 import msgspec
 
-from longshore.deploy.admin.key import read_admin_key
+from longshore.connectors.pull.options import PullOptions
+from longshore.deploy.admin.key import read_private_key
 from longshore.deploy.admin.operations import GATEWAYS, NewEngine, Operations
 from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import MAX_PROCESSES, ServeOptions
@@ -20,16 +21,18 @@ from longshore.deploy.cli.ready_message import (
     ready_lines,
     ready_message,
 )
-from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
+from longshore.deploy.gateway.api_keys import ApiKey, digest_of, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.engines.split_requests import SplitConfig
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.gateway.openai.transfer_params import TransferAccess
 from longshore.deploy.gateway.router.config import PrefixRoutingConfig, RoutingConfig
 from longshore.deploy.gateway.text.tokenizer import check_chat_template
 from longshore.deploy.machine.device import num_gpus, require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
-from longshore.deploy.supervisor.connector_options import with_pull_connector
+from longshore.deploy.supervisor.connector_options import pull_options, with_pull_connector
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
     EnginePlan,
@@ -142,7 +145,10 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
         )
     load_parsers(options.tool_call_parser, options.reasoning_parser, "")
     key_file = options.admin_key_file
-    admin_key = None if key_file is None else read_admin_key(key_file)
+    admin_key = None if key_file is None else read_private_key(key_file, "admin_key_file")
+    router_key = None
+    if options.router_key_file is not None:
+        router_key = read_private_key(options.router_key_file, "router_key_file")
     num_engines = len(options.roles)
     raise_file_limit(_num_processes(options, num_engines), options.max_live_requests)
     check_address_space(plan.device)
@@ -154,7 +160,8 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
         max_engines=1 if ":" in plan.device else MAX_PROCESSES,
         num_gpu_groups=None if gpus is None else gpus // options.num_ranks,
     )
-    return _Deployment(options, plan, engines, api_keys, admin_key)
+    pull = pull_options(options.kv_connector, options.kv_connector_config)
+    return _Deployment(options, plan, engines, api_keys, admin_key, router_key, pull)
 
 
 def _num_processes(options: ServeOptions, num_engines: int) -> int:
@@ -177,6 +184,8 @@ class _Deployment:
     engines: EngineSet
     api_keys: tuple[ApiKey, ...]
     admin_key: str | None
+    router_key: str | None
+    pull: PullOptions | None
 
     def operations(self, supervisor: Supervisor, stop_signal: StopSignals) -> Operations:
         """What an operator can do with it."""
@@ -266,6 +275,15 @@ class _Deployment:
             )
         return RoutingConfig(options.routing_policy, options.routing_session_header, prefix)
 
+    def _split_config(self) -> SplitConfig:
+        config = SplitConfig(
+            min_tokens=self.options.disaggregation_min_tokens,
+            max_waiting=self.options.disaggregation_max_waiting,
+        )
+        if self.pull is None:
+            return config
+        return msgspec.structs.replace(config, max_leased_share=self.pull.max_leased_share)
+
     def _gateway(
         self,
         number: int,
@@ -313,6 +331,11 @@ class _Deployment:
             vllm_metrics=options.metrics_names == "vllm",
             strict_requests=options.strict_requests,
             routing=routing,
+            split=self._split_config(),
+            transfers=TransferAccess(
+                "" if self.router_key is None else digest_of(self.router_key.encode()),
+                () if self.pull is None else self.pull.remote_hosts,
+            ),
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,

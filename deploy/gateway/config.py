@@ -3,6 +3,8 @@
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.gateway.engines.split_requests import SplitConfig
+from longshore.deploy.gateway.openai.transfer_params import TransferAccess
 from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
@@ -46,6 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_metrics:      return the metrics under vLLM's names, too.
     strict_requests:   reject unknown fields of requests instead of ignoring them.
     routing:           which engine gets a prompt.
+    split:             how requests are divided among prefill and decode engines.
+    transfers:         who may send `kv_transfer_params`.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -88,6 +92,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_metrics: bool = False
     strict_requests: bool = False
     routing: RoutingConfig = RoutingConfig()
+    split: SplitConfig = SplitConfig()
+    transfers: TransferAccess = TransferAccess()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

@@ -27,6 +27,7 @@ from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.engines.member_commands import MemberCommands
+from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.load_log import LoadLog
@@ -163,6 +164,8 @@ class GatewayProcess:
             (),
             hello,
             router=self._routing.router,
+            split_config=config.split,
+            num_gateways=max(1, len(config.peers)),
             number=config.number,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
@@ -172,6 +175,8 @@ class GatewayProcess:
         )
         for member in config.current_members:
             self._engines.add_engine(member.number, member.clients)
+        if self._engines.split is not None:
+            self._gateway.metrics.watch(SplitMetrics(self._engines.split))
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
@@ -235,6 +240,7 @@ class GatewayProcess:
                 config.max_audio_s,
                 config.embedding,
                 config.classifier,
+                transfers=config.transfers,
                 parsers=_answer_parsers(config, tokenizer),
                 has_score_template=config.chat_template is not None,
                 model_aliases=config.model_aliases,

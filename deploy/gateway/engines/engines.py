@@ -10,20 +10,28 @@ from functools import partial
 from typing import Unpack
 
 from longshore.deploy.gateway.engines.engine_client import EngineClient
+from longshore.deploy.gateway.engines.split_requests import (
+    SplitConfig,
+    SplitRequests,
+    routed_prompt,
+    stage_of,
+)
 from longshore.deploy.gateway.router.policies import (
     Decision,
     RoutedPrompt,
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,
     seed_source,
 )
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
@@ -34,7 +42,10 @@ class Engines:
     inside a running loop.
 
     endpoints: of the engines 0, 1 and so on; others can be added.
-    router:   decides which engine gets a prompt; it has the same engines.
+    router:   decides which engine gets a prompt; it has the same engines, and knows their roles.
+    roles:    of these engines, if there is no router; empty: all are unified.
+    split_config: how requests are divided among prefill and decode engines, if there are both.
+    num_gateways: that use these engines.
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
@@ -50,6 +61,9 @@ class Engines:
         hello: ClientHello,
         *,
         router: Router | None = None,
+        roles: Sequence[Role] = (),
+        split_config: SplitConfig = SplitConfig(),  # noqa: B008  # it is immutable
+        num_gateways: int = 1,
         number: int = 0,
         seed: int | None = None,
         on_stats: Callable[[str, SchedulerStats], None],
@@ -57,7 +71,7 @@ class Engines:
         why_stopped: Callable[[], str | None] = lambda: None,
         why_lost: Callable[[int], str | None] = lambda engine: None,
     ) -> None:
-        self._router = router or Router(len(endpoints))
+        self._router = router or Router(len(endpoints), roles=roles)
         self._loop = asyncio.get_running_loop()
         self._on_stats = on_stats
         self._on_ready = on_ready
@@ -67,6 +81,17 @@ class Engines:
         self._seeds = seed_source(seed, number)
         self._why_stopped = why_stopped
         self.clients: dict[int, EngineClient] = {}
+        self.split: SplitRequests | None = None
+        if {"prefill", "decode"} <= {*self._router.roles.values()}:
+            self.split = SplitRequests(
+                split_config,
+                self.clients,
+                self._router,
+                self._seeds,
+                num_gateways=num_gateways,
+                usable=self._usable,
+                now=self._loop.time,
+            )
         for engine, endpoint in enumerate(endpoints):
             self.add_engine(engine, endpoint)
 
@@ -79,6 +104,7 @@ class Engines:
             seeds=self._seeds,
             on_stats=self._stats_taker(engine),
             on_change=self._move_requests,
+            on_late_end=partial(self._late_end, engine),
             why_stopped=self._why_stopped,
         )
 
@@ -87,8 +113,14 @@ class Engines:
         already. Its requests go on at others."""
         client = self.clients.pop(engine)
         self._on_ready(engine, False)
+        if self.split is not None:
+            self.split.remove_engine(engine)
         self._resume_elsewhere(client.release_all())
         client.close()
+
+    def _late_end(self, engine: int, finished: FinishedRequest) -> None:
+        if self.split is not None:
+            self.split.late_end(engine, finished)
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
@@ -128,7 +160,8 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        return sum(client.num_live_requests for client in self.clients.values())
+        num_held = 0 if self.split is None else self.split.num_held
+        return num_held + sum(client.num_live_requests for client in self.clients.values())
 
     @property
     def num_live_requests(self) -> int:
@@ -169,10 +202,15 @@ class Engines:
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request at the engine that the router chooses, or a fork at its parent's
-        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead.
+        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead,
+        or TooManyWaiting.
 
         session_key: requests with the same one belong together.
         """
+        if self.split is not None and self.split.takes(prompt_token_ids, sampling, fields):
+            return self.split.submit(
+                request_id, prompt_token_ids, sampling, session_key=session_key, fields=fields
+            )
         fork_of = fields.get("fork_of")
         if fork_of is not None and not self._usable().get(fork_of.engine, False):
             fork_of = fields["fork_of"] = None  # what it would start from is lost
@@ -188,7 +226,7 @@ class Engines:
             ),
             session_key=session_key,
         )
-        decision = self._choose(prompt)
+        decision = self._choose(prompt, stage_of(sampling, fields))
         live = self.clients[decision.engine].submit(
             request_id, prompt_token_ids, sampling, **fields
         )
@@ -210,12 +248,13 @@ class Engines:
     def _note_answer(self, live: LiveRequest) -> None:
         self._router.note_answer(live, self._loop.time())
 
-    def _choose(self, prompt: RoutedPrompt) -> Decision:
+    def _choose(self, prompt: RoutedPrompt, stage: Stage = "whole") -> Decision:
         decision = self._router.choose(
             prompt,
             {engine: client.num_live_requests for engine, client in self.clients.items()},
             self._usable(),
             self._loop.time(),
+            stage,
         )
         if decision is None:
             assert self.death is not None
@@ -237,6 +276,8 @@ class Engines:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
         for engine, client in self.clients.items():
             self._on_ready(engine, client.is_ready)
+        if self.split is not None:
+            self.split.engines_changed()
         if not any(client.is_running for client in self.clients.values()):
             for client in self.clients.values() if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
@@ -250,8 +291,10 @@ class Engines:
 
     def _resume_elsewhere(self, requests: Sequence[LiveRequest]) -> None:
         for live in requests:
+            if self.split is not None and self.split.moved(live):
+                continue
             self._note_answer(live)
-            decision = self._choose(_resumed_prompt(live))
+            decision = self._choose(routed_prompt(live))
             live.engine = decision.engine
             self._await_first_change(live, decision)
             self.clients[live.engine].resume([live])
@@ -260,6 +303,9 @@ class Engines:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
+        if self.split is not None:
+            for live in reversed(requests):  # forks first
+                self.split.abort(live)
         for engine, client in list(self.clients.items()):
             there = [live for live in requests if live.engine == engine]
             if there:
@@ -267,6 +313,8 @@ class Engines:
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
+        if self.split is not None and self.split.stop(live, num_tokens):
+            return
         if (client := self.clients.get(live.engine)) is not None:  # else it has finished there
             client.stop(live, num_tokens)
 
@@ -277,6 +325,8 @@ class Engines:
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
+        if self.split is not None:
+            self.split.fail_held(EngineDead(reason))
         for client in self.clients.values():
             client.shut_down(reason)
 
@@ -284,15 +334,3 @@ class Engines:
         """See EngineClient."""
         for client in self.clients.values():
             client.close()
-
-
-def _resumed_prompt(live: LiveRequest) -> RoutedPrompt:
-    first = live.message
-    return RoutedPrompt(
-        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
-        extra_keys_of(first.cache_salt, first.multimodal),
-        uses_prefix=can_reuse(
-            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
-        ),
-        session_key=live.session_key,
-    )

@@ -10,7 +10,7 @@ another gateway has just sent to an engine is known once the engine has publishe
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from longshore.deploy.gateway.router.engine_loads import EngineLoads
@@ -31,11 +31,12 @@ Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""
 
 _ROLES: Final[dict[Stage, tuple[Role, ...]]] = {
-    "whole": ("unified", "decode"),
-    "prefill": ("prefill", "unified"),
-    "decode": ("decode", "unified"),
+    "whole": ("unified", "decode", "prefill"),
+    "prefill": ("prefill", "unified", "decode"),
+    "decode": ("decode", "unified", "prefill"),
 }
-"""Which engines serve a stage: those of the second role if none of the first one is usable."""
+"""Which engines serve a stage: those of the first role of which one is usable. Every engine can
+compute whole requests, so one that is lost costs no answer while any other one is left."""
 
 
 class CountedDecision(NamedTuple):
@@ -75,6 +76,11 @@ class Router:
         self.counts: Counter[CountedDecision] = Counter()
         for engine in range(num_engines):
             self.add_engine(engine, roles[engine] if roles else "unified")
+
+    @property
+    def roles(self) -> Mapping[int, Role]:
+        """Of the engines that are there, by number; it changes with them."""
+        return self._roles
 
     def add_engine(self, engine: int, role: Role = "unified") -> None:
         """From now on the engine can be chosen."""

@@ -248,11 +248,11 @@ def test_round_robin_leaves_out_no_engine_and_ignores_loads() -> None:
         (("prefill", "decode", "unified"), "whole", [0, 0, 9], 2),
         (("unified", "decode", "unified"), "prefill", [4, 0, 3], 2),
         (("unified", "prefill", "unified"), "decode", [4, 0, 3], 2),
-        (("prefill", "prefill", "prefill"), "decode", [0, 0, 0], None),
+        (("prefill", "prefill", "prefill"), "decode", [3, 1, 2], 1),
     ],
 )
 def test_a_stage_goes_to_an_engine_of_its_role_else_to_one_that_can_do_it(
-    roles: Sequence[Role], stage: Stage, num_own: list[int], expected: int | None
+    roles: Sequence[Role], stage: Stage, num_own: list[int], expected: int
 ) -> None:
     assert chosen(Router(3, roles=roles), num_own, stage=stage) == expected
 
@@ -263,7 +263,10 @@ def test_a_role_without_a_usable_engine_is_taken_over() -> None:
     decision = router.choose(NO_PROMPT, [0, 9, 0], usable, 0.0, "prefill")
     assert decision is not None
     assert decision.engine == 1
-    assert router.choose(NO_PROMPT, [0, 0, 0], [False, False, True], 0.0, "prefill") is None
+    decision = router.choose(NO_PROMPT, [0, 0, 0], [False, False, True], 0.0, "prefill")
+    assert decision is not None
+    assert decision.engine == 2
+    assert router.choose(NO_PROMPT, [0, 0, 0], [False] * 3, 0.0, "prefill") is None
 
 
 SIZE = 4
