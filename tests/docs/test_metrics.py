@@ -27,7 +27,7 @@ def routing() -> RoutingMetrics:
     index = BlockIndex(1, tokens_per_hash=16, max_hashes=1)
     router = Router(1, PrefixAware(index, BlockHasher(16, b"")))
     router.choose(RoutedPrompt(()), [0], [True], 0.0)
-    return RoutingMetrics(router, index, [EventFollower(index, 0, lambda request: None)])
+    return RoutingMetrics(router, index, {0: EventFollower(index, 0, lambda request: None)})
 
 
 def split() -> SplitMetrics:
