@@ -35,8 +35,7 @@ def split() -> SplitMetrics:
     return SplitMetrics(
         SplitRequests(
             SplitConfig(),
-            (),
-            roles,
+            {},
             Router(2, roles=roles),
             Random(),
             num_gateways=1,
