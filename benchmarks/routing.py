@@ -168,11 +168,13 @@ class Simulation:
     def _start_router(self) -> None:
         num_engines = len(self._engines)
         prefix = PrefixRoutingConfig((), SEED.hex(), "sha256", BLOCK_SIZE, 10_000_000)
-        policy = make_policy(RoutingConfig(self._policy, prefix=prefix), num_engines)  # type: ignore[arg-type]
+        policy = make_policy(RoutingConfig(self._policy, prefix=prefix))  # type: ignore[arg-type]
         self._router = Router(num_engines, policy)
         self._index = policy.index if isinstance(policy, PrefixAware) else None
         self._followers: list[EventFollower] = []
         if self._index is not None:
+            for engine in range(num_engines):
+                self._index.add_engine(engine)
             self._followers = [
                 EventFollower(self._index, engine, lambda request: None)
                 for engine in range(num_engines)

@@ -1,16 +1,21 @@
 """Commands of an operator: the supervisor sends them to its processes over their lifelines.
 
-Every process obeys SetLogLevel and Profile; the others are for schedulers. Each command gets one
-CommandAnswer.
+Every process obeys SetLogLevel and Profile, gateways UseEngine and ReleaseEngine; the others are
+for schedulers. Each command gets one CommandAnswer.
 """
 
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from longshore.protocol.events import EventSource
+from longshore.protocol.transport.channel import Endpoint
+
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 PauseMode: TypeAlias = Literal["wait", "keep", "abort"]
 CacheName: TypeAlias = Literal["prefix", "encoder", "connector"]
+EngineRole: TypeAlias = Literal["unified", "prefill", "decode"]
+"""What an engine is for: whole requests, only their first token, or only what comes after it."""
 
 
 class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True, forbid_unknown_fields=True):
@@ -47,14 +52,16 @@ class Resume(msgspec.Struct, tag="resume", frozen=True, forbid_unknown_fields=Tr
 
 
 class DrainEngine(msgspec.Struct, tag="drain", frozen=True, forbid_unknown_fields=True):
-    """The engine is to be restarted: clients send new requests to other engines. Answered when no
-    request is left, or after `timeout_s`.
+    """Clients send new requests to other engines. Answered when no request is left, or after
+    `timeout_s`.
 
-    holds_new: there is no other engine, so requests that do not run yet wait for the restart.
+    holds_new: there is no other engine, so requests that do not run yet wait for a restart.
+    is_final:  the engine is to be restarted; False: Resume ends it, and it holds after a restart.
     """
 
     timeout_s: float
-    holds_new: bool
+    holds_new: bool = False
+    is_final: bool = True
 
 
 class ResetCache(msgspec.Struct, tag="reset", frozen=True, forbid_unknown_fields=True):
@@ -76,7 +83,36 @@ class WriteKVSnapshot(msgspec.Struct, tag="kv_snapshot", frozen=True, forbid_unk
 EngineCommand: TypeAlias = (
     DescribeState | Pause | Resume | DrainEngine | ResetCache | WriteKVSnapshot
 )
-Command: TypeAlias = SetLogLevel | Profile | EngineCommand
+
+
+class EngineMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine of a deployment, for gateways.
+
+    number:  of this engine; no later one has the same.
+    clients: where its scheduler takes requests.
+    events:  where it publishes its KV events; None if gateways do not follow them.
+    """
+
+    number: int
+    role: EngineRole
+    clients: Endpoint
+    events: EventSource | None = None
+
+
+class UseEngine(msgspec.Struct, tag="use_engine", frozen=True, forbid_unknown_fields=True):
+    """A new engine is ready; requests can be sent to it. Answered when the gateway is connected."""
+
+    member: EngineMember
+
+
+class ReleaseEngine(msgspec.Struct, tag="release_engine", frozen=True, forbid_unknown_fields=True):
+    """An engine is about to end: its requests go on at other ones, and nothing is sent to it."""
+
+    engine: int
+
+
+GatewayCommand: TypeAlias = UseEngine | ReleaseEngine
+Command: TypeAlias = SetLogLevel | Profile | EngineCommand | GatewayCommand
 
 
 class NumberedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

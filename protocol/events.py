@@ -82,6 +82,14 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine_number: int = 0
 
 
+class EventSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an engine publishes; see KVEventsConfig."""
+
+    endpoint: Endpoint
+    replay_endpoint: Endpoint
+    topic: str
+
+
 # The wire format
 
 WireHash: TypeAlias = bytes | int

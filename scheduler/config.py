@@ -291,6 +291,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
                  scheduler waits for that and begins a new epoch. Otherwise it ends with them.
     adopts_kv:   the memory of the workers' KV outlives them.
     paused:      the pause that an operator has begun in a former process; None: no pause.
+    is_drained:  an operator has drained the engine in a former process.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -315,6 +316,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     outlives_workers: bool = False
     adopts_kv: bool = False
     paused: PauseMode | None = None
+    is_drained: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
-from longshore.protocol.commands import LogLevel, PauseMode
+from longshore.protocol.commands import EngineRole, LogLevel, PauseMode
 
 SOCKET_NAME: Final = "admin"
 """Of the socket in the runtime directory."""
@@ -58,6 +58,31 @@ class Restart(_Action, tag="restart", frozen=True):
     timeout_s: Timeout | None = None
 
 
+class AddEngine(
+    msgspec.Struct, tag_field="action", tag="add-engine", frozen=True, forbid_unknown_fields=True
+):
+    """Start one more engine. role: None: that of all engines."""
+
+    role: EngineRole | None = None
+
+
+class _EngineChange(
+    msgspec.Struct, tag_field="action", frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """timeout_s: for the requests of the engine; None: the drain timeout of the deployment."""
+
+    engine: int
+    timeout_s: Timeout | None = None
+
+
+class DrainOneEngine(_EngineChange, tag="drain-engine", frozen=True):
+    """Send it no new requests, until ResumeEngine, and wait for those that it has."""
+
+
+class RemoveEngine(_EngineChange, tag="remove-engine", frozen=True):
+    """Drain an engine and stop it. Requests that have not finished go on at another one."""
+
+
 class ResetPrefixCache(_Action, tag="reset-prefix-cache", frozen=True):
     """preempt: running requests give up their blocks, and compute their KV again."""
 
@@ -96,6 +121,9 @@ Action: TypeAlias = (
     | ResumeEngine
     | Drain
     | Restart
+    | AddEngine
+    | DrainOneEngine
+    | RemoveEngine
     | ResetPrefixCache
     | ResetEncoderCache
     | ResetConnectorCache

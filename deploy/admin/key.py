@@ -1,4 +1,4 @@
-"""The key of `/admin`: a file of its own, because an API key must not administer."""
+"""Keys for what an API key must not do, such as `/admin`: each in a file of its own."""
 
 import re
 from pathlib import Path
@@ -11,21 +11,20 @@ MIN_CHARACTERS: Final = 16
 MAX_CHARACTERS: Final = 512
 
 
-def read_admin_key(path: Path) -> str:
-    """Raises ConfigError if the file cannot be read, is not private, or has no usable key."""
+def read_private_key(path: Path, setting: str) -> str:
+    """The key in a file that a setting names. Raises ConfigError if the file cannot be read, is not
+    private, or has no usable key."""
     try:
         check_private(path)
         if not path.is_file():  # opening a pipe would block
-            raise ConfigError(f"admin_key_file={str(path)!r} is not a regular file")
+            raise ConfigError(f"{setting}={str(path)!r} is not a regular file")
         with path.open("rb") as file:
             key = file.read(MAX_CHARACTERS + 2).decode("ascii", "replace").strip()
     except OSError as error:
-        raise ConfigError(
-            f"admin_key_file={str(path)!r} cannot be read ({error.strerror})"
-        ) from error
+        raise ConfigError(f"{setting}={str(path)!r} cannot be read ({error.strerror})") from error
     if not re.fullmatch(rf"[!-~]{{{MIN_CHARACTERS},{MAX_CHARACTERS}}}", key):
         raise ConfigError(
-            f"admin_key_file={str(path)!r} must contain one line of {MIN_CHARACTERS} to "
+            f"{setting}={str(path)!r} must contain one line of {MIN_CHARACTERS} to "
             f"{MAX_CHARACTERS} visible ASCII characters, such as `openssl rand -hex 32` prints"
         )
     return key

@@ -5,16 +5,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 from longshore.deploy.admin.actions import (
     Action,
+    AddEngine,
     Answer,
     Drain,
+    DrainOneEngine,
     KVSnapshot,
     PauseEngine,
     ProfileProcesses,
+    RemoveEngine,
     ResetConnectorCache,
     ResetEncoderCache,
     ResetPrefixCache,
@@ -24,28 +29,59 @@ from longshore.deploy.admin.actions import (
     SetLevel,
     Status,
 )
-from longshore.deploy.supervisor.process import ManagedProcess
-from longshore.deploy.supervisor.replica import Replica
+from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
+from longshore.deploy.supervisor.orders import GroupBusy
+from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.replica import Replica, Role
 from longshore.deploy.supervisor.supervisor import Supervisor
 from longshore.protocol.commands import (
     Command,
     CommandAnswer,
     DescribeState,
     DrainEngine,
+    EngineMember,
+    GatewayCommand,
     Pause,
     Profile,
+    ReleaseEngine,
     ResetCache,
     Resume,
     SetLogLevel,
+    UseEngine,
     WriteKVSnapshot,
 )
+from longshore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 10.0
 """How long a process may take to begin with a command."""
 SNAPSHOT_TIMEOUT_S: Final = 300.0
+END_TIMEOUT_S: Final = 60.0
+"""How long the processes of an engine may take to end, generously."""
+BUSY_POLL_S: Final = 0.2
+DEPLOYMENT: Final = "deployment"
 SUPERVISOR: Final = "supervisor"
+GATEWAYS: Final = "gateways"
+"""The stop group of all gateways."""
+
+
+@dataclass(frozen=True)
+class NewEngine:
+    """An engine that can be started. specs: its processes, in start order."""
+
+    specs: Sequence[ProcessSpec]
+    member: EngineMember
+
+
+class EngineMaker(Protocol):
+    """Makes what a new engine of a deployment needs, and cleans up after one."""
+
+    def make_engine(self, replica: Replica) -> NewEngine:
+        """Raises ConfigError if the machine has no room for it."""
+
+    def clean_up(self, replica: Replica, specs: Sequence[ProcessSpec]) -> None:
+        """Its processes have ended: delete its files and release its shared memory."""
 
 
 class InvalidAction(Exception):
@@ -55,6 +91,8 @@ class InvalidAction(Exception):
 class Operations:
     """Thread-safe. Not for the supervisor's own thread, which must read the answers meanwhile.
 
+    engines:   the engines of the deployment.
+    maker:     makes further ones; None: none can be added.
     stop:      begins to stop the deployment, as SIGTERM does.
     state_dir: profiles are written to its folder `profiles`.
     """
@@ -62,15 +100,17 @@ class Operations:
     def __init__(
         self,
         supervisor: Supervisor,
-        replicas: Sequence[Replica],
+        engines: EngineSet,
         *,
+        maker: EngineMaker | None = None,
         stop: Callable[[], None],
         state_dir: Path,
         drain_timeout_s: float,
         start_timeout_s: float,
     ) -> None:
         self._supervisor = supervisor
-        self._replicas = replicas
+        self._engine_set = engines
+        self._maker = maker
         self._stop = stop
         self._profiles = state_dir / "profiles"
         self._drain_timeout_s = drain_timeout_s
@@ -95,6 +135,8 @@ class Operations:
             case PauseEngine(mode=mode, timeout_s=timeout_s):
                 return self._ask_engines(action.engine, Pause(mode, timeout_s), timeout_s)
             case ResumeEngine():
+                for each in self._engines(action.engine):
+                    self._engine_set.resume(each.number)
                 return self._ask_engines(action.engine, Resume())
             case ResetPrefixCache(preempt=preempt):
                 return self._ask_engines(action.engine, ResetCache("prefix", preempt))
@@ -108,10 +150,16 @@ class Operations:
                 return self._set_level(action)
             case Restart():
                 return self._restart(action)
+            case AddEngine(role):
+                return Answer.of(self._add(role))
+            case DrainOneEngine():
+                return Answer.of(self._drain(action))
+            case RemoveEngine():
+                return Answer.of(self._remove(action))
             case Drain():
                 self._stop()
                 patience = f"running requests have {self._drain_timeout_s:g} s to finish"
-                return Answer.of(Result("deployment", True, f"stopping; {patience}"))
+                return Answer.of(Result(DEPLOYMENT, True, f"stopping; {patience}"))
             case KVSnapshot():
                 raise AssertionError("this action has files")
             case _:
@@ -120,13 +168,13 @@ class Operations:
     # Engines
 
     def _engines(self, engine: int | None) -> Sequence[Replica]:
+        present = self._engine_set.present
         if engine is None:
-            return self._replicas
-        if not 0 <= engine < len(self._replicas):
-            raise InvalidAction(
-                f"engine={engine} does not exist; the engines are 0 to {len(self._replicas) - 1}"
-            )
-        return [self._replicas[engine]]
+            return present
+        if found := [each for each in present if each.number == engine]:
+            return found
+        numbers = ", ".join(str(each.number) for each in present)
+        raise InvalidAction(f"engine={engine} does not exist; the engines are {numbers}")
 
     def _scheduler(self, engine: Replica) -> ManagedProcess:
         found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
@@ -163,12 +211,12 @@ class Operations:
         group = scheduler.spec.restart_group
         assert group is not None
         name, begin_s = f"engine {engine.number}", time.monotonic()
-        others = [self._scheduler(each) for each in self._replicas if each != engine]
-        holds_new = not any(other.ready for other in others)
+        others = [each for each in self._engine_set.used if each != engine]
+        holds_new = not any(map(self._is_running, others))
         drain = DrainEngine(timeout_s, holds_new)
         (drained,) = _ask([(scheduler, drain)], timeout_s + ANSWER_TIMEOUT_S)
         try:
-            self._supervisor.ordered_restarts.order(group).result(self._start_timeout_s)
+            self._supervisor.orders.restart(group).result(self._start_timeout_s)
         except (RuntimeError, TimeoutError) as error:
             why = str(error) or f"it is not ready after {self._start_timeout_s:g} s"
             return Result(name, False, f"not restarted: {why}")
@@ -180,6 +228,143 @@ class Operations:
             f"restarted in {took_s:g} s{how}",
             {"took_s": took_s, "was_drained": drained.ok},
         )
+
+    # Engines that come and go
+
+    def _is_running(self, engine: Replica) -> bool:
+        processes = list(self._supervisor.processes)
+        return any(each.name == engine.scheduler and each.ready is not None for each in processes)
+
+    def _add(self, role: Role | None) -> Result:
+        """If the engine does not start, everything is as it was before."""
+        begin_s = time.monotonic()
+        try:
+            if self._maker is None:
+                raise EngineRefused("this deployment has a fixed number of engines")
+            replica = self._engine_set.reserve(role)
+        except EngineRefused as error:
+            return Result(DEPLOYMENT, False, f"no engine was added: {error}")
+        name, specs = f"engine {replica.number}", []
+        try:
+            new = self._maker.make_engine(replica)
+            specs = list(new.specs)
+            started = self._supervisor.orders.start(replica.engine_id, specs)
+            started.result(self._start_timeout_s + END_TIMEOUT_S)
+        except (ConfigError, RuntimeError, TimeoutError) as error:
+            self._maker.clean_up(replica, specs)
+            self._engine_set.forget(replica.number, was_ready=False)
+            why = str(error) or "the supervisor is busy"
+            return Result(name, False, f"not added: {why}")
+        use = partial(self._engine_set.use, replica.number)
+        failures = self._tell_gateways(UseEngine(new.member), use)
+        if failures:
+            self._end(replica, specs, was_ready=False)
+            return Result(name, False, f"not added: {failures[0].process}: {failures[0].message}")
+        took_s = round(time.monotonic() - begin_s, 1)
+        return Result(
+            name,
+            True,
+            f"added as {replica.role} engine in {took_s:g} s, and gets requests",
+            {"engine": replica.number, "role": replica.role, "took_s": took_s},
+        )
+
+    def _drain(self, action: DrainOneEngine) -> Result:
+        begin_s = time.monotonic()
+        engine = self._begin_change(action.engine, self._engine_set.drain)
+        if isinstance(engine, Result):
+            return engine
+        drained = self._drain_requests(engine, action.timeout_s)
+        took_s = round(time.monotonic() - begin_s, 1)
+        if drained.ok:
+            return Result(f"engine {engine.number}", True, f"drained in {took_s:g} s")
+        why = f"gets no new requests, but was not drained: {drained.message}"
+        return Result(f"engine {engine.number}", False, why)
+
+    def _remove(self, action: RemoveEngine) -> Result:
+        begin_s = time.monotonic()
+        engine = self._begin_change(action.engine, self._engine_set.remove)
+        if isinstance(engine, Result):
+            return engine
+        processes = self._processes(engine.number, None)
+        drained = self._drain_requests(engine, action.timeout_s)
+        self._end(engine, [process.spec for process in processes], was_ready=True)
+        took_s = round(time.monotonic() - begin_s, 1)
+        how = "" if drained.ok else f"; its last requests go on at others: {drained.message}"
+        return Result(
+            f"engine {engine.number}",
+            True,
+            f"removed in {took_s:g} s{how}",
+            {"engine": engine.number, "took_s": took_s, "was_drained": drained.ok},
+        )
+
+    def _begin_change(
+        self, number: int, begin: Callable[[int, Callable[[Replica], bool]], None]
+    ) -> Replica | Result:
+        (engine,) = self._engines(number)
+        try:
+            begin(number, self._is_running)
+        except EngineRefused as error:
+            return Result(f"engine {number}", False, str(error))
+        return engine
+
+    def _drain_requests(self, engine: Replica, timeout_s: float | None) -> Result:
+        if timeout_s is None:
+            timeout_s = self._drain_timeout_s
+        command = DrainEngine(timeout_s, is_final=False)
+        (drained,) = _ask([(self._scheduler(engine), command)], timeout_s + ANSWER_TIMEOUT_S)
+        return drained
+
+    def _end(self, engine: Replica, specs: Sequence[ProcessSpec], *, was_ready: bool) -> None:
+        """Make all gateways release an engine, then stop it."""
+        release = partial(self._engine_set.release, engine.number)
+        failures = self._tell_gateways(ReleaseEngine(engine.number), release)
+        for failure in failures:
+            logger.warning("%s uses %s: %s", failure.process, engine.engine_id, failure.message)
+        try:
+            self._order_stop(engine).result(END_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:  # the deployment is stopping
+            logger.warning("%s has not been stopped: %s", engine.engine_id, error)
+            return
+        if self._maker is not None:
+            self._maker.clean_up(engine, specs)
+        self._engine_set.forget(engine.number, was_ready=was_ready)
+
+    def _order_stop(self, engine: Replica) -> "Future[None]":
+        """Once a restart that is under way has ended."""
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while True:
+            try:
+                return self._supervisor.orders.stop(engine.engine_id)
+            except GroupBusy:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(BUSY_POLL_S)
+
+    def _tell_gateways(self, command: GatewayCommand, change: Callable[[], None]) -> list[Result]:
+        """Change the set that new gateways get, and send the command to those that run; returns the
+        failures. A gateway that is starting carries it out as soon as it can; one that dies is
+        started with the new set."""
+        sent: list[tuple[ManagedProcess, Future[CommandAnswer]]] = []
+
+        def send() -> None:
+            change()
+            for process in self._supervisor.processes:
+                if process.stop_group == GATEWAYS and not process.lifeline_closed:
+                    sent.append((process, process.send_command(command)))
+
+        try:
+            self._supervisor.orders.call(send).result(ANSWER_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            return [Result(DEPLOYMENT, False, str(error) or "the supervisor is busy")]
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        results = [
+            (each, _result(each, future, deadline_s, ANSWER_TIMEOUT_S)) for each, future in sent
+        ]
+        return [
+            result
+            for process, result in results
+            if not result.ok and process.ready is not None and not process.lifeline_closed
+        ]
 
     # Processes
 
@@ -202,7 +387,7 @@ class Operations:
 
     def _status(self, action: Status) -> Answer:
         schedulers = {engine.scheduler for engine in self._engines(action.engine)}
-        results = []
+        results = self._engine_states(action.engine)
         for process in self._processes(action.engine, None):
             if process.name in schedulers and process.ready is not None:
                 (described,) = _ask([(process, DescribeState())], ANSWER_TIMEOUT_S)
@@ -210,6 +395,17 @@ class Operations:
             else:
                 results.append(_state_of(process))
         return Answer.of(*results)
+
+    def _engine_states(self, number: int | None) -> list[Result]:
+        results = []
+        for engine, state in self._engine_set.states.items():
+            is_ready = state == "removed" or self._is_running(engine)
+            if number in (None, engine.number):
+                shown = state if is_ready or state == "starting" else "not ready"
+                values = {"role": engine.role, "state": shown}
+                message = f"{engine.role}, {shown}"
+                results.append(Result(f"engine {engine.number}", is_ready, message, values))
+        return results
 
     def _profile(self, action: ProfileProcesses) -> Answer:
         processes = self._processes(action.engine, action.process)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from longshore.protocol.commands import LogLevel, PauseMode
+from longshore.protocol.commands import EngineRole, LogLevel, PauseMode
 from longshore.protocol.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def pause(
 
 @admin.command
 def resume(*, options: _EngineOptions = _ALL) -> None:
-    """End a pause."""
+    """End a pause, or the drain of an engine."""
     from longshore.deploy.admin.actions import ResumeEngine
 
     _run(ResumeEngine(engine=options.number), options.socket, options.json)
@@ -129,6 +129,69 @@ def restart(*, timeout_s: float | None = None, options: _EngineOptions = _ALL) -
     from longshore.deploy.admin.actions import Restart
 
     _run(Restart(timeout_s=timeout_s, engine=options.number), options.socket, options.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentOptions:
+    """Which deployment, and how the result is printed.
+
+    Attributes:
+        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
+            deployment.
+        json: Print one JSON object instead of lines.
+    """
+
+    socket: Path | None = None
+    json: bool = False
+
+
+_DeploymentOptions = Annotated[DeploymentOptions, Parameter(name="*")]
+_ONLY = DeploymentOptions()
+
+
+@admin.command
+def add_engine(*, role: EngineRole | None = None, options: _DeploymentOptions = _ONLY) -> None:
+    """Start one more engine with the settings of the others, and send it requests once it is ready.
+    If it does not start, nothing else changes.
+
+    Args:
+        role: unified, prefill or decode. Default: that of all engines.
+    """
+    from longshore.deploy.admin.actions import AddEngine
+
+    _run(AddEngine(role), options.socket, options.json)
+
+
+@admin.command
+def drain_engine(
+    engine: int, *, timeout_s: float | None = None, options: _DeploymentOptions = _ONLY
+) -> None:
+    """Send no new requests to an engine, until `resume --engine`, and wait for those that it has.
+
+    Args:
+        engine: Number of the engine.
+        timeout_s: Seconds to wait for its requests; it gets no new ones afterwards, either.
+            Default: the deployment's --drain-timeout-s.
+    """
+    from longshore.deploy.admin.actions import DrainOneEngine
+
+    _run(DrainOneEngine(engine=engine, timeout_s=timeout_s), options.socket, options.json)
+
+
+@admin.command
+def remove_engine(
+    engine: int, *, timeout_s: float | None = None, options: _DeploymentOptions = _ONLY
+) -> None:
+    """Drain an engine and stop its processes. Requests that do not finish in time go on where they
+    were, on another engine.
+
+    Args:
+        engine: Number of the engine.
+        timeout_s: Seconds for its requests. Default: the deployment's --drain-timeout-s.
+    """
+    from longshore.deploy.admin.actions import RemoveEngine
+
+    _run(RemoveEngine(engine=engine, timeout_s=timeout_s), options.socket, options.json)
 
 
 @admin.command

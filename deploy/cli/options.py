@@ -358,6 +358,10 @@ class ServeOptions(EngineOptions):
             whole requests.
         decode: Number of engines that compute all other tokens; they copy the KV of the prompts
             from the prefill engines through kv_connector, which is nixl by default.
+        disaggregation_min_tokens: Prompts of which a decode engine has fewer tokens than this to
+            compute are not sent to a prefill engine.
+        disaggregation_max_waiting: Maximum number of requests that wait at each gateway for memory
+            of a decode engine; further ones get a 429.
         replicas: Number of engines with the same model and settings, each with its own scheduler
             and workers. Replicas use consecutive GPUs, or share the CPU and its memory.
         routing_policy: Which engine gets a prompt, with several replicas: the least loaded one
@@ -390,6 +394,8 @@ class ServeOptions(EngineOptions):
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
         admin_key_file: File with the key of the paths under /admin, readable by its owner only.
             Without it, these paths do not exist.
+        router_key_file: File with the key of routers that may send kv_transfer_params, readable by
+            its owner only (docs/disaggregation.md). Without it, no request may.
         api_key_file: TOML file with named API keys, their shares and limits (docs/security.md).
             Only you may be able to read it. It replaces api_key, and is read when the server
             starts.
@@ -423,6 +429,8 @@ class ServeOptions(EngineOptions):
 
     prefill: Annotated[int, _RANKS] = 0
     decode: Annotated[int, _RANKS] = 0
+    disaggregation_min_tokens: Annotated[int, _RANKS] = 64
+    disaggregation_max_waiting: Annotated[int, _RANKS] = 1024
     replicas: Annotated[int, _RANKS] = 1
     routing_policy: Annotated[PolicyName, _RANKS] = "least_loaded"
     routing_session_header: Annotated[str, _RANKS] = "x-session-id"
@@ -440,6 +448,7 @@ class ServeOptions(EngineOptions):
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
     admin_key_file: Annotated[Path | None, _SERVER] = None
+    router_key_file: Annotated[Path | None, _SERVER] = None
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
@@ -538,6 +547,8 @@ class ServeOptions(EngineOptions):
     def _check_roles(self) -> None:
         check_range("prefill", self.prefill, 0, MAX_PROCESSES)
         check_range("decode", self.decode, 0, MAX_PROCESSES)
+        check_at_least("disaggregation_min_tokens", self.disaggregation_min_tokens, 1)
+        check_at_least("disaggregation_max_waiting", self.disaggregation_max_waiting, 0)
         if bool(self.prefill) != bool(self.decode):
             missing = "decode" if self.prefill else "prefill"
             raise ConfigError(

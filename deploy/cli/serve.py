@@ -6,45 +6,52 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
-from longshore.deploy.admin.key import read_admin_key
-from longshore.deploy.admin.operations import Operations
+from longshore.connectors.pull.options import PullOptions
+from longshore.deploy.admin.key import read_private_key
+from longshore.deploy.admin.operations import GATEWAYS, NewEngine, Operations
 from longshore.deploy.admin.server import AdminServer
-from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.cli.options import MAX_PROCESSES, ServeOptions
 from longshore.deploy.cli.ready_message import (
     cache_sizes,
     model_line,
     ready_lines,
     ready_message,
 )
-from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
+from longshore.deploy.gateway.api_keys import ApiKey, digest_of, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.engines.split_requests import SplitConfig
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.gateway.openai.transfer_params import TransferAccess
 from longshore.deploy.gateway.router.config import PrefixRoutingConfig, RoutingConfig
 from longshore.deploy.gateway.text.tokenizer import check_chat_template
-from longshore.deploy.machine.device import require_device
+from longshore.deploy.machine.device import num_gpus, require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
-from longshore.deploy.supervisor.connector_options import with_pull_connector
+from longshore.deploy.supervisor.connector_options import pull_options, with_pull_connector
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
     EnginePlan,
+    engine_files,
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.engine_set import EngineSet
 from longshore.deploy.supervisor.host_memory import check_host_memory
 from longshore.deploy.supervisor.kv_events import event_source, kv_events_config
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ProcessSpec
-from longshore.deploy.supervisor.replica import replicas
+from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import StopRequested, Supervisor
+from longshore.protocol.commands import EngineMember
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.transport.channel import Endpoint
 
@@ -126,7 +133,7 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     api_keys = _api_keys(options)
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
-    if options.routing_policy == "prefix_aware" and len(options.roles) > 1:
+    if options.routing_policy == "prefix_aware":
         options = replace(options, enable_kv_cache_events=True)
     if options.prefill:
         options = with_pull_connector(options)
@@ -138,15 +145,28 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
         )
     load_parsers(options.tool_call_parser, options.reasoning_parser, "")
     key_file = options.admin_key_file
-    admin_key = None if key_file is None else read_admin_key(key_file)
-    num_workers = options.num_ranks * (1 + options.standby_workers)
+    admin_key = None if key_file is None else read_private_key(key_file, "admin_key_file")
+    router_key = None
+    if options.router_key_file is not None:
+        router_key = read_private_key(options.router_key_file, "router_key_file")
     num_engines = len(options.roles)
-    num_processes = num_engines * (num_workers + 1) + options.gateways
-    raise_file_limit(num_processes, options.max_live_requests)
+    raise_file_limit(_num_processes(options, num_engines), options.max_live_requests)
     check_address_space(plan.device)
     require_device(plan.device)
     check_host_memory(plan, num_engines * (1 + options.standby_workers))
-    return _Deployment(options, plan, api_keys, admin_key)
+    gpus = num_gpus() if plan.device.startswith("cuda") else None
+    engines = EngineSet(
+        replicas(options.roles),
+        max_engines=1 if ":" in plan.device else MAX_PROCESSES,
+        num_gpu_groups=None if gpus is None else gpus // options.num_ranks,
+    )
+    pull = pull_options(options.kv_connector, options.kv_connector_config)
+    return _Deployment(options, plan, engines, api_keys, admin_key, router_key, pull)
+
+
+def _num_processes(options: ServeOptions, num_engines: int) -> int:
+    num_workers = options.num_ranks * (1 + options.standby_workers)
+    return num_engines * (num_workers + 1) + options.gateways
 
 
 def _api_keys(options: ServeOptions) -> tuple[ApiKey, ...]:
@@ -161,14 +181,18 @@ class _Deployment:
 
     options: ServeOptions
     plan: EnginePlan
+    engines: EngineSet
     api_keys: tuple[ApiKey, ...]
     admin_key: str | None
+    router_key: str | None
+    pull: PullOptions | None
 
     def operations(self, supervisor: Supervisor, stop_signal: StopSignals) -> Operations:
         """What an operator can do with it."""
         return Operations(
             supervisor,
-            replicas(self.options.roles),
+            self.engines,
+            maker=_EngineMaker(self, supervisor.runtime_dir),
             stop=stop_signal.request,
             state_dir=self.plan.state_dir,
             drain_timeout_s=self.options.drain_timeout_s,
@@ -180,14 +204,7 @@ class _Deployment:
     ) -> list[ProcessSpec]:
         """In start order: schedulers need their workers, and gateways need the schedulers."""
         engines = [
-            engine_processes(
-                self.plan,
-                runtime_dir,
-                replica,
-                is_restarted=self.options.max_restarts > 0,
-                num_standbys=self.options.standby_workers,
-            )
-            for replica in replicas(self.options.roles)
+            self.engine_processes(runtime_dir, replica) for replica in replicas(self.options.roles)
         ]
         key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if self.api_keys else None
         peers = tuple(
@@ -206,10 +223,39 @@ class _Deployment:
                     engines=clients,
                     peers=peers,
                     routing=routing,
+                    config_after=partial(self._next_gateway, runtime_dir),
                 )
                 for number, listener in enumerate(listeners)
             ),
         ]
+
+    def engine_processes(
+        self, runtime_dir: RuntimeDir, replica: Replica
+    ) -> tuple[list[ProcessSpec], Endpoint]:
+        return engine_processes(
+            self.plan,
+            runtime_dir,
+            replica,
+            is_restarted=self.options.max_restarts > 0,
+            num_standbys=self.options.standby_workers,
+        )
+
+    def member(self, runtime_dir: RuntimeDir, replica: Replica) -> EngineMember:
+        """The engine as gateways see it."""
+        config = None
+        if self.options.routing_policy == "prefix_aware":
+            config = kv_events_config(self.options, runtime_dir, replica)
+        return EngineMember(
+            replica.number,
+            replica.role,
+            runtime_dir.endpoint(replica.file_name("clients")),
+            None if config is None else event_source(config, runtime_dir),
+        )
+
+    def _next_gateway(self, runtime_dir: RuntimeDir, config: GatewayConfig) -> GatewayConfig:
+        """For a restart: an engine may be restarting, too, and the others can serve."""
+        members = tuple(self.member(runtime_dir, replica) for replica in self.engines.used)
+        return msgspec.structs.replace(config, awaits_all_engines=False, members=members)
 
     def _routing(self, runtime_dir: RuntimeDir) -> RoutingConfig:
         options, plan = self.options, self.plan
@@ -219,7 +265,7 @@ class _Deployment:
             for replica in replicas(options.roles)
             if (config := kv_events_config(options, runtime_dir, replica)) is not None
         ]
-        if options.routing_policy == "prefix_aware" and len(events) > 1:
+        if options.routing_policy == "prefix_aware":
             prefix = PrefixRoutingConfig(
                 events=tuple(events),
                 hash_seed=plan.hash_seed.hex(),
@@ -228,6 +274,15 @@ class _Deployment:
                 max_hashes=options.routing_index_blocks,
             )
         return RoutingConfig(options.routing_policy, options.routing_session_header, prefix)
+
+    def _split_config(self) -> SplitConfig:
+        config = SplitConfig(
+            min_tokens=self.options.disaggregation_min_tokens,
+            max_waiting=self.options.disaggregation_max_waiting,
+        )
+        if self.pull is None:
+            return config
+        return msgspec.structs.replace(config, max_leased_share=self.pull.max_leased_share)
 
     def _gateway(
         self,
@@ -238,6 +293,7 @@ class _Deployment:
         engines: tuple[Endpoint, ...],
         peers: tuple[str, ...],
         routing: RoutingConfig,
+        config_after: Callable[[GatewayConfig], GatewayConfig],
     ) -> ProcessSpec:
         options, plan, model = self.options, self.plan, self.plan.model
         name, *aliases = options.served_model_name or (model.name,)
@@ -275,6 +331,11 @@ class _Deployment:
             vllm_metrics=options.metrics_names == "vllm",
             strict_requests=options.strict_requests,
             routing=routing,
+            split=self._split_config(),
+            transfers=TransferAccess(
+                "" if self.router_key is None else digest_of(self.router_key.encode()),
+                () if self.pull is None else self.pull.remote_hosts,
+            ),
             drain_timeout_s=options.drain_timeout_s,
             unread_timeout_s=options.unread_timeout_s,
             seed=options.seed,
@@ -286,12 +347,28 @@ class _Deployment:
             config,
             environment=NO_BLAS_THREADS,
             pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
-            stop_group="gateways",
+            stop_group=GATEWAYS,
             restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
-            config_after=_next_gateway,
+            config_after=config_after,
         )
 
 
-def _next_gateway(config: GatewayConfig) -> GatewayConfig:
-    """For a restart: an engine may be restarting, too, and the others can serve."""
-    return msgspec.structs.replace(config, awaits_all_engines=False)
+@dataclass(frozen=True)
+class _EngineMaker:
+    """See EngineMaker."""
+
+    deployment: _Deployment
+    runtime_dir: RuntimeDir
+
+    def make_engine(self, replica: Replica) -> NewEngine:
+        options, plan = self.deployment.options, self.deployment.plan
+        num_processes = _num_processes(options, replica.count)
+        raise_file_limit(num_processes, options.max_live_requests)
+        check_host_memory(plan, 1 + options.standby_workers)
+        member = self.deployment.member(self.runtime_dir, replica)
+        specs, _ = self.deployment.engine_processes(self.runtime_dir, replica)
+        return NewEngine(specs, member)
+
+    def clean_up(self, replica: Replica, specs: Sequence[ProcessSpec]) -> None:
+        self.runtime_dir.release_memory(fd for spec in specs for fd in spec.pass_fds)
+        self.runtime_dir.remove_files(*engine_files(replica))

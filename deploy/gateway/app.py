@@ -19,6 +19,7 @@ from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
     ask_scheduler,
+    chosen_engine,
     requested_engine,
 )
 from longshore.deploy.gateway.engines.peers import READY, PeerGateways
@@ -49,7 +50,6 @@ from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
 from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
 from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.gateway.server_routes import ServerRoutes
-from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import shortened
 
 
@@ -209,16 +209,15 @@ class Gateway:
         engine = requested_engine(request, service)
         if engine is None and len(service.client) > 1:
             reports: object = await asyncio.gather(
-                *(self._report(service, engine) for engine in range(len(service.client)))
+                *(self._report(service, engine) for engine in service.client.clients)
             )
         else:
-            reports = await self._report(service, engine or 0)
+            reports = await self._report(service, chosen_engine(engine, service))
         return Response(msgspec.json.encode(reports), media_type="application/json")
 
     async def _report(self, service: Service, engine: int) -> dict[str, object]:
-        name = Replica(engine, len(service.client)).scheduler
         timeout_s = self._report_timeout_s
-        report = await ask_scheduler(service.client.describe(timeout_s, engine), timeout_s, name)
+        report = await ask_scheduler(service.client.describe(timeout_s, engine), timeout_s, engine)
         return msgspec.structs.asdict(report)  # as a dict, JSON includes empty lists
 
     async def _openapi(self, request: Request) -> Response:

@@ -3,11 +3,14 @@
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.gateway.engines.split_requests import SplitConfig
+from longshore.deploy.gateway.openai.transfer_params import TransferAccess
 from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
 from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import EngineMember
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -21,6 +24,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     eos_token_ids:     token ids that end an answer.
     engines:           endpoints of the schedulers.
     roles:             of the engines, by number; empty: all are unified.
+    members:           the engines now, if some were added or removed since the start; None: those
+                       of `engines`.
     awaits_all_engines: accept requests once all engines are ready; False: once one is.
     number:            number of this gateway within the deployment.
     peers:             paths of the private sockets of all gateways, including this one.
@@ -43,6 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_metrics:      return the metrics under vLLM's names, too.
     strict_requests:   reject unknown fields of requests instead of ignoring them.
     routing:           which engine gets a prompt.
+    split:             how requests are divided among prefill and decode engines.
+    transfers:         who may send `kv_transfer_params`.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
@@ -60,6 +67,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engines: tuple[Endpoint, ...]
     listen_fd: int
     roles: tuple[Role, ...] = ()
+    members: tuple[EngineMember, ...] | None = None
     model_aliases: tuple[str, ...] = ()
     awaits_all_engines: bool = True
     number: int = 0
@@ -84,6 +92,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     vllm_metrics: bool = False
     strict_requests: bool = False
     routing: RoutingConfig = RoutingConfig()
+    split: SplitConfig = SplitConfig()
+    transfers: TransferAccess = TransferAccess()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0
@@ -91,6 +101,22 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
+
+    @property
+    def current_members(self) -> tuple[EngineMember, ...]:
+        """The engines to begin with."""
+        if self.members is not None:
+            return self.members
+        prefix = self.routing.prefix
+        return tuple(
+            EngineMember(
+                number,
+                self.roles[number] if self.roles else "unified",
+                clients,
+                None if prefix is None else prefix.events[number],
+            )
+            for number, clients in enumerate(self.engines)
+        )
 
     @property
     def generates_text(self) -> bool:

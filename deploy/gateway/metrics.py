@@ -238,6 +238,10 @@ class GatewayMetrics:
         """
         self._engines.observe(engine, stats)
 
+    def forget_engine(self, engine: str) -> None:
+        """The engine is gone: its series end."""
+        self._engines.forget(engine)
+
     def sample(self, taken_s: float) -> Sample:
         """All metrics now, to compare with a later sample."""
         return sample_of(self._registry.collect(), taken_s)

@@ -26,6 +26,8 @@ from longshore.deploy.gateway.admin_routes import AdminRoutes
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.engines.member_commands import MemberCommands
+from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
 from longshore.deploy.gateway.http.connection import BoundedConnection
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.load_log import LoadLog
@@ -43,7 +45,8 @@ from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
-from longshore.protocol.errors import LongshoreError
+from longshore.protocol.commands import EngineMember
+from longshore.protocol.errors import EngineDead, HandshakeRejected, LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.transport.lifeline import (
     ALIVE_INTERVAL_S,
@@ -57,6 +60,8 @@ from longshore.protocol.transport.lifeline import (
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
+CONNECT_TIMEOUT_S: Final = 8.0
+"""How long an engine that was ready may take to answer this gateway."""
 # Iterations of the event loop before the port is closed; accepting a connection and reading from it
 # take one each.
 LAST_ROUNDS: Final = 32
@@ -69,17 +74,21 @@ def main(argv: Sequence[str]) -> int:
     set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
     disable_created_metrics()  # an unused timestamp per counter
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
-    lifeline = Lifeline(config.lifeline_fd, runtime_dir)
+    commands = MemberCommands()
+    lifeline = Lifeline(config.lifeline_fd, runtime_dir, commands.take)
     try:
-        uvloop.run(_serve(config, lifeline))
+        uvloop.run(_serve(config, lifeline, commands))
     except LongshoreError as error:
         lifeline.report(Failed(str(error)))
         return 1
     return 0
 
 
-async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
+async def _serve(config: GatewayConfig, lifeline: Lifeline, commands: MemberCommands) -> None:
     process = GatewayProcess(config)
+    members = asyncio.create_task(
+        commands.run(process.add_engine, process.remove_engine, lifeline.report)
+    )
     try:
         serving = asyncio.create_task(process.serve())
         ready = asyncio.create_task(process.start(lifeline))
@@ -95,6 +104,7 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
             ready.cancel()  # stopped before the engine was ready
             await serving
     finally:
+        members.cancel()
         process.close()
 
 
@@ -144,17 +154,18 @@ class GatewayProcess:
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
         self._routing = Routing(
             config.routing,
-            len(config.engines),
+            config.current_members,
             number=config.number,
             num_gateways=max(1, len(config.peers)),
-            roles=config.roles,
         )
         self._gateway.metrics.watch(self._routing)
         self._gateway.lacking_knowledge = self._routing.lacking_knowledge
         self._engines = Engines(
-            config.engines,
+            (),
             hello,
             router=self._routing.router,
+            split_config=config.split,
+            num_gateways=max(1, len(config.peers)),
             number=config.number,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
@@ -162,15 +173,17 @@ class GatewayProcess:
             why_stopped=partial(read_death_note, self._runtime_dir),
             why_lost=self._why_lost,
         )
+        for member in config.current_members:
+            self._engines.add_engine(member.number, member.clients)
+        if self._engines.split is not None:
+            self._gateway.metrics.watch(SplitMetrics(self._engines.split))
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
                 http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
                     BoundedConnection,
                     unread_timeout_s=config.unread_timeout_s,
-                    max_connections=partial(
-                        connections_left, 4 * len(config.engines) + len(config.peers)
-                    ),
+                    max_connections=self._max_connections,
                 ),
                 ws="none",
                 lifespan="off",
@@ -227,6 +240,7 @@ class GatewayProcess:
                 config.max_audio_s,
                 config.embedding,
                 config.classifier,
+                transfers=config.transfers,
                 parsers=_answer_parsers(config, tokenizer),
                 has_score_template=config.chat_template is not None,
                 model_aliases=config.model_aliases,
@@ -241,6 +255,40 @@ class GatewayProcess:
         gc.collect()
         gc.freeze()
         lifeline.report(Ready(_details(engine)))
+
+    async def add_engine(self, member: EngineMember) -> None:
+        """Use another engine, and return when it is ready; do nothing if it is used. Raises
+        EngineDead or HandshakeRejected; then it is not used."""
+        if member.number in self._engines.clients:
+            return
+        self._routing.add_engine(member)
+        self._engines.add_engine(member.number, member.clients)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._engines.clients[member.number].wait_until_ready()
+        except (EngineDead, HandshakeRejected):
+            self.remove_engine(member.number)
+            raise
+        except TimeoutError:
+            self.remove_engine(member.number)
+            raise EngineDead(
+                f"engine {member.number} has not answered for {CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        logger.info("engine %d (%s) gets requests", member.number, member.role)
+
+    def remove_engine(self, engine: int) -> None:
+        """Use an engine no more, if it is used. Raises ValueError if it is the only one."""
+        if engine not in self._engines.clients:
+            return
+        if len(self._engines) == 1:
+            raise ValueError(f"engine {engine} is the only one")
+        self._routing.remove_engine(engine)
+        self._engines.remove_engine(engine)
+        self._gateway.metrics.forget_engine(str(engine))
+        logger.info("engine %d gets no more requests", engine)
+
+    def _max_connections(self) -> int:
+        return connections_left(4 * len(self._engines) + len(self._config.peers))
 
     async def serve(self) -> None:
         """Serve HTTP until a stop signal, and then until the running requests have finished."""

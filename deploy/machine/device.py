@@ -1,6 +1,7 @@
 """The device that the setting `auto` stands for."""
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,15 @@ def require_device(device: str) -> None:
             f"device={device!r} needs a GPU, and no driver is loaded ({DRIVERS[0]} is missing). "
             "Check nvidia-smi and the container's GPUs (docker: --gpus all), or use --device cpu."
         )
+
+
+def num_gpus() -> int | None:
+    """How many NVIDIA GPUs processes can use; None if that is not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip()])
+    devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return len(devices) or None
 
 
 def _torch_version() -> str:

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Required, TypedDict
+from typing import Any, Final, Required, TypedDict
 
 import msgspec
 
@@ -60,6 +60,8 @@ class LiveRequest:
     finished:      set when the request has finished; no token comes after it.
     failure:       set if the engine died before that.
     engine:        number of the engine that has the request.
+    is_prefill_leg: its engine computes its next token only.
+    kv_transfer_params: for the connector of the next engine that gets it.
     session_key:   requests with the same one belong together, for routing.
     opened_s:      when it was opened, by `time.monotonic`.
     on_change:     called after new tokens, the finish or a failure.
@@ -80,6 +82,8 @@ class LiveRequest:
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
     engine: int = 0
+    is_prefill_leg: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     session_key: str | None = None
     opened_s: float = field(default_factory=time.monotonic)
 
@@ -129,15 +133,22 @@ class RequestFields(TypedDict, total=False):
     pooling: PoolingParams | None
     structured_output: StructuredOutput | None
     cache_hint: CacheHint | None
+    kv_transfer_params: dict[str, Any] | None
 
 
 class LiveRequests:
     """Assigns handles to requests and delivers tokens to them. Not thread-safe.
 
     seeds: source of seeds for requests without one; None: random.
+    on_late_end: called with the end of a request that is not live any more.
     """
 
-    def __init__(self, seeds: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        seeds: random.Random | None = None,
+        on_late_end: Callable[[FinishedRequest], None] = lambda finished: None,
+    ) -> None:
+        self._on_late_end = on_late_end
         self._by_handle: dict[int, LiveRequest] = {}
         self._next_handle = 0
         self._seeds = seeds or seed_source(None)
@@ -168,6 +179,7 @@ class LiveRequests:
         pooling: PoolingParams | None = None,
         structured_output: StructuredOutput | None = None,
         cache_hint: CacheHint | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
@@ -177,6 +189,7 @@ class LiveRequests:
         structured_output: constrains its output.
         cache_hint:   how long its KV is worth keeping.
         skips_reading: it does not look up the prefix cache.
+        kv_transfer_params: for the connector.
         num_primed:   number of tokens at the prompt's end that are sent as previous output. They
                       count for limits and bad words of `sampling`, but not for the answer.
         """
@@ -202,18 +215,25 @@ class LiveRequests:
             pooling=pooling,
             structured_output=structured_output,
             cache_hint=cache_hint,
+            kv_transfer_params=kv_transfer_params,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         live = LiveRequest(
             request_id, handle, prompt_token_ids, message, on_change, num_primed=num_primed
         )
+        if kv_transfer_params is not None and not kv_transfer_params.get("do_remote_prefill"):
+            live.kv_transfer_params = kv_transfer_params  # what it asks for, of any engine
         self._by_handle[handle] = live
         return live, message
 
-    def resume(self, live: LiveRequest) -> AddRequest:
-        """Take over a request whose engine was lost; returns the message that continues it after
-        its last token, on any engine. Positions of random draws, limits and penalties include the
-        tokens so far. It is no fork any more: the KV of the request that it forked is lost."""
+    def resume(self, live: LiveRequest, fork_of: LiveRequest | None = None) -> AddRequest:
+        """Take over a request of another engine, or whose engine was lost; returns the message that
+        continues it after its last token, on any engine. Positions of random draws, limits and
+        penalties include the tokens so far.
+
+        fork_of: as for `open`. Without it the request is no fork any more, because the KV of the
+                 request that it forked is elsewhere, or lost.
+        """
         live.handle, self._next_handle = self._next_handle, (self._next_handle + 1) & 0x7FFFFFFF
         self._by_handle[live.handle] = live
         live.num_tokens_sent = live.num_tokens
@@ -224,13 +244,23 @@ class LiveRequests:
         sampling = first.sampling
         if len(token_ids) > live.num_primed:  # the prompt's scores came with the first token
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        if live.is_prefill_leg:
+            max_tokens = len(token_ids) + 1
+            min_tokens = min(sampling.min_tokens, max_tokens)
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=max_tokens, min_tokens=min_tokens
+            )
+        params = live.kv_transfer_params
+        if params is not None and params.get("do_remote_prefill"):
+            live.kv_transfer_params = None  # the KV can be pulled once
         return msgspec.structs.replace(
             first,
             handle=live.handle,
             output_token_ids=token_ids,
             sampling=sampling,
             age_s=time.monotonic() - live.opened_s,
-            fork_of=None,
+            kv_transfer_params=params,
+            fork_of=None if fork_of is None else fork_of.handle,
         )
 
     def release_all(self) -> list[LiveRequest]:
@@ -279,6 +309,8 @@ class LiveRequests:
                     del by_handle[finished.handle]
                 live.finished = finished
                 changed[finished.handle] = live
+            else:
+                self._on_late_end(finished)
 
     def fail_all(self, failure: EngineDead) -> None:
         """The engine will not return: fail every live request with `failure`."""

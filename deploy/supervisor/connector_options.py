@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from longshore.connectors.pull.options import PullOptions, read_options
 from longshore.connectors.registry import parse_options
 from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.supervisor.state_dir import StateDir
@@ -35,6 +36,18 @@ def with_pull_connector(options: _OptionsT) -> _OptionsT:
         values["secret_file"] = str(StateDir(options.state_dir).transfer_secret_file())
     config = msgspec.json.encode(values).decode()
     return replace(options, kv_connector=name, kv_connector_config=config)
+
+
+def pull_options(name: str | None, config: str) -> PullOptions | None:
+    """The options of the connector that pulls KV, also if it is one of several in `multi`; None if
+    there is none. Raises ConfigError."""
+    values = with_variables(parse_options(config))
+    if name in PULL_CONNECTORS:
+        return read_options(name, values)
+    for child in values.get("connectors", ()) if name == "multi" else ():
+        if child.get("connector") in PULL_CONNECTORS:
+            return read_options(child["connector"], child.get("options", {}))
+    return None
 
 
 def with_variables(

@@ -312,6 +312,18 @@ def engine_processes(
     return [*workers, spec], clients
 
 
+def engine_files(replica: Replica) -> tuple[str, ...]:
+    """Patterns of the files of an engine in the runtime directory."""
+    sockets = ("clients", "grammars", "events", "replay")
+    meeting = replica.file_name("rendezvous")
+    worker = replica.worker(0).removesuffix("0").replace(" ", "-")
+    return (
+        *(f"{replica.file_name(each)}.sock" for each in sockets),
+        *(f"{worker}{rank}.sock" for rank in ("[0-9]", "[0-9][0-9]", "[0-9][0-9][0-9]")),
+        *(f"{meeting}{suffix}" for suffix in ("", "+*", "-standby-*")),
+    )
+
+
 def _rank_layout(options: EngineOptions, runtime_dir: RuntimeDir, replica: Replica) -> RankLayout:
     return RankLayout(
         tensor_parallel_size=options.tensor_parallel_size,

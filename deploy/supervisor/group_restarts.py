@@ -4,9 +4,9 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, assert_never
 
-from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
+from longshore.deploy.supervisor.orders import Call, Orders, RestartGroup, StartGroup, StopGroup
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess
 from longshore.deploy.supervisor.process_set import EXIT_POLL_S, ProcessSet, StopSignal, hang_of
 from longshore.deploy.supervisor.restart_history import RestartHistory, RestartReason
@@ -25,7 +25,7 @@ class GroupRestarts:
     except for those that survive it, and started again; after too many deaths in a row, the
     deployment ends.
 
-    ordered: restarts that an operator wants.
+    orders: what an operator wants: groups are restarted, started and stopped.
     max_restarts:    see Restarts; with 0, the first death ends the deployment.
     start_timeout_s: for all processes of a group to be ready.
     hang_timeout_s:  a process that has not reported to be alive for so long counts as dead, if it
@@ -35,7 +35,7 @@ class GroupRestarts:
     def __init__(
         self,
         processes: ProcessSet,
-        ordered: OrderedRestarts,
+        orders: Orders,
         history: RestartHistory,
         *,
         max_restarts: int,
@@ -43,7 +43,10 @@ class GroupRestarts:
         hang_timeout_s: float = 0.0,
     ) -> None:
         self._processes = processes
-        self._ordered = ordered
+        self._orders = orders
+        self._max_restarts = max_restarts
+        self._starting: dict[str, float] = {}  # new groups, and when they must be ready
+        self._leaving: set[str] = set()  # groups that are being stopped
         self._history = history
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -56,19 +59,21 @@ class GroupRestarts:
     def run(self, stop_signal: StopSignal) -> str | None:
         """Restart processes that die, until the signal is set (None) or a group of them dies again
         and again (the reason of its last death)."""
-        self._ordered.open()
+        self._orders.open()
         try:
             return self._run(stop_signal)
         finally:
             self._standbys.end_all()
-            self._ordered.close("the deployment is being stopped")
+            self._orders.close("the deployment is being stopped")
 
     def _run(self, stop_signal: StopSignal) -> str | None:
         while not stop_signal.is_set():
             for process in self._processes.running:
                 process.read_lifeline()
-            self._begin_ordered()
-            for name, group in self._groups.items():
+            self._take_orders()
+            for name in list(self._starting):
+                self._keep_starting(name)
+            for name, group in list(self._groups.items()):
                 death = self._keep_running(name, group)
                 if death is not None:
                     return death
@@ -78,7 +83,7 @@ class GroupRestarts:
                 return self._processes.explain_failure(alone)
             due_s = self._due_s()
             timeout_s = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
-            self._processes.wait_for_reports(timeout_s, self._ordered, stop_signal)
+            self._processes.wait_for_reports(timeout_s, self._orders, stop_signal)
             if time.monotonic() > due_s + MAX_LATE_S:  # this process did not run, so others did not
                 for process in self._processes.running:
                     process.forgive_silence()
@@ -87,7 +92,7 @@ class GroupRestarts:
     def _due_s(self) -> float:
         """When something is to be done, if no process reports before."""
         waiting = {p.spec.restart_group for p in self._processes.running if p.is_unanswered}
-        due_s = math.inf
+        due_s = min(self._starting.values(), default=math.inf)
         for name, group in self._groups.items():
             is_running = group.running_since_s is not None
             due_s = min(due_s, self._standbys.due_s(name, is_running=is_running))
@@ -99,18 +104,74 @@ class GroupRestarts:
             due_s = min(due_s, time.monotonic() + ALIVE_INTERVAL_S)
         return due_s
 
-    def _begin_ordered(self) -> None:
-        """Tell the processes of groups that an operator wants to restart to end, as `stop` does. A
-        group that is not running is being restarted anyway."""
-        for name in self._ordered.take_new():
-            group = self._groups[name]
-            if group.running_since_s is None:
-                continue
-            group.stopping(deadline_s=time.monotonic() + 2 * STOP_TIMEOUT_S)
-            self._standbys.end(name)  # they loaded what the operator may have changed
-            for process in self._processes.members(name):
-                if process.stopped_by is None:
-                    process.terminate()
+    def _take_orders(self) -> None:
+        for order in self._orders.take_new():
+            match order:
+                case Call(function):
+                    function()
+                    self._orders.finish(order)
+                case StartGroup():
+                    self._begin_start(order)
+                case RestartGroup(name) | StopGroup(name) if name not in self._groups:
+                    self._orders.fail(name, f"{name} does not exist")
+                case RestartGroup(name):  # one that is not running is being restarted anyway
+                    if self._groups[name].running_since_s is not None:
+                        self._tell_to_end(name)
+                case StopGroup(name):
+                    self._leaving.add(name)
+                    self._tell_to_end(name)
+                case _:
+                    assert_never(order)
+
+    def _tell_to_end(self, name: str) -> None:
+        """Tell the processes of a group to end, as `stop` does; if it is not running, they are
+        killed."""
+        group, now_s = self._groups[name], time.monotonic()
+        is_running = group.running_since_s is not None
+        group.stopping(deadline_s=now_s + 2 * STOP_TIMEOUT_S if is_running else now_s)
+        self._standbys.end(name)  # they loaded what the operator may have changed
+        for process in self._processes.members(name):
+            if process.stopped_by is None:
+                process.terminate()
+
+    def _begin_start(self, order: StartGroup) -> None:
+        self._history.begin(spec.name for spec in order.specs)
+        self._starting[order.group] = time.monotonic() + self._start_timeout_s
+        try:
+            for spec in order.specs:
+                self._processes.insert(self._processes.launch(spec))
+        except OSError as error:  # the disk is full, or there are too many processes
+            self._end_start(order.group, f"its processes cannot be started: {error}")
+
+    def _keep_starting(self, name: str) -> None:
+        """Whether a new group is ready. If it will not be, nothing of it remains."""
+        members, now_s = self._processes.members(name), time.monotonic()
+        if any(process.failed or process.lifeline_closed for process in members):
+            self._end_start(name, self._processes.explain_failure(members))
+        elif all(process.ready for process in members):
+            del self._starting[name]
+            self._groups[name] = Restarts(self._max_restarts)
+            self._groups[name].became_ready(now_s)
+            for process in members:
+                self._standbys.add(process.spec)
+            logger.info("%s is ready", name)
+            self._orders.finish(name)
+        elif now_s >= self._starting[name]:
+            self._end_start(name, _not_ready(members))
+
+    def _end_start(self, name: str, reason: str) -> None:
+        del self._starting[name]
+        self._remove(name)
+        self._orders.fail(name, reason)
+
+    def _remove(self, name: str) -> None:
+        """Kill what is left of a group, which does not start again."""
+        members = self._processes.members(name)
+        for process in members:
+            process.kill()
+            process.close()
+            self._processes.running.remove(process)
+        self._history.end(name, [process.name for process in members])
 
     def _keep_running(self, name: str, group: Restarts) -> str | None:
         """Do what is due for the group. Returns the reason if it is not started again."""
@@ -119,6 +180,14 @@ class GroupRestarts:
             if not self._has_ended(name, is_late=now_s >= group.stop_deadline_s):
                 return None
             group.stopped(now_s)
+            if name in self._leaving:
+                self._leaving.remove(name)
+                self._standbys.remove(name)
+                self._remove(name)
+                del self._groups[name]
+                logger.info("%s has been stopped", name)
+                self._orders.finish(name)
+                return None
         if group.next_start_s is not None:
             if now_s < group.next_start_s or self._is_unanswered(name):
                 return None
@@ -134,7 +203,7 @@ class GroupRestarts:
                 group.became_ready(now_s)
                 logger.info("%s is ready again", name)
                 self._history.became_ready(name)
-                self._ordered.finish(name)
+                self._orders.finish(name)
             return None
         return self._note_death(death, name, group)
 
@@ -244,10 +313,14 @@ class GroupRestarts:
                 process.close()
                 return hang
         if now_s >= group.deadline_s:
-            late = [process for process in members if process.ready is None]
-            doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
-            return f"Not ready in time: {doing}."
+            return _not_ready(members)
         return None
+
+
+def _not_ready(processes: Sequence[ManagedProcess]) -> str:
+    late = [process for process in processes if process.ready is None]
+    doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
+    return f"Not ready in time: {doing}."
 
 
 def _lacks_memory(processes: Sequence[ManagedProcess]) -> bool:

@@ -8,13 +8,12 @@ from typing import Final
 import msgspec
 
 from longshore.deploy.cli.options import EngineOptions
-from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
 from longshore.deploy.supervisor.state_dir import StateDir, check_private
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.events import KVEventsConfig
+from longshore.protocol.events import EventSource, KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint, is_loopback
 from longshore.protocol.transport.security import CurveKeys
 
@@ -40,7 +39,7 @@ def kv_events_config(
             return Endpoint(f"ipc://{path}", keys)
         return _endpoint(setting, address, replica, keys, event_keys.folder)
 
-    _check_distinct(options, replica.count)
+    _check_distinct(options, max(replica.count, replica.number + 1))
     return KVEventsConfig(
         endpoint=endpoint("kv_events_endpoint", "events"),
         replay_endpoint=endpoint("kv_events_replay_endpoint", "replay"),

@@ -22,6 +22,7 @@ from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.protocol.commands import (
     Command,
     CommandAnswer,
+    DrainEngine,
     NumberedCommand,
     Pause,
     Resume,
@@ -237,8 +238,11 @@ class ManagedProcess:
                 self._kept_settings["log_level"] = level
             case Pause(mode) if self.was_ready:
                 self._kept_settings["paused"] = mode
+            case DrainEngine(is_final=False) if self.was_ready:
+                self._kept_settings["is_drained"] = True
             case Resume() if self.was_ready:
                 self._kept_settings["paused"] = None
+                self._kept_settings["is_drained"] = False
 
     def _fail_commands(self) -> None:
         while self._commands:

@@ -41,6 +41,11 @@ class ProcessSet:
         """A new process, which is not in `running` yet. Raises OSError."""
         return ManagedProcess(spec, self._runtime_dir, self._relay)
 
+    def insert(self, process: ManagedProcess) -> None:
+        """Add a process to those that are running, with those of its stop group."""
+        places = [at for at, one in enumerate(self.running) if one.stop_group == process.stop_group]
+        self.running.insert(places[-1] + 1 if places else len(self.running), process)
+
     def members(self, group: str | None) -> list[ManagedProcess]:
         """Those of one restart group."""
         return [process for process in self.running if process.spec.restart_group == group]

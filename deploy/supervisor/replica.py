@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-Role: TypeAlias = Literal["unified", "prefill", "decode"]
-"""What an engine is for: whole requests, only their first token, or only what comes after it."""
+from longshore.protocol.commands import EngineRole
+
+Role: TypeAlias = EngineRole
 
 
 @dataclass(frozen=True)
 class Replica:
     """number: starts at 0. count: number of engines; with one, process names have no engine number.
     role: what it is for.
+    gpu_group: see `gpus_of`; None: its number. An engine that was added can use the GPUs of one
+               that was removed.
 
     `worker 1.0` is rank 0 of engine 1.
     """
@@ -19,6 +22,7 @@ class Replica:
     number: int = 0
     count: int = 1
     role: Role = "unified"
+    gpu_group: int | None = None
 
     @property
     def engine_id(self) -> str:
@@ -37,15 +41,22 @@ class Replica:
     def has_worker(self, name: str) -> bool:
         """Whether this is the name of one of its workers."""
         kind, _, number = name.partition(" ")
-        return kind == "worker" and (self.count == 1 or number.startswith(f"{self.number}."))
+        if self.count == 1:  # others may have been added
+            return kind == "worker" and "." not in number
+        return kind == "worker" and number.startswith(f"{self.number}.")
 
     def file_name(self, kind: str) -> str:
         """Name of a file or socket of this engine."""
         return kind if self.count == 1 else f"{kind}-{self.number}"
 
+    @property
+    def gpus_of(self) -> int:
+        """Which consecutive GPUs it uses."""
+        return self.number if self.gpu_group is None else self.gpu_group
+
     def gpu(self, rank: int, num_ranks: int) -> str:
         """The GPU of a rank: engines use consecutive groups of GPUs."""
-        return f"cuda:{self.number * num_ranks + rank}"
+        return f"cuda:{self.gpus_of * num_ranks + rank}"
 
 
 def replicas(roles: Sequence[Role]) -> list[Replica]:

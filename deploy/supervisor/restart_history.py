@@ -37,6 +37,13 @@ class RestartHistory:
             self._record.counts[process] = dict.fromkeys(RESTART_REASONS, 0)
         self._write()
 
+    def end(self, group: str, processes: Iterable[str]) -> None:
+        """The processes of a group are gone for good."""
+        for process in processes:
+            self._record.counts.pop(process, None)
+        self._record.deaths.pop(group, None)
+        self._write()
+
     def died(self, group: str, death: str) -> None:
         """The processes of a group have died, and are restarted."""
         self._record.deaths[group] = death

@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -54,6 +55,18 @@ class RuntimeDir:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self._memory_fds.append(fd)
         return fd
+
+    def release_memory(self, descriptors: Iterable[int]) -> None:
+        """Close descriptors of shared memory, whose processes have ended."""
+        for descriptor in {*descriptors} & {*self._memory_fds}:
+            self._memory_fds.remove(descriptor)
+            os.close(descriptor)
+
+    def remove_files(self, *patterns: str) -> None:
+        """Delete what processes that have ended left in the directory."""
+        for pattern in patterns:
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def note_death(self, reason: str) -> None:
         """Record why all processes are stopped, so that gateways can tell their clients."""

@@ -51,11 +51,19 @@ class Standbys:
         self._num_started = itertools.count()
         self._sets: dict[str, list[_StandbySet]] = {}
         for process in processes.running:
-            spec = process.spec
-            if spec.num_standbys and spec.restart_group is not None:
-                self._sets[spec.restart_group] = [
-                    _StandbySet(number, _not_started()) for number in range(spec.num_standbys)
-                ]
+            self.add(process.spec)
+
+    def add(self, spec: ProcessSpec) -> None:
+        """There is a process with this spec; `keep` starts its standbys."""
+        if spec.num_standbys and spec.restart_group is not None:
+            self._sets[spec.restart_group] = [
+                _StandbySet(number, _not_started()) for number in range(spec.num_standbys)
+            ]
+
+    def remove(self, engine: str) -> None:
+        """The engine ends: kill its standbys, for good."""
+        self.end(engine)
+        self._sets.pop(engine, None)
 
     def keep(self, engine: str, *, is_running: bool) -> None:
         """Do what is due for the sets of an engine, given as its restart group."""

@@ -13,7 +13,7 @@ from typing import Final, TextIO
 from longshore.deploy.supervisor.group_restarts import GroupRestarts
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
-from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
+from longshore.deploy.supervisor.orders import Orders
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet, StopSignal
 from longshore.deploy.supervisor.restart_history import RestartHistory
@@ -41,7 +41,7 @@ class Supervisor:
 
     stream: receives the processes' output, each line with the process name.
     format_line: format of these lines.
-    ordered_restarts: restarts that an operator wants; `keep_running` carries them out.
+    orders: what an operator has ordered; `keep_running` carries it out.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Supervisor:
     ) -> None:
         self.runtime_dir = runtime_dir
         self._set = ProcessSet(runtime_dir.path, LogRelay(stream, format_line))
-        self.ordered_restarts = OrderedRestarts()
+        self.orders = Orders()
         self._history = RestartHistory(runtime_dir.path)
 
     @property
@@ -148,7 +148,7 @@ class Supervisor:
         """Restart processes that die: see GroupRestarts and its `run`."""
         restarts = GroupRestarts(
             self._set,
-            self.ordered_restarts,
+            self.orders,
             self._history,
             max_restarts=max_restarts,
             start_timeout_s=start_timeout_s,

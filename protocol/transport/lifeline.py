@@ -27,9 +27,12 @@ import msgspec
 from longshore.protocol.commands import (
     CommandAnswer,
     EngineCommand,
+    GatewayCommand,
     NumberedCommand,
     Profile,
+    ReleaseEngine,
     SetLogLevel,
+    UseEngine,
 )
 from longshore.protocol.logs.stack_samples import sample_stacks
 
@@ -96,6 +99,7 @@ class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, forbid_unkno
 LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | CommandAnswer | Acknowledged
 CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
 """Carries out a command, given with its number, or passes it on to another thread."""
+GatewayCommandHandler: TypeAlias = Callable[[int, GatewayCommand], None]
 
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
@@ -138,9 +142,18 @@ def encode_event(message: Restarting | TakeOver) -> bytes:
 
 class Lifeline:
     """The child's end. With `fd=None` (a process without a supervisor) reports are discarded and
-    nothing is watched."""
+    nothing is watched.
 
-    def __init__(self, fd: int | None, runtime_dir: Path | None = None) -> None:
+    gateway_handler: of a gateway: gets the commands to it from the beginning, on the lifeline's
+                     thread, as `handle_commands` describes.
+    """
+
+    def __init__(
+        self,
+        fd: int | None,
+        runtime_dir: Path | None = None,
+        gateway_handler: GatewayCommandHandler | None = None,
+    ) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._runtime_dir = runtime_dir
         self._next_alive_s = 0.0
@@ -149,6 +162,7 @@ class Lifeline:
         self._take_over = threading.Event()
         self._sending = threading.Lock()  # reports of several threads must not mix
         self._handler: CommandHandler | None = None
+        self._gateway_handler = gateway_handler
         if self._socket is not None:
             self._socket.setblocking(True)
             # A supervisor that does not read must not keep this process from ending.
@@ -243,7 +257,11 @@ class Lifeline:
                 threading.Thread(
                     target=self._profile, args=(number, profile), name="profile", daemon=True
                 ).start()
-            case _ as command if self._handler is not None:
+            case (UseEngine() | ReleaseEngine()) as of_gateway if self._gateway_handler is not None:
+                self._gateway_handler(number, of_gateway)
+            case _ as command if self._handler is not None and not isinstance(
+                command, UseEngine | ReleaseEngine
+            ):
                 self._handler(number, command)
             case _:
                 why = "the process is still starting, or takes no such commands"

@@ -126,6 +126,7 @@ class Engine:
             announce=self._announce_admission,
             advance=self._advance,
             paused=config.paused,
+            is_drained=config.is_drained,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._statistics = WorkerStatistics(config.epoch)

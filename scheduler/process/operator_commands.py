@@ -29,12 +29,14 @@ POLL_S: Final = 0.02
 
 PAUSED: Final = "paused by the operator"
 DRAINING: Final = "draining for a restart by the operator"
+DRAINED: Final = "drained by the operator"
 
 
 class OperatorCommands:
     """Executes commands of one engine. Not thread-safe: use it in the engine's loop.
 
     paused:    the pause that an operator has begun in a former process; None: no pause.
+    is_drained: an operator has drained the engine in a former process.
     closed_reason: why new requests are not admitted, for clients; None: they are.
     answer:    sends an answer to the supervisor.
     announce:  called when `closed_reason` has changed.
@@ -51,6 +53,7 @@ class OperatorCommands:
         announce: Callable[[], None],
         advance: Callable[[], None],
         paused: PauseMode | None = None,
+        is_drained: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._events = events
@@ -60,7 +63,7 @@ class OperatorCommands:
         self._advance = advance
         self._waiting: set[asyncio.Task[None]] = set()
         self._is_draining = False
-        self.closed_reason: str | None = None
+        self.closed_reason: str | None = DRAINED if is_drained else None
         if paused is not None:
             self._scheduler.set_pause(_state_of(paused))
             self.closed_reason = PAUSED
@@ -139,8 +142,8 @@ class OperatorCommands:
         answer(True, "")
 
     def _drain(self, command: DrainEngine, answer: Callable[..., None]) -> None:
-        self._is_draining = True
-        self._close_admission(DRAINING)
+        self._is_draining = self._is_draining or command.is_final
+        self._close_admission(DRAINING if self._is_draining else DRAINED)
         if command.holds_new and self._scheduler.pause is PauseState.UNPAUSED:
             self._scheduler.set_pause(PauseState.PAUSED_NEW)
             self._advance()

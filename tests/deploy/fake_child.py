@@ -16,6 +16,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
            wait      like serve, and exit 0 when notified by another child
+           refuse    like serve, and refuse commands to gateways
            await others  like serve, and end when all children with this behaviour were told to stop
 """
 
@@ -30,6 +31,7 @@ from types import FrameType
 
 import msgspec
 
+from longshore.protocol.commands import CommandAnswer, GatewayCommand
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Acknowledged,
@@ -45,6 +47,7 @@ class FakeChildConfig(msgspec.Struct, frozen=True):
     behaviour: str
     log_level: str = "info"
     paused: str | None = None
+    is_drained: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
 
@@ -73,7 +76,12 @@ def main(config_file: str) -> int:
         sys.exit(0)
 
     signal.signal(STOP_SIGNAL, signal.SIG_IGN if config.behaviour == "deaf" else exit_well)
-    lifeline = Lifeline(config.lifeline_fd, Path(config.runtime_dir))
+
+    def of_gateway(number: int, command: GatewayCommand) -> None:
+        is_used = config.behaviour != "refuse"
+        lifeline.report(CommandAnswer(number, is_used, "" if is_used else "it is another model"))
+
+    lifeline = Lifeline(config.lifeline_fd, Path(config.runtime_dir), of_gateway)
     print(f"this is {config.behaviour}", flush=True)
     match config.behaviour:
         case "fail":

@@ -1,10 +1,13 @@
 """docs/metrics.md lists what `/metrics` returns."""
 
 from pathlib import Path
+from random import Random
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
+from longshore.deploy.gateway.engines.split_requests import SplitConfig, SplitRequests
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.event_follower import EventFollower
@@ -12,6 +15,7 @@ from longshore.deploy.gateway.router.policies import PrefixAware, RoutedPrompt
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
 from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
+from longshore.deploy.supervisor.replica import Role
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from tests.deploy.gateway.fake_engine import STATS
@@ -23,7 +27,22 @@ def routing() -> RoutingMetrics:
     index = BlockIndex(1, tokens_per_hash=16, max_hashes=1)
     router = Router(1, PrefixAware(index, BlockHasher(16, b"")))
     router.choose(RoutedPrompt(()), [0], [True], 0.0)
-    return RoutingMetrics(router, index, [EventFollower(index, 0, lambda request: None)])
+    return RoutingMetrics(router, index, {0: EventFollower(index, 0, lambda request: None)})
+
+
+def split() -> SplitMetrics:
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    return SplitMetrics(
+        SplitRequests(
+            SplitConfig(),
+            {},
+            Router(2, roles=roles),
+            Random(),
+            num_gateways=1,
+            usable=list,
+            now=lambda: 0.0,
+        )
+    )
 
 
 def rows() -> set[str]:
@@ -32,6 +51,7 @@ def rows() -> set[str]:
     metrics.responses.labels("/v1/models", "200").inc()
     metrics.keys.counts("a")
     metrics.watch(routing())
+    metrics.watch(split())
     metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
     rows, ending = set(), {}
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -30,6 +30,9 @@ PROCESSES = [
 ]
 
 
+STATUS = ["engine 0", "engine 1", *PROCESSES]
+
+
 @pytest.fixture(scope="module")
 def shared(
     tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
@@ -98,8 +101,10 @@ def test_the_socket_is_private(shared: Deployment) -> None:
 
 
 def test_status_names_all_processes(shared: Deployment) -> None:
-    assert list(lines(shared, "status")) == PROCESSES
-    assert list(lines(shared, "status", "--engine", "1")) == ["worker 1.0", "scheduler 1"]
+    assert list(lines(shared, "status")) == STATUS
+    one = lines(shared, "status", "--engine", "1")
+    assert list(one) == ["engine 1", "worker 1.0", "scheduler 1"]
+    assert one["engine 1"] == "unified, ready"
     answer = json.loads(admin(shared, "status", "--json"))
     by_name = {result["process"]: result for result in answer["results"]}
     assert by_name["scheduler 0"]["values"]["pid"] == shared.members["scheduler-0"].pid
@@ -287,7 +292,7 @@ def test_engines_restart_one_after_the_other_under_load_and_nothing_is_lost(
     shared.find_members()
     changed = {name for name, member in shared.members.items() if member.pid != before[name]}
     assert changed == {"worker-0.0", "worker-1.0", "scheduler-0", "scheduler-1"}
-    assert list(lines(shared, "status")) == PROCESSES
+    assert list(lines(shared, "status")) == STATUS
 
 
 def test_the_only_engine_is_restarted_while_requests_wait(

@@ -300,7 +300,7 @@ def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
         scheduler = deployment.members["scheduler"]
         scheduler.send_signal(signal.SIGSTOP)
         page.wait_for_status("silent")
-        assert "the scheduler has not answered for 5 s" in page.text("detail")
+        assert "the scheduler of engine 0 has not answered for 5 s" in page.text("detail")
         scheduler.send_signal(signal.SIGCONT)
         page.wait_for_status("idle")
         deployment.members["worker-0"].kill()

@@ -149,6 +149,18 @@ def test_a_drain_ends_when_no_request_is_left_that_the_engine_must_finish(
         assert (answer.ok, answer.message) == (True, f"the engine is being restarted, and {after}")
 
 
+def test_a_drain_that_is_not_final_ends_with_resume(engine: EngineProcess) -> None:
+    client, gate = running_request(engine)
+    late = engine.command(DrainEngine(0.1, is_final=False))
+    assert not late.ok
+    assert late.message.startswith("drained by the operator; 1 requests run")
+    gate.open()
+    assert engine.command(DrainEngine(TIMEOUT_S, is_final=False)).ok
+    assert engine.command(Resume()).ok
+    client.receive_until(lambda: len(client.closed_reasons) == 2)
+    assert client.closed_reasons == ["drained by the operator", None]
+
+
 def test_the_prefix_cache_is_reset_unless_requests_hold_blocks(engine: EngineProcess) -> None:
     client, gate = running_request(engine)
     answer = engine.command(ResetCache("prefix"))

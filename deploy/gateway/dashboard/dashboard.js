@@ -93,12 +93,16 @@ async function unpacked(text) {
   return new Response(stream).arrayBuffer();
 }
 
-const engine = new URLSearchParams(location.search).get("engine") ?? "0";
+let engine = new URLSearchParams(location.search).get("engine"); // null: the first one
 
 async function readState() {
-  const query = `?engine=${encodeURIComponent(engine)}`;
+  const query = engine === null ? "" : `?engine=${encodeURIComponent(engine)}`;
   const [text, metrics] = await Promise.all([ask(`dashboard/state${query}`), ask("metrics")]);
   const state = JSON.parse(text);
+  if (engine === null) {
+    engine = String(state.engine);
+    loadSamples();
+  }
   state.states = new Uint8Array(await unpacked(state.states));
   state.block_ids = new Int32Array(await unpacked(state.block_ids));
   let first = 0;
@@ -756,7 +760,7 @@ function showState({ state, metrics }) {
   takeSample(state, metrics);
   setText($("model"), state.model);
   setText($("engine"), report.engine_id);
-  showEngines(state.num_engines);
+  showEngines(state.engines.map(String));
   document.title = `${percent(report.kv_usage)} · ${state.model} · Longshore`;
   const sizes = state.groups.map((group) => group.block_size).join(", ");
   const several = map.perCell > 1 ? `, ${map.perCell} to a point` : "";
@@ -779,11 +783,11 @@ function showState({ state, metrics }) {
   $("all").dataset.polls = Number($("all").dataset.polls ?? 0) + 1;
 }
 
-function showEngines(number) {
-  $("engines").hidden = number < 2;
-  for (const scope of document.getElementsByClassName("scope")) scope.hidden = number < 2;
-  if ($("choose").children.length === number) return;
-  $("choose").replaceChildren(...Array.from({ length: number }, (_, index) => new Option(`engine ${index}`, String(index))));
+function showEngines(numbers) {
+  $("engines").hidden = numbers.length < 2;
+  for (const scope of document.getElementsByClassName("scope")) scope.hidden = numbers.length < 2;
+  if (Array.from($("choose").children, (option) => option.value).join() === numbers.join()) return;
+  $("choose").replaceChildren(...numbers.map((number) => new Option(`engine ${number}`, number)));
   $("choose").value = engine;
 }
 
@@ -854,6 +858,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 new ResizeObserver(() => { drawMap(); drawCharts(); }).observe(document.body);
 
 readPalette();
-loadSamples();
+if (engine !== null) loadSamples();
 setRange(RANGES_S.find((s) => String(s) === new URLSearchParams(location.search).get("range")) ?? RANGES_S[0]);
 poll();

@@ -20,7 +20,6 @@ from starlette.responses import Response
 import longshore
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.errors import ApiError, unavailable
-from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.arrays import Int32Array, UInt8Array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.statistics import (
@@ -40,6 +39,8 @@ ResultT = TypeVar("ResultT")
 class DashboardState(msgspec.Struct, frozen=True):
     """The data of the page in addition to `/metrics`; see `BlockSnapshot`.
 
+    engine:      number of the engine.
+    engines:     numbers of all engines.
     restarting:  why the engine's workers are being replaced; None if they are not.
     state_names: names of the block states, by number.
     states:      one byte per block, deflated, as base64.
@@ -48,7 +49,8 @@ class DashboardState(msgspec.Struct, frozen=True):
 
     model: str
     version: str
-    num_engines: int
+    engine: int
+    engines: tuple[int, ...]
     restarting: str | None
     report: EngineReport
     state_names: tuple[str, ...]
@@ -86,17 +88,18 @@ class Dashboard:
         service = self._service()
         if service is None:
             raise unavailable("the engine is still starting; /ready shows the progress")
-        engine, num_engines = requested_engine(request, service) or 0, len(service.client)
+        engine = chosen_engine(requested_engine(request, service), service)
         block_snapshot = await ask_scheduler(
             service.client.describe_blocks(self._timeout_s, engine),
             self._timeout_s,
-            Replica(engine, num_engines).scheduler,
+            engine,
         )
         content = await asyncio.to_thread(
             encode_state,
             service.model_name,
             block_snapshot,
-            num_engines=num_engines,
+            engine=engine,
+            engines=tuple(service.client.clients),
             restarting=service.client.clients[engine].pause,
         )
         return Response(
@@ -106,27 +109,33 @@ class Dashboard:
 
 def requested_engine(request: Request, service: Service) -> int | None:
     """The number in the query `engine`; None without one. Raises ApiError 404 if unknown."""
-    given, num_engines = request.query_params.get("engine"), len(service.client)
+    given, engines = request.query_params.get("engine"), sorted(service.client.clients)
     if given is None:
         return None
-    if given not in map(str, range(num_engines)):
+    if given not in map(str, engines):
         raise ApiError(
             404,
-            f"engine={given!r} does not exist; the engines are 0 to {num_engines - 1}",
+            f"engine={given!r} does not exist; the engines are {', '.join(map(str, engines))}",
             param="engine",
         )
     return int(given)
 
 
-async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, name: str) -> ResultT:
-    """The answer of the scheduler process `name`. Raises ApiError: 504 if it does not answer, 503
+def chosen_engine(engine: int | None, service: Service) -> int:
+    """The first engine, unless one was requested."""
+    return min(service.client.clients) if engine is None else engine
+
+
+async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, engine: int) -> ResultT:
+    """The answer of an engine's scheduler process. Raises ApiError: 504 if it does not answer, 503
     if it has died."""
     try:
         return await answer
     except TimeoutError:
         raise ApiError(
             504,
-            f"the {name} has not answered for {timeout_s:g} s: its process hangs or is stopped",
+            f"the scheduler of engine {engine} has not answered for {timeout_s:g} s: its process "
+            "hangs or is stopped",
             code="scheduler_silent",
         ) from None
     except EngineDead as error:
@@ -137,14 +146,16 @@ def encode_state(
     model: str,
     block_snapshot: BlockSnapshot,
     *,
-    num_engines: int = 1,
+    engine: int = 0,
+    engines: tuple[int, ...] = (0,),
     restarting: str | None = None,
 ) -> bytes:
     """A `DashboardState` as JSON. Takes milliseconds with a million blocks."""
     state = DashboardState(
         model=model,
         version=longshore.__version__,
-        num_engines=num_engines,
+        engine=engine,
+        engines=engines,
         restarting=restarting,
         report=block_snapshot.report,
         state_names=tuple(state.name.lower() for state in BlockState),

@@ -31,6 +31,7 @@ from longshore.protocol.outputs import (
     EngineFailed,
     EngineOutputs,
     EnginePaused,
+    FinishedRequest,
 )
 from longshore.protocol.requests import AbortRequests
 from longshore.protocol.sampling import SamplingParams
@@ -65,11 +66,13 @@ class EngineClient:
     loss:     why the engine was lost; None once it is ready.
     pause:    why a ready engine does not run its requests for now; None if it does.
     death:    set when the engine will not return; nothing can be submitted then.
+    ready:    what the engine last said of itself.
     number:   of this engine.
     seeds:    source of seeds for requests without one.
     on_stats: called with the engine's statistics, about once per second while anything changes,
               after the finished requests that they count.
     on_change: called when the engine is ready, lost, closed or open again.
+    on_late_end: called with the end of a request that is not live any more.
     why_stopped: returns the supervisor's reason for stopping the deployment, if any; the scheduler
               itself does not know it.
     """
@@ -83,6 +86,7 @@ class EngineClient:
         seeds: random.Random,
         on_stats: Callable[[SchedulerStats], None],
         on_change: Callable[[], None] = lambda: None,
+        on_late_end: Callable[[FinishedRequest], None] = lambda finished: None,
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._endpoint = endpoint
@@ -90,7 +94,7 @@ class EngineClient:
         self._number = number
         self._context = zmq.Context()
         self._context.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-        self._requests = LiveRequests(seeds)
+        self._requests = LiveRequests(seeds, on_late_end)
         self._steps: list[EngineOutputs] = []  # received and not delivered yet
         self._on_stats = on_stats
         self._on_change = on_change
@@ -99,6 +103,7 @@ class EngineClient:
         self._report: asyncio.Future[EngineReport] | None = None
         self._block_snapshot: asyncio.Future[BlockSnapshot] | None = None
         self.is_ready = False
+        self.ready: EngineReady | None = None
         self.closed_reason: str | None = None
         self.loss: str | None = None
         self.pause: str | None = None
@@ -185,10 +190,14 @@ class EngineClient:
         self._send(message)  # if this loses the engine, another one may have the request now
         return live
 
-    def resume(self, requests: Iterable[LiveRequest]) -> None:
-        """Continue requests that another engine, or an earlier life of this one, has lost."""
+    def resume(
+        self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
+    ) -> None:
+        """Continue requests that another engine, or an earlier life of this one, had, or has lost;
+        see `LiveRequests.resume`."""
         for live in requests:
-            self._send(self._requests.resume(live))
+            live.engine = self._number
+            self._send(self._requests.resume(live, fork_of))
 
     def release_all(self) -> list[LiveRequest]:
         """Give up all live requests, for another engine to resume. A paused engine drops them."""
@@ -291,6 +300,7 @@ class EngineClient:
 
     def _become_ready(self, message: EngineReady) -> None:
         self.is_ready, loss, self.loss = True, self.loss, None
+        self.ready = message
         self.closed_reason = None
         if not self._first_ready.done():
             self._first_ready.set_result(message)

@@ -210,6 +210,10 @@ class EngineMetrics:
         self._latest[engine] = stats
         self._keys.update(tenant.name for tenant in stats.tenants)
 
+    def forget(self, engine: str) -> None:
+        """The engine is gone."""
+        self._latest.pop(engine, None)
+
     def collect(self) -> Iterable[Metric]:
         for field, name, text in SCHEDULER_GAUGES:
             gauge = GaugeMetricFamily(f"longshore_scheduler_{name}", text, labels=ENGINE_LABELS)

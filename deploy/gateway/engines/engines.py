@@ -10,20 +10,28 @@ from functools import partial
 from typing import Unpack
 
 from longshore.deploy.gateway.engines.engine_client import EngineClient
+from longshore.deploy.gateway.engines.split_requests import (
+    SplitConfig,
+    SplitRequests,
+    routed_prompt,
+    stage_of,
+)
 from longshore.deploy.gateway.router.policies import (
     Decision,
     RoutedPrompt,
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,
     seed_source,
 )
+from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
@@ -33,7 +41,11 @@ class Engines:
     """Sends each prompt to one engine, and its forks (samples, beams) to the same one. Create it
     inside a running loop.
 
-    router:   decides which engine gets a prompt.
+    endpoints: of the engines 0, 1 and so on; others can be added.
+    router:   decides which engine gets a prompt; it has the same engines, and knows their roles.
+    roles:    of these engines, if there is no router; empty: all are unified.
+    split_config: how requests are divided among prefill and decode engines, if there are both.
+    num_gateways: that use these engines.
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
@@ -49,6 +61,9 @@ class Engines:
         hello: ClientHello,
         *,
         router: Router | None = None,
+        roles: Sequence[Role] = (),
+        split_config: SplitConfig = SplitConfig(),  # noqa: B008  # it is immutable
+        num_gateways: int = 1,
         number: int = 0,
         seed: int | None = None,
         on_stats: Callable[[str, SchedulerStats], None],
@@ -56,26 +71,56 @@ class Engines:
         why_stopped: Callable[[], str | None] = lambda: None,
         why_lost: Callable[[int], str | None] = lambda engine: None,
     ) -> None:
-        self._router = router or Router(len(endpoints))
+        self._router = router or Router(len(endpoints), roles=roles)
         self._loop = asyncio.get_running_loop()
         self._on_stats = on_stats
         self._on_ready = on_ready
         self._why_lost = why_lost
         self._is_draining = False
-        self.clients: list[EngineClient] = []
-        seeds = seed_source(seed, number)
-        self.clients = [
-            EngineClient(
-                endpoint,
-                hello,
-                number=engine,
-                seeds=seeds,
-                on_stats=self._stats_taker(engine),
-                on_change=self._move_requests,
-                why_stopped=why_stopped,
+        self._hello = hello
+        self._seeds = seed_source(seed, number)
+        self._why_stopped = why_stopped
+        self.clients: dict[int, EngineClient] = {}
+        self.split: SplitRequests | None = None
+        if {"prefill", "decode"} <= {*self._router.roles.values()}:
+            self.split = SplitRequests(
+                split_config,
+                self.clients,
+                self._router,
+                self._seeds,
+                num_gateways=num_gateways,
+                usable=self._usable,
+                now=self._loop.time,
             )
-            for engine, endpoint in enumerate(endpoints)
-        ]
+        for engine, endpoint in enumerate(endpoints):
+            self.add_engine(engine, endpoint)
+
+    def add_engine(self, engine: int, endpoint: Endpoint) -> None:
+        """Connect to an engine, which the router has got, too. It is used once it is ready."""
+        self.clients[engine] = EngineClient(
+            endpoint,
+            self._hello,
+            number=engine,
+            seeds=self._seeds,
+            on_stats=self._stats_taker(engine),
+            on_change=self._move_requests,
+            on_late_end=partial(self._late_end, engine),
+            why_stopped=self._why_stopped,
+        )
+
+    def remove_engine(self, engine: int) -> None:
+        """Disconnect from an engine, which is not the only one, and which the router has lost
+        already. Its requests go on at others."""
+        client = self.clients.pop(engine)
+        self._on_ready(engine, False)
+        if self.split is not None:
+            self.split.remove_engine(engine)
+        self._resume_elsewhere(client.release_all())
+        client.close()
+
+    def _late_end(self, engine: int, finished: FinishedRequest) -> None:
+        if self.split is not None:
+            self.split.late_end(engine, finished)
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
@@ -94,19 +139,20 @@ class Engines:
     @property
     def death(self) -> EngineDead | None:
         """Death of the first engine that will not return."""
-        return next((c.death for c in self.clients if c.death is not None), None)
+        return next((c.death for c in self.clients.values() if c.death is not None), None)
 
     @property
     def not_ready_reason(self) -> str | None:
         """Why requests wait; None if at least one engine is ready."""
         if self.death is not None:
             return str(self.death)
-        if any(client.is_running for client in self.clients):
-            closed = [client.closed_reason for client in self.clients if client.is_running]
+        running = [client for client in self.clients.values() if client.is_running]
+        if running:
+            closed = [client.closed_reason for client in running]
             return None if None in closed else f"the engine is {closed[0]}; requests wait"
         losses = [
             self._why_lost(engine) or why
-            for engine, client in enumerate(self.clients)
+            for engine, client in self.clients.items()
             if (why := client.loss or client.pause)
         ]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
@@ -114,7 +160,8 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        return sum(client.num_live_requests for client in self.clients)
+        num_held = 0 if self.split is None else self.split.num_held
+        return num_held + sum(client.num_live_requests for client in self.clients.values())
 
     @property
     def num_live_requests(self) -> int:
@@ -125,7 +172,8 @@ class Engines:
     async def wait_until_ready(self, *, awaits_all: bool = True) -> EngineReady:
         """Wait for all engines, or for one; the others join later. Returns the description of one.
         Raises HandshakeRejected or EngineDead with a reason."""
-        waits = [asyncio.create_task(client.wait_until_ready()) for client in self.clients]
+        clients = self.clients.values()
+        waits = [asyncio.create_task(client.wait_until_ready()) for client in clients]
         try:
             for wait in asyncio.as_completed(waits):
                 ready = await wait
@@ -154,12 +202,17 @@ class Engines:
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request at the engine that the router chooses, or a fork at its parent's
-        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead.
+        engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead,
+        or TooManyWaiting.
 
         session_key: requests with the same one belong together.
         """
+        if self.split is not None and self.split.takes(prompt_token_ids, sampling, fields):
+            return self.split.submit(
+                request_id, prompt_token_ids, sampling, session_key=session_key, fields=fields
+            )
         fork_of = fields.get("fork_of")
-        if fork_of is not None and not self._usable()[fork_of.engine]:
+        if fork_of is not None and not self._usable().get(fork_of.engine, False):
             fork_of = fields["fork_of"] = None  # what it would start from is lost
         if fork_of is not None:
             return self.clients[fork_of.engine].submit(
@@ -173,7 +226,7 @@ class Engines:
             ),
             session_key=session_key,
         )
-        decision = self._choose(prompt)
+        decision = self._choose(prompt, stage_of(sampling, fields))
         live = self.clients[decision.engine].submit(
             request_id, prompt_token_ids, sampling, **fields
         )
@@ -195,60 +248,75 @@ class Engines:
     def _note_answer(self, live: LiveRequest) -> None:
         self._router.note_answer(live, self._loop.time())
 
-    def _choose(self, prompt: RoutedPrompt) -> Decision:
+    def _choose(self, prompt: RoutedPrompt, stage: Stage = "whole") -> Decision:
         decision = self._router.choose(
             prompt,
-            [client.num_live_requests for client in self.clients],
+            {engine: client.num_live_requests for engine, client in self.clients.items()},
             self._usable(),
             self._loop.time(),
+            stage,
         )
         if decision is None:
             assert self.death is not None
             raise self.death
         return decision
 
-    def _usable(self) -> list[bool]:
+    def _usable(self) -> dict[int, bool]:
         """Which engines run and admit requests; if none does, those that run; if none does, those
         that may return."""
-        is_open = [client.is_running and client.closed_reason is None for client in self.clients]
-        if any(is_open):
+        clients = self.clients.items()
+        is_open = {each: one.is_running and one.closed_reason is None for each, one in clients}
+        if any(is_open.values()):
             return is_open
-        if any(client.is_running for client in self.clients):
-            return [client.is_running for client in self.clients]
-        return [client.death is None for client in self.clients]
+        if any(client.is_running for client in self.clients.values()):
+            return {engine: client.is_running for engine, client in clients}
+        return {engine: client.death is None for engine, client in clients}
 
     def _move_requests(self) -> None:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
-        for engine, client in enumerate(self.clients):
+        for engine, client in self.clients.items():
             self._on_ready(engine, client.is_ready)
-        if not any(client.is_running for client in self.clients):
-            for client in self.clients if self._is_draining else ():
+        if self.split is not None:
+            self.split.engines_changed()
+        if not any(client.is_running for client in self.clients.values()):
+            for client in self.clients.values() if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
                     client.shut_down(f"the engine has stopped: {client.loss or 'it was not ready'}")
             return
-        for engine, client in enumerate(self.clients):
+        for engine, client in self.clients.items():
             if client.is_running or client.death is not None:
                 continue
             self._router.loads.note_report(engine, num_requests=0, num_own=0)  # all are moved
-            for live in client.release_all():
-                self._note_answer(live)
-                decision = self._choose(_resumed_prompt(live))
-                live.engine = decision.engine
-                self._await_first_change(live, decision)
-                self.clients[live.engine].resume([live])
+            self._resume_elsewhere(client.release_all())
+
+    def _resume_elsewhere(self, requests: Sequence[LiveRequest]) -> None:
+        for live in requests:
+            if self.split is not None and self.split.moved(live):
+                continue
+            self._note_answer(live)
+            decision = self._choose(routed_prompt(live))
+            live.engine = decision.engine
+            self._await_first_change(live, decision)
+            self.clients[live.engine].resume([live])
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
-        for engine, client in enumerate(self.clients):
+        if self.split is not None:
+            for live in reversed(requests):  # forks first
+                self.split.abort(live)
+        for engine, client in list(self.clients.items()):
             there = [live for live in requests if live.engine == engine]
             if there:
                 client.abort(there)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
-        self.clients[live.engine].stop(live, num_tokens)
+        if self.split is not None and self.split.stop(live, num_tokens):
+            return
+        if (client := self.clients.get(live.engine)) is not None:  # else it has finished there
+            client.stop(live, num_tokens)
 
     def begin_drain(self) -> None:
         """No engine is restarted from now on: requests that no other one can resume have failed."""
@@ -257,22 +325,12 @@ class Engines:
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
-        for client in self.clients:
+        if self.split is not None:
+            self.split.fail_held(EngineDead(reason))
+        for client in self.clients.values():
             client.shut_down(reason)
 
     def close(self) -> None:
         """See EngineClient."""
-        for client in self.clients:
+        for client in self.clients.values():
             client.close()
-
-
-def _resumed_prompt(live: LiveRequest) -> RoutedPrompt:
-    first = live.message
-    return RoutedPrompt(
-        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
-        extra_keys_of(first.cache_salt, first.multimodal),
-        uses_prefix=can_reuse(
-            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
-        ),
-        session_key=live.session_key,
-    )

@@ -219,6 +219,9 @@ class ChatWriter(ResponseWriter):
             model=self._model,
             choices=tuple(choices),
             usage=usage,
+            kv_transfer_params=msgspec.UNSET
+            if (params := pieces[0].kv_transfer_params) is None
+            else params,
         )
         wanted, prompt = self._request.prompt_logprobs, pieces[0].prompt
         if self._request.return_token_ids and prompt is not None:

@@ -162,7 +162,12 @@ class CompletionWriter(ResponseWriter):
         return [msgspec.structs.replace(self._frame, usage=usage)]
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
-        return msgspec.structs.replace(self._filled(*map(self._choice, pieces)), usage=usage)
+        params = pieces[0].kv_transfer_params
+        return msgspec.structs.replace(
+            self._filled(*map(self._choice, pieces)),
+            usage=usage,
+            kv_transfer_params=msgspec.UNSET if params is None else params,
+        )
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         text = piece.text

@@ -39,6 +39,7 @@ from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.gateway.openai.session_key import session_key
+from longshore.deploy.gateway.openai.transfer_params import TransferAccess, check_transfer_params
 from longshore.deploy.gateway.request_log import note_bug
 from longshore.deploy.gateway.request_turns import RequestTurns
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
@@ -67,6 +68,7 @@ class Service(msgspec.Struct, frozen=True):
     json: decodes and encodes large bodies.
     turns: in which requests are read.
     session_header: see `session_key`.
+    transfers: who may send `kv_transfer_params`.
     parsers: of the model's answers.
     """
 
@@ -90,6 +92,7 @@ class Service(msgspec.Struct, frozen=True):
     parsers: AnswerParsers = NO_PARSERS
     model_aliases: tuple[str, ...] = ()
     session_header: str | None = None
+    transfers: TransferAccess = TransferAccess()
 
 
 class ResponseWriter(ABC):
@@ -235,10 +238,18 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
             cache_hint=None if request.no_store else request.cache_hint(),
+            kv_transfer_params=request.kv_transfer_params,
             session_key=session_key(
                 exchange.scope, service.session_header, request.prompt_cache_key, request.user
             ),
             shows_special_tokens=request.shows_special_tokens,
+        )
+        check_transfer_params(
+            spec.kv_transfer_params,
+            service.transfers,
+            exchange.scope,
+            num_answers=spec.num_answers,
+            is_stream=spec.is_stream,
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)

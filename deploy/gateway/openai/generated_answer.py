@@ -99,6 +99,7 @@ class GeneratedAnswer:
             cache_hint=spec.cache_hint,
             session_key=spec.session_key,
             structured_output=spec.structured_output,
+            kv_transfer_params=spec.kv_transfer_params,
         )
 
     def _on_change(self) -> None:
@@ -157,6 +158,7 @@ class GeneratedAnswer:
             growth.scores,
             growth.prompt,
             self._text.stop_string if self._text is not None and self.is_complete else None,
+            end.kv_transfer_params if end is not None else None,
         )
 
     def _absorb(self) -> LiveRequest:

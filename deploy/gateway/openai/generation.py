@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.engines.split_requests import TooManyWaiting
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.answer_size import check_output_size
-from longshore.deploy.gateway.openai.errors import ApiError, unavailable
+from longshore.deploy.gateway.openai.errors import ApiError, rate_limited, unavailable
 from longshore.deploy.gateway.openai.generated_answer import GeneratedAnswer
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.openai.responses import Usage, usage
@@ -70,6 +71,8 @@ class Generation:
                     self._metrics.live_requests.inc()
         except EngineDead as error:
             raise unavailable(str(error)) from error
+        except TooManyWaiting as error:
+            raise rate_limited(str(error), "queue_full", retry_after_s=1) from error
 
     def __exit__(self, *_: object) -> None:
         started = [answer for answer in self._answers if answer.live is not None]

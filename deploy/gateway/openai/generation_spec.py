@@ -1,7 +1,7 @@
 """What an HTTP request asks of the engine, and the pieces of its answers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -35,6 +35,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     session_key: names its session, for routing.
     cache_hint: how long the KV of the answers is worth keeping.
+    kv_transfer_params: for the connector.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     num_returned_prompt_ids: number of the prompts' token ids in the response.
     shows_special_tokens: texts include special tokens.
@@ -53,6 +54,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     skips_reading: bool = False
     cache_hint: CacheHint | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     session_key: str | None = None
     num_samples: int = 1
     scores_only: bool = False
@@ -95,6 +97,7 @@ class Piece(msgspec.Struct, frozen=True):
     scores: of each of `token_ids`; empty if not requested.
     prompt: set in the first piece with a token.
     stop_string: the stop string that ended the answer, in the last piece.
+    kv_transfer_params: of the connector, for the engine that continues the request.
     """
 
     index: int
@@ -104,6 +107,7 @@ class Piece(msgspec.Struct, frozen=True):
     scores: list[TokenScore] = []
     prompt: AnsweredPrompt | None = None
     stop_string: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]

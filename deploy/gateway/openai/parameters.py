@@ -73,7 +73,6 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),

@@ -62,6 +62,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     truncate_prompt_tokens, truncation_side: see `prompt_cut`.
     return_token_ids: add the token ids of prompt and answer.
     return_tokens_as_token_ids: log probabilities name tokens by their ids, as in `token_id:7`.
+    kv_transfer_params: of a router that drives both legs of a request; see `transfer_params`.
     """
 
     model: str | None = None
@@ -102,6 +103,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def cache_hint(self) -> CacheHint | None:
         """Whether the prompt's KV is worth keeping. Raises ApiError."""
@@ -183,6 +185,7 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_cache_options": (),
+    "kv_transfer_params": (),
     "logprobs": (),
     "prompt_logprobs": (),
     "echo": (False,),

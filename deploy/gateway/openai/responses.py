@@ -1,7 +1,7 @@
 """Response bodies of the OpenAI API: whole answers, chunks of streams, the list of models."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -64,10 +64,14 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionResponse(ResponseOrigin, frozen=True, kw_only=True):
-    """A whole completion, or a chunk of a streamed one."""
+    """A whole completion, or a chunk of a streamed one.
+
+    kv_transfer_params: with which another engine continues it, if the request asked for that.
+    """
 
     choices: tuple[CompletionChoice, ...]
     object: str = "text_completion"
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -113,11 +117,14 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatResponse(ResponseOrigin, frozen=True, kw_only=True):
+    """kv_transfer_params: as in a CompletionResponse."""
+
     choices: tuple[ChatChoice, ...]
     usage: Usage
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     object: str = "chat.completion"
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):

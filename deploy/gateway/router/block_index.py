@@ -10,7 +10,7 @@ is evicted, so a prefix that is used stays; what is evicted counts as a miss.
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from longshore.protocol.events import Medium
 
@@ -19,6 +19,8 @@ _EXPECTED: Final = len(MEDIA)
 _NUM_MEDIA: Final = len(MEDIA) + 1
 MAX_GROUPS: Final = 64
 MAX_REMEMBERED: Final = 4096
+MIN_WIDTH: Final = 16
+"""Slots of a mask: enough for 8 engines, the GPUs of most hosts."""
 
 
 class GroupInfo(NamedTuple):
@@ -34,7 +36,8 @@ class GroupInfo(NamedTuple):
 
 
 class BlockIndex:
-    """The index of one gateway.
+    """The index of one gateway. What is reported of an engine that was not added, or was removed,
+    is ignored.
 
     tokens_per_hash: tokens that a block hash covers, beyond those of its parent.
     max_hashes: limit of the number of entries.
@@ -44,24 +47,42 @@ class BlockIndex:
     def __init__(self, num_engines: int, *, tokens_per_hash: int, max_hashes: int) -> None:
         # Two slots per engine: when an engine has cleared its blocks, it gets another slot, and the
         # bits of the former one are removed later, in parts.
-        self._width = 2 * num_engines
-        self._slots = list(range(num_engines))
-        self._has_any = [False] * num_engines
-        self.is_known = [False] * num_engines
-        self._free_slots = list(range(num_engines, self._width))
+        self._width = max(MIN_WIDTH, 2 * num_engines)
+        self._slots: dict[int, int] = {}
+        self._has_any: dict[int, bool] = {}
+        self.is_known: dict[int, bool] = {}
+        self._free_slots = list(reversed(range(self._width)))
         self._dead = 0  # bits of slots that are being removed
         self._dead_slots: list[int] = []
         self._num_uncollected = 0
         self._tokens_per_hash = tokens_per_hash
         self._max_hashes = max_hashes
         self._masks: OrderedDict[bytes, int] = OrderedDict()
+        # Entries, all older than those of `_masks`, whose masks have a former width.
+        self._narrow: OrderedDict[bytes, int] = OrderedDict()
+        self._former_width = 0
         self._groups: dict[int, GroupInfo] = {}
         self._search = _Search({}, self._width, tokens_per_hash)
         self.num_evicted = 0
+        for engine in range(num_engines):
+            self.add_engine(engine)
 
     def __len__(self) -> int:
         """Number of hashes."""
-        return len(self._masks)
+        return len(self._masks) + len(self._narrow)
+
+    def add_engine(self, engine: int) -> None:
+        """A new engine, of which nothing is known yet."""
+        if 2 * (len(self._slots) + 1) > self._width:
+            self._widen()
+        self._slots[engine] = self._take_slot()
+        self._has_any[engine] = self.is_known[engine] = False
+
+    def remove_engine(self, engine: int) -> None:
+        """The engine is gone. Its bits are removed in parts, as by `clear`."""
+        self.clear(engine)
+        self._free_slots.append(self._slots.pop(engine))
+        del self._has_any[engine], self.is_known[engine]
 
     def describe_group(self, group: int, info: GroupInfo) -> None:
         """An engine has blocks of this group; all engines have equal groups. A group that is out of
@@ -75,46 +96,51 @@ class BlockIndex:
 
     def store(self, engine: int, hashes: Sequence[bytes], group: int, medium: Medium) -> None:
         """An engine has stored these blocks, the first of a prefix first."""
-        if group in self._groups:
+        if group in self._groups and engine in self._slots:
             self._has_any[engine] = True
             self._add(hashes, self._bit(engine, group, MEDIA.index(medium)))
 
     def remove(self, engine: int, hashes: Iterable[bytes], group: int, medium: Medium) -> None:
         """An engine has removed these blocks. Unknown ones are ignored."""
-        if group in self._groups:
+        if group in self._groups and engine in self._slots:
             self._subtract(hashes, self._bit(engine, group, MEDIA.index(medium)))
 
     def expect(self, engine: int, hashes: Sequence[bytes]) -> None:
         """The engine is about to compute these blocks."""
-        if self._groups:
+        if self._groups and engine in self._slots:
             self._has_any[engine] = True
             self._add(hashes, self._expected(engine))
 
     def end_expecting(self, engine: int, hashes: Iterable[bytes]) -> None:
         """The engine has stored these blocks, or never will."""
-        self._subtract(hashes, self._expected(engine))
+        if engine in self._slots:
+            self._subtract(hashes, self._expected(engine))
 
     def clear(self, engine: int) -> None:
         """The engine has no blocks any more, or they are not known."""
-        if not self._has_any[engine]:
+        if not self._has_any.get(engine, False):
             return
-        if not self._free_slots:
-            while self.collect(len(self._masks) + 1):  # it was cleared twice in a row
-                pass
+        new_slot = self._take_slot()
         slot, self._has_any[engine] = self._slots[engine], False
-        self._slots[engine] = self._free_slots.pop()
+        self._slots[engine] = new_slot
         self._dead_slots.append(slot)
-        self._dead |= sum(1 << (field * self._width + slot) for field in range(self._num_fields))
-        self._num_uncollected = len(self._masks)
+        self._mark_dead()
 
     @property
     def has_garbage(self) -> bool:
         """Whether `collect` has something to do."""
-        return bool(self._dead_slots)
+        return bool(self._dead_slots or self._narrow)
 
     def collect(self, max_hashes: int) -> bool:
-        """Remove what engines had that were cleared, from up to `max_hashes` entries. Returns
-        whether entries remain to be looked at."""
+        """Remove what engines had that were cleared, and widen masks for more engines, in up to
+        `max_hashes` entries. Returns whether entries remain to be looked at."""
+        if self._narrow:
+            for _ in range(min(max_hashes, len(self._narrow))):  # the newest first
+                block_hash, mask = self._narrow.popitem()
+                if mask := self._widened(mask):
+                    self._masks[block_hash] = mask
+                    self._masks.move_to_end(block_hash, last=False)
+            return True
         count = min(max_hashes, self._num_uncollected, len(self._masks))
         for _ in range(count):  # a full turn of the entries leaves them in their order
             block_hash, mask = self._masks.popitem(last=False)
@@ -128,14 +154,59 @@ class BlockIndex:
         self._dead_slots.clear()
         return False
 
+    def _take_slot(self) -> int:
+        if not self._free_slots:
+            while self.collect(len(self) + 1):  # an engine was cleared twice in a row
+                pass
+        return self._free_slots.pop()
+
+    def _mark_dead(self) -> None:
+        self._dead = sum(
+            1 << (field * self._width + slot)
+            for field in range(self._num_fields)
+            for slot in self._dead_slots
+        )
+        self._num_uncollected = len(self)
+
+    def _widen(self) -> None:
+        """Twice as many slots. `collect` rewrites the masks; until then, old ones are widened when
+        they are used."""
+        while self._narrow:
+            self.collect(len(self._narrow))
+        self._former_width, self._width = self._width, 2 * self._width
+        self._free_slots += reversed(range(self._former_width, self._width))
+        self._narrow, self._masks = self._masks, OrderedDict()
+        self._search = _Search(self._groups, self._width, self._tokens_per_hash)
+        self._mark_dead()
+
+    def _widened(self, mask: int) -> int:
+        """A mask of the former width, without the bits of slots that are being removed."""
+        wide, low, field = 0, (1 << self._former_width) - 1, 0
+        while mask:
+            wide |= (mask & low) << (field * self._width)
+            mask >>= self._former_width
+            field += 1
+        return wide & ~self._dead
+
+    def _get(self, block_hash: bytes, default: int) -> int:
+        mask = self._masks.get(block_hash)
+        return self._widened(self._narrow.get(block_hash, default)) if mask is None else mask
+
+    def _bring(self, hashes: Iterable[bytes]) -> None:
+        """These entries are about to change: widen their masks."""
+        for block_hash in hashes:
+            if (mask := self._narrow.pop(block_hash, None)) is not None:
+                self._masks[block_hash] = self._widened(mask)
+
     def match(self, chain: "PromptHashes", engines: Iterable[int]) -> dict[int, int]:
         """How many leading tokens of a prompt each of `engines` has, or is about to have. Engines
         that have none are left out."""
         engine_of = {self._slots[engine]: engine for engine in engines}
         if not self._groups:
             return {}
-        found = self._search.longest(self._masks, chain, engine_of)
-        if len(self._masks) >= self._max_hashes and found:
+        get = self._get if self._narrow else self._masks.get
+        found = self._search.longest(get, chain, engine_of)
+        if len(self) >= self._max_hashes and found:
             self._touch(chain.hashes[: max(found.values()) // self._tokens_per_hash])
         return {engine_of[slot]: num_tokens for slot, num_tokens in found.items() if num_tokens}
 
@@ -150,15 +221,20 @@ class BlockIndex:
         return sum(self._bit(engine, group, _EXPECTED) for group in self._groups)
 
     def _add(self, hashes: Sequence[bytes], bits: int) -> None:
+        if self._narrow:
+            self._bring(hashes)
         masks = self._masks
         # The last first, so that of one prefix the end is evicted first.
         for block_hash in reversed(hashes):
             masks[block_hash] = masks.get(block_hash, 0) | bits
-        while len(masks) > self._max_hashes:
-            masks.popitem(last=False)
+        while len(self) > self._max_hashes:
+            (self._narrow or masks).popitem(last=False)
             self.num_evicted += 1
 
     def _subtract(self, hashes: Iterable[bytes], bits: int) -> None:
+        if self._narrow:
+            hashes = list(hashes)
+            self._bring(hashes)
         masks = self._masks
         for block_hash in hashes:
             mask = masks.get(block_hash, 0)
@@ -169,10 +245,15 @@ class BlockIndex:
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
         """Evict these after all others. They leave the turn of `collect`, so they are cleaned."""
+        if self._narrow:
+            self._bring(hashes)
         masks = self._masks
         for block_hash in reversed(hashes):
             if left := masks.pop(block_hash, 0) & ~self._dead:
                 masks[block_hash] = left
+
+
+_Lookup: TypeAlias = Callable[[bytes, int], int]
 
 
 class PromptHashes:
@@ -228,25 +309,23 @@ class _Search:
             if info.num_needed is not None
         ]
 
-    def longest(
-        self, masks: Mapping[bytes, int], chain: PromptHashes, slots: Iterable[int]
-    ) -> dict[int, int]:
-        """The longest prefix per slot, in tokens."""
+    def longest(self, get: "_Lookup", chain: PromptHashes, slots: Iterable[int]) -> dict[int, int]:
+        """The longest prefix per slot, in tokens. get: returns the mask of a hash."""
         limit = chain.num_blocks
         runs = {slot: limit for slot in slots}
         for size, fold in self._keeping:
-            runs = self._leading(masks, chain, size, fold, runs)
+            runs = self._leading(get, chain, size, fold, runs)
         found = {}
         for slot, run in runs.items():
             end = run - run % self._alignment
             if self._ending and end:
-                end = self._shorten(masks, chain, 1 << slot, end)
+                end = self._shorten(get, chain, 1 << slot, end)
             found[slot] = end * self._tokens_per_hash
         return found
 
     @staticmethod
     def _leading(
-        masks: Mapping[bytes, int],
+        get: "_Lookup",
         chain: PromptHashes,
         size: int,
         fold: "_Fold",
@@ -256,7 +335,7 @@ class _Search:
         Slots that have none are left out."""
         alive = sum(1 << slot for slot in runs)
         ended: dict[int, int] = {}
-        hashes, get, known = chain.hashes, masks.get, fold.known
+        hashes, known = chain.hashes, fold.known
         index, limit = size - 1, max(runs.values(), default=0)
         while alive and index < limit:
             if index >= len(hashes):
@@ -275,9 +354,7 @@ class _Search:
             slot: min(run, count) for slot, count in ended.items() if count and (run := runs[slot])
         }
 
-    def _shorten(
-        self, masks: Mapping[bytes, int], chain: PromptHashes, slot_bit: int, end: int
-    ) -> int:
+    def _shorten(self, get: "_Lookup", chain: PromptHashes, slot_bit: int, end: int) -> int:
         """The longest prefix of at most `end` hash blocks whose last blocks the slot has in the
         groups that need no others.
 
@@ -286,7 +363,7 @@ class _Search:
         """
         while end > 0:
             for size, num_needed, fold in self._ending:
-                missing = self._last_missing(masks, chain, size, num_needed, fold, slot_bit, end)
+                missing = self._last_missing(get, chain, size, num_needed, fold, slot_bit, end)
                 if missing is not None:
                     end = missing * size // self._alignment * self._alignment
                     break
@@ -296,7 +373,7 @@ class _Search:
 
     def _last_missing(
         self,
-        masks: Mapping[bytes, int],
+        get: "_Lookup",
         chain: PromptHashes,
         size: int,
         num_needed: int,
@@ -308,7 +385,7 @@ class _Search:
         block_size = size * self._tokens_per_hash
         first = max(end * self._tokens_per_hash - num_needed, 0) // block_size
         for block in range(end // size - 1, first - 1, -1):
-            if not fold(masks.get(chain.at((block + 1) * size - 1), 0)) & slot_bit:
+            if not fold(get(chain.at((block + 1) * size - 1), 0)) & slot_bit:
                 return block
         return None
 

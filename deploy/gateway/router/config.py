@@ -3,7 +3,6 @@
 import msgspec
 
 from longshore.deploy.gateway.router.block_index import BlockIndex
-from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.gateway.router.policies import (
     LeastLoaded,
     PolicyName,
@@ -12,13 +11,14 @@ from longshore.deploy.gateway.router.policies import (
     RoutingPolicy,
     SessionAffinity,
 )
+from longshore.protocol.events import EventSource
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 
 
 class PrefixRoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the policy `prefix_aware` needs.
 
-    events:    where each engine publishes its KV events.
+    events:    where each engine publishes its KV events at the start of the deployment.
     hash_seed: of block hashes, in hexadecimal; secret.
     hash_algorithm, tokens_per_hash: as in CacheConfig.
     max_hashes: limit of the index, for all engines together.
@@ -33,15 +33,15 @@ class PrefixRoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """session_header: request header that names a session.
-    prefix: set for the policy `prefix_aware`, if there are several engines."""
+    prefix: set for the policy `prefix_aware`."""
 
     policy: PolicyName = "least_loaded"
     session_header: str = "x-session-id"
     prefix: PrefixRoutingConfig | None = None
 
 
-def make_policy(config: RoutingConfig, num_engines: int) -> RoutingPolicy:
-    """The policy of one gateway."""
+def make_policy(config: RoutingConfig) -> RoutingPolicy:
+    """The policy of one gateway, without engines."""
     prefix = config.prefix
     match config.policy:
         case "round_robin":
@@ -50,7 +50,7 @@ def make_policy(config: RoutingConfig, num_engines: int) -> RoutingPolicy:
             return SessionAffinity()
         case "prefix_aware" if prefix is not None:
             index = BlockIndex(
-                num_engines, tokens_per_hash=prefix.tokens_per_hash, max_hashes=prefix.max_hashes
+                0, tokens_per_hash=prefix.tokens_per_hash, max_hashes=prefix.max_hashes
             )
             seed = bytes.fromhex(prefix.hash_seed)
             hasher = BlockHasher(prefix.tokens_per_hash, seed, prefix.hash_algorithm)

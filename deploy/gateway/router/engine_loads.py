@@ -17,6 +17,7 @@ without reports.
 `benchmarks/engine_choice.py` has the conditions.
 """
 
+from collections import Counter
 from typing import Final
 
 from longshore.deploy.requests.live_requests import LiveRequest
@@ -28,11 +29,11 @@ TOKENS_PER_REQUEST: Final = 256
 class EngineLoads:
     """num_gateways: if it is 1, all requests of a report are this gateway's own."""
 
-    def __init__(self, num_engines: int, *, num_gateways: int = 1) -> None:
+    def __init__(self, *, num_gateways: int = 1) -> None:
         self._num_gateways = num_gateways
-        self._num_others = [0] * num_engines
+        self._num_others: Counter[int] = Counter()  # by engine
         self._unanswered: dict[LiveRequest, tuple[int, int]] = {}  # engine, tokens
-        self._num_prompt_tokens = [0] * num_engines
+        self._num_prompt_tokens: Counter[int] = Counter()
 
     def note_report(self, engine: int, *, num_requests: int, num_own: int) -> None:
         """An engine reported `num_requests` running or waiting, `num_own` of this gateway."""
@@ -50,12 +51,17 @@ class EngineLoads:
         """The request got its first token, finished or was aborted. May be called repeatedly."""
         if (sent := self._unanswered.pop(request, None)) is not None:
             engine, num_tokens = sent
-            self._num_prompt_tokens[engine] -= num_tokens
+            if engine in self._num_prompt_tokens:  # else it was removed
+                self._num_prompt_tokens[engine] -= num_tokens
+
+    def remove_engine(self, engine: int) -> None:
+        """The engine is about to go; answers of its requests do not count any more."""
+        del self._num_others[engine], self._num_prompt_tokens[engine]
 
     @property
     def num_others(self) -> int:
         """Requests of other gateways at all engines."""
-        return sum(self._num_others)
+        return self._num_others.total()
 
     def load(self, engine: int, num_own: int) -> float:
         """Load of an engine, in requests. num_own: requests of this gateway at the engine."""

@@ -4,24 +4,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
 import zmq
 
 from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.event_follower import EventFollower
-from longshore.protocol.transport.channel import Endpoint, SocketWatcher, has_input, open_socket
+from longshore.protocol.events import EventSource
+from longshore.protocol.transport.channel import SocketWatcher, has_input, open_socket
 
 CHECK_EVERY_S: Final = 1.0
 MESSAGES_PER_CALL: Final = 64
 HASHES_PER_CALL: Final = 1000
-
-
-class EventSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an engine publishes; see KVEventsConfig."""
-
-    endpoint: Endpoint
-    replay_endpoint: Endpoint
-    topic: str
 
 
 class EventSubscriber:
@@ -50,7 +42,7 @@ class EventSubscriber:
             self.follower.begin(self._loop.time())
         elif self.is_followed and not is_ready:
             self.follower.end()
-            self._work_soon()
+            self.work_soon()
         self.is_followed = is_ready
 
     def close(self) -> None:
@@ -95,9 +87,10 @@ class EventSubscriber:
             if not has_input(socket):
                 break
             take(socket.recv_multipart(zmq.DONTWAIT), now_s)
-        self._work_soon()
+        self.work_soon()
 
-    def _work_soon(self) -> None:
+    def work_soon(self) -> None:
+        """Apply what has arrived and collect what the index does not need, in parts."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._work)
@@ -109,7 +102,7 @@ class EventSubscriber:
         self.follower.work(self._loop.time())
         self._index.collect(HASHES_PER_CALL)
         if self.follower.has_work or self._index.has_garbage:
-            self._work_soon()
+            self.work_soon()
 
     def _check(self) -> None:
         self._next_check = self._loop.call_later(CHECK_EVERY_S, self._check)

@@ -13,7 +13,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -101,27 +101,36 @@ class Decision(NamedTuple):
     next_hashes: Sequence[bytes] = ()
 
 
+_ValueT_co = TypeVar("_ValueT_co", covariant=True)
+
+
+class ByEngine(Protocol[_ValueT_co]):
+    """A value per engine, by number."""
+
+    def __getitem__(self, engine: int, /) -> _ValueT_co: ...
+
+
 class RoutingPolicy(ABC):
     """One policy of one gateway."""
 
     @abstractmethod
     def choose(
-        self, prompt: RoutedPrompt, engines: Sequence[int], loads: Sequence[float]
+        self, prompt: RoutedPrompt, engines: Sequence[int], loads: ByEngine[float]
     ) -> Decision:
         """engines: those that may take it, at least one, in the order in which it is their turn.
-        loads: of all engines, by number."""
+        loads: theirs."""
 
 
 class RoundRobin(RoutingPolicy):
     def choose(
-        self, prompt: RoutedPrompt, engines: Sequence[int], loads: Sequence[float]
+        self, prompt: RoutedPrompt, engines: Sequence[int], loads: ByEngine[float]
     ) -> Decision:
         return Decision(engines[0], "turn")
 
 
 class LeastLoaded(RoutingPolicy):
     def choose(
-        self, prompt: RoutedPrompt, engines: Sequence[int], loads: Sequence[float]
+        self, prompt: RoutedPrompt, engines: Sequence[int], loads: ByEngine[float]
     ) -> Decision:
         return Decision(min(engines, key=loads.__getitem__), "load")
 
@@ -132,7 +141,7 @@ class SessionAffinity(RoutingPolicy):
     own sessions."""
 
     def choose(
-        self, prompt: RoutedPrompt, engines: Sequence[int], loads: Sequence[float]
+        self, prompt: RoutedPrompt, engines: Sequence[int], loads: ByEngine[float]
     ) -> Decision:
         if prompt.session_key is None:
             return Decision(min(engines, key=loads.__getitem__), "load")
@@ -161,7 +170,7 @@ class PrefixAware(RoutingPolicy):
         self._hasher = hasher
 
     def choose(
-        self, prompt: RoutedPrompt, engines: Sequence[int], loads: Sequence[float]
+        self, prompt: RoutedPrompt, engines: Sequence[int], loads: ByEngine[float]
     ) -> Decision:
         if not prompt.uses_prefix:
             return Decision(min(engines, key=loads.__getitem__), "load")

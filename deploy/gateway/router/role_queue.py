@@ -61,6 +61,9 @@ class RoleQueue(Generic[RequestT]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request: RequestT) -> bool:
+        return request in self._entries
+
     def num_used(self, engine: int) -> int:
         """Units of an engine that requests have."""
         return self._num_used.get(engine, 0)
@@ -131,10 +134,12 @@ class RoleQueue(Generic[RequestT]):
     def _place_waiting(self) -> list[Placed[RequestT]]:
         placed: list[Placed[RequestT]] = []
         for entry in self._waiting:
+            # An engine that has nothing takes any request: its room may have become smaller.
             engines = [
                 engine
                 for engine, capacity in self._capacity.items()
-                if self.num_used(engine) + entry.num_units <= capacity
+                if (num_used := self.num_used(engine)) + entry.num_units <= capacity
+                or (capacity and not num_used)
             ]
             fresh = [engine for engine in engines if engine not in entry.failed_on]
             if not engines:

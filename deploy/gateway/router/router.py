@@ -8,13 +8,15 @@ gateway that dies takes no other one's knowledge with it. The price is one index
 another gateway has just sent to an engine is known once the engine has published it.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from longshore.deploy.gateway.router.engine_loads import EngineLoads
 from longshore.deploy.gateway.router.expected_blocks import ExpectedBlocks
 from longshore.deploy.gateway.router.policies import (
+    ByEngine,
     Decision,
     LeastLoaded,
     PrefixAware,
@@ -29,11 +31,12 @@ Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""
 
 _ROLES: Final[dict[Stage, tuple[Role, ...]]] = {
-    "whole": ("unified", "decode"),
-    "prefill": ("prefill", "unified"),
-    "decode": ("decode", "unified"),
+    "whole": ("unified", "decode", "prefill"),
+    "prefill": ("prefill", "unified", "decode"),
+    "decode": ("decode", "unified", "prefill"),
 }
-"""Which engines serve a stage: those of the second role if none of the first one is usable."""
+"""Which engines serve a stage: those of the first role of which one is usable. Every engine can
+compute whole requests, so one that is lost costs no answer while any other one is left."""
 
 
 class CountedDecision(NamedTuple):
@@ -46,8 +49,9 @@ class CountedDecision(NamedTuple):
 class Router:
     """The decisions of one gateway.
 
+    num_engines: engines at the beginning; others can be added.
     number, num_gateways: number of this gateway, and of gateways that use the engines.
-    roles:   of the engines, by number; empty: all are unified.
+    roles:   of these engines, by number; empty: all are unified.
     counts:  decisions so far.
     """
 
@@ -61,17 +65,41 @@ class Router:
         roles: Sequence[Role] = (),
     ) -> None:
         self._policy = LeastLoaded() if policy is None else policy
-        self._roles = tuple(roles) or ("unified",) * num_engines
-        self._turn = number % num_engines
+        self._number = number
+        self._roles: dict[int, Role] = {}
+        self._engines: tuple[int, ...] = ()  # in order
+        self._turn: int | None = (
+            None  # this engine, or the next one; None: no engine was chosen yet
+        )
         self._expected = ExpectedBlocks(policy.index) if isinstance(policy, PrefixAware) else None
-        self.loads = EngineLoads(num_engines, num_gateways=num_gateways)
+        self.loads = EngineLoads(num_gateways=num_gateways)
         self.counts: Counter[CountedDecision] = Counter()
+        for engine in range(num_engines):
+            self.add_engine(engine, roles[engine] if roles else "unified")
+
+    @property
+    def roles(self) -> Mapping[int, Role]:
+        """Of the engines that are there, by number; it changes with them."""
+        return self._roles
+
+    def add_engine(self, engine: int, role: Role = "unified") -> None:
+        """From now on the engine can be chosen."""
+        self._roles[engine] = role
+        self._engines = tuple(sorted(self._roles))
+
+    def remove_engine(self, engine: int) -> None:
+        """The engine is about to go, and is not chosen any more."""
+        del self._roles[engine]
+        self._engines = tuple(sorted(self._roles))
+        self.loads.remove_engine(engine)
+        for decision in [each for each in self.counts if each.engine == engine]:
+            del self.counts[decision]
 
     def choose(
         self,
         prompt: RoutedPrompt,
-        num_own: Sequence[int],
-        is_usable: Sequence[bool],
+        num_own: ByEngine[int],
+        is_usable: ByEngine[bool],
         now_s: float,
         stage: Stage = "whole",
     ) -> Decision | None:
@@ -85,9 +113,9 @@ class Router:
             return None
         if self._expected is not None:
             self._expected.expire(now_s)
-        loads = [self.loads.load(engine, count) for engine, count in enumerate(num_own)]
+        loads = {engine: self.loads.load(engine, num_own[engine]) for engine in engines}
         decision = self._policy.choose(prompt, engines, loads)
-        self._turn = (decision.engine + 1) % len(self._roles)
+        self._turn = decision.engine + 1
         self.counts[CountedDecision(decision.engine, decision.reason)] += 1
         return decision
 
@@ -104,10 +132,13 @@ class Router:
         if self._expected is not None:
             self._expected.note_answer(request, now_s)
 
-    def _candidates(self, is_usable: Sequence[bool], stage: Stage) -> list[int]:
-        """In the order in which it is their turn."""
-        num_engines = len(self._roles)
-        turns = [(self._turn + i) % num_engines for i in range(num_engines)]
+    def _candidates(self, is_usable: ByEngine[bool], stage: Stage) -> list[int]:
+        """In the order in which it is their turn. The gateways begin with different engines."""
+        if self._turn is None:
+            first = self._number % max(1, len(self._engines))
+        else:
+            first = bisect_left(self._engines, self._turn)
+        turns = self._engines[first:] + self._engines[:first]
         for role in _ROLES[stage]:
             if engines := [e for e in turns if is_usable[e] and self._roles[e] == role]:
                 return engines

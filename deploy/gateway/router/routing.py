@@ -1,18 +1,19 @@
 """The routing of one gateway, assembled: the router, and what keeps its index up to date."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import zmq
 from prometheus_client.core import Metric
 
 from longshore.deploy.gateway.router.config import RoutingConfig, make_policy
+from longshore.deploy.gateway.router.event_follower import EventFollower
 from longshore.deploy.gateway.router.event_subscriber import EventSubscriber
 from longshore.deploy.gateway.router.policies import PrefixAware
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import EngineMember
 
 MAX_WAIT_S: Final = 2.0
 """A gateway serves after this time, even if it does not know what all engines have."""
@@ -25,35 +26,57 @@ class Routing:
     def __init__(
         self,
         config: RoutingConfig,
-        num_engines: int,
+        engines: Iterable[EngineMember],
         *,
         number: int,
         num_gateways: int,
-        roles: Sequence[Role] = (),
     ) -> None:
-        policy = make_policy(config, num_engines)
-        self.router = Router(
-            num_engines, policy, number=number, num_gateways=num_gateways, roles=roles
-        )
+        policy = make_policy(config)
+        self.router = Router(0, policy, number=number, num_gateways=num_gateways)
         self._index = policy.index if isinstance(policy, PrefixAware) else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._subscribers: list[EventSubscriber] = []
-        if self._index is not None and config.prefix is not None:
-            self._subscribers = [
-                EventSubscriber(self._context, source, self._index, engine)
-                for engine, source in enumerate(config.prefix.events)
-            ]
-        followers = [subscriber.follower for subscriber in self._subscribers]
-        self._metrics = RoutingMetrics(self.router, self._index, followers)
+        self._subscribers: dict[int, EventSubscriber] = {}
+        self._followers: dict[int, EventFollower] = {}
+        self._metrics = RoutingMetrics(self.router, self._index, self._followers)
+        for member in engines:
+            self.add_engine(member)
+
+    def add_engine(self, member: EngineMember) -> None:
+        """A new engine, which can be chosen."""
+        engine = member.number
+        if self._index is not None:
+            self._index.add_engine(engine)
+            if member.events is not None:
+                subscriber = EventSubscriber(self._context, member.events, self._index, engine)
+                self._subscribers[engine] = subscriber
+                self._followers[engine] = subscriber.follower
+        self.router.add_engine(engine, member.role)
+        self._tidy_index()
+
+    def remove_engine(self, engine: int) -> None:
+        """The engine is about to go, and is not chosen any more."""
+        self.router.remove_engine(engine)
+        if (subscriber := self._subscribers.pop(engine, None)) is not None:
+            del self._followers[engine]
+            subscriber.close()
+        if self._index is not None:
+            self._index.remove_engine(engine)
+        self._tidy_index()
+
+    def _tidy_index(self) -> None:
+        """One of the subscribers does it, in parts."""
+        for subscriber in self._subscribers.values():
+            subscriber.work_soon()
+            return
 
     def follow(self, engine: int, is_ready: bool) -> None:
         """An engine is ready, or not. To be called at least at every change."""
-        if self._subscribers:
-            self._subscribers[engine].follow(is_ready)
+        if (subscriber := self._subscribers.get(engine)) is not None:
+            subscriber.follow(is_ready)
 
     async def wait_until_known(self) -> None:
         """Wait for the snapshots of all engines that are ready, at most MAX_WAIT_S."""
-        followed = [each.follower for each in self._subscribers if each.is_followed]
+        followed = [each.follower for each in self._subscribers.values() if each.is_followed]
         for _ in range(round(MAX_WAIT_S / _POLL_S)):
             if all(follower.is_current for follower in followed):
                 return
@@ -63,7 +86,7 @@ class Routing:
         """Of which engines that are ready the blocks are not known; None if there are none."""
         unknown = [
             str(engine)
-            for engine, subscriber in enumerate(self._subscribers)
+            for engine, subscriber in self._subscribers.items()
             if self._index is not None
             and subscriber.is_followed
             and not self._index.is_known[engine]
@@ -77,6 +100,6 @@ class Routing:
         return self._metrics.collect()
 
     def close(self) -> None:
-        for subscriber in self._subscribers:
+        for subscriber in self._subscribers.values():
             subscriber.close()
         self._context.term()

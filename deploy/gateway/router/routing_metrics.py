@@ -1,6 +1,6 @@
 """Prometheus metrics of a gateway's routing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -10,11 +10,11 @@ from longshore.deploy.gateway.router.router import Router
 
 
 class RoutingMetrics:
-    """A collector for a registry. index, followers: of the policy `prefix_aware`; else None and
-    empty."""
+    """A collector for a registry. index, followers: of the policy `prefix_aware`, by engine; else
+    None and empty."""
 
     def __init__(
-        self, router: Router, index: BlockIndex | None, followers: Sequence[EventFollower]
+        self, router: Router, index: BlockIndex | None, followers: Mapping[int, EventFollower]
     ) -> None:
         self._router = router
         self._index = index
@@ -56,7 +56,7 @@ class RoutingMetrics:
             "Snapshots of an engine's KV blocks that were applied",
             labels=("engine",),
         )
-        for engine, follower in enumerate(self._followers):
+        for engine, follower in self._followers.items():
             known.add_metric((str(engine),), self._index.is_known[engine])
             gaps.add_metric((str(engine),), follower.num_gaps)
             snapshots.add_metric((str(engine),), follower.num_snapshots)

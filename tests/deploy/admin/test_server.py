@@ -16,9 +16,10 @@ from longshore.deploy.admin.actions import ACTION_NAMES, Drain, Restart, SetLeve
 from longshore.deploy.admin.client import AdminFailed, find_socket, perform
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import MAX_ACTIONS, AdminServer
+from longshore.deploy.supervisor.engine_set import EngineSet
 from longshore.deploy.supervisor.replica import replicas
 from longshore.protocol.errors import ConfigError
-from tests.deploy.supervisor.test_ordered_restarts import WAIT_S, Running, running
+from tests.deploy.supervisor.test_orders import WAIT_S, Running, running
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run() -> Iterator[Running]:
 def server(run: Running, tmp_path: Path) -> Iterator[AdminServer]:
     operations = Operations(
         run.supervisor,
-        replicas(("unified",) * 2),
+        EngineSet(replicas(("unified",) * 2)),
         stop=run.stop_signal.request,
         state_dir=tmp_path,
         drain_timeout_s=1.0,
@@ -108,7 +109,7 @@ def test_the_connection_of_a_drain_ends_with_its_client(server: AdminServer, run
         assert answer.ok
         assert run.stop_signal.is_set()
     with perform(server.path, Status()) as (answer, _):  # as long as the deployment stops
-        assert len(answer.results) == 3
+        assert len(answer.results) == 5  # two engines and three processes
 
 
 def test_too_many_actions_at_once_are_refused(server: AdminServer) -> None:

@@ -125,7 +125,9 @@ async def test_silent_scheduler_is_stalled(
     async with start_gateway(report_timeout_s=0.1) as gateway:
         gateway.engine.report = None
         assert await doctor(gateway) is Health.STALLED
-    assert "the scheduler has not answered for 0.1 s" in " ".join(capsys.readouterr().out.split())
+    assert "the scheduler of engine 0 has not answered for 0.1 s" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 async def test_dead_engine_is_unreachable_with_its_reason(

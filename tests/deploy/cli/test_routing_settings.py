@@ -52,15 +52,14 @@ def test_settings_that_cannot_work_are_rejected(settings: dict[str, Any], messag
         ("least_loaded", LeastLoaded),
         ("round_robin", RoundRobin),
         ("session_affinity", SessionAffinity),
-        ("prefix_aware", LeastLoaded),  # with one engine
     ],
 )
 def test_each_name_has_its_policy(name: Any, policy: type[RoutingPolicy]) -> None:
-    assert type(make_policy(RoutingConfig(name), 2)) is policy
+    assert type(make_policy(RoutingConfig(name))) is policy
 
 
 def test_prefix_aware_hashes_as_the_engines_do() -> None:
     prefix = PrefixRoutingConfig((), "ab" * 32, "sha256", 8, 10)
-    policy = make_policy(RoutingConfig("prefix_aware", prefix=prefix), 2)
+    policy = make_policy(RoutingConfig("prefix_aware", prefix=prefix))
     assert isinstance(policy, PrefixAware)
-    assert len(policy.index.is_known) == 2
+    assert policy.index.is_known == {}

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from longshore.deploy.cli.options import ServeOptions
-from longshore.deploy.supervisor.connector_options import with_pull_connector, with_variables
+from longshore.deploy.supervisor.connector_options import (
+    pull_options,
+    with_pull_connector,
+    with_variables,
+)
 from longshore.protocol.errors import ConfigError
 
 
@@ -77,3 +81,14 @@ def test_a_connector_that_cannot_pull_is_rejected(tmp_path: Path) -> None:
 def test_roles_that_cannot_work_are_rejected(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeOptions(**settings)  # type: ignore[arg-type]
+
+
+def test_the_options_of_the_pull_connector_are_found_also_in_multi() -> None:
+    options = {"host": "10.0.0.1", "remote_hosts": ["10.0.0.2"], "max_leased_share": 0.25}
+    children = [{"connector": "example"}, {"connector": "mooncake", "options": options}]
+    for name, values in (("nixl", options), ("multi", {"connectors": children})):
+        found = pull_options(name, json.dumps(values))
+        assert found is not None
+        assert (found.remote_hosts, found.max_leased_share) == (("10.0.0.2",), 0.25)
+    assert pull_options("offloading", "{}") is None
+    assert pull_options(None, "{}") is None

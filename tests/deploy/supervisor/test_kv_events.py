@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from longshore.deploy.cli.options import EngineOptions
-from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.kv_events import event_source, kv_events_config
 from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.events import KVEventsConfig
+from longshore.protocol.events import EventSource, KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint
 from longshore.protocol.transport.security import CurveKeys
 

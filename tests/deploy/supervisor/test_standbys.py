@@ -191,7 +191,7 @@ def test_a_restart_by_an_operator_starts_new_processes_and_new_standbys(
 ) -> None:
     engine = start(worker(), scheduler())
     former = engine.wait_for_standby("worker 0 standby"), engine.named("worker 0").pid
-    engine.supervisor.ordered_restarts.order(ENGINE).result(60)
+    engine.supervisor.orders.restart(ENGINE).result(60)
     assert engine.named("worker 0").pid not in former
     engine.wait_for_standby("worker 0 standby", other_than=former[0])
 

@@ -40,7 +40,7 @@ async def test_a_silent_scheduler_is_a_504_that_says_so(start_gateway: StartGate
             assert answer.status == 504
             error = json.loads(answer.body)["error"]
             assert error["code"] == "scheduler_silent"
-            assert "the scheduler has not answered for 0.1 s" in error["message"]
+            assert "the scheduler of engine 0 has not answered for 0.1 s" in error["message"]
         gateway.engine.send(REPORT)  # it wakes up and answers the old request
         gateway.engine.report = REPORT
         assert (await gateway.get("/engine/report")).status == 200

@@ -415,3 +415,34 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+async def test_an_engine_is_added_and_its_successor_takes_the_requests_of_a_removed_one() -> None:
+    runtime_dir, router = RuntimeDir(), Router(1)
+    fake = FakeEngine(runtime_dir.endpoint("clients-7"), never_answer)
+    try:
+        async with running(1, router=router) as (engines, (first,)):
+            live = submit(engines)
+            await first.wait_for(lambda: bool(first.requests))
+            first.send_tokens(first.requests[0], [5])
+            await engines.describe(5, 0)
+            router.add_engine(7)
+            engines.add_engine(7, runtime_dir.endpoint("clients-7"))
+            assert submit(engines).engine == 0  # the new one is not ready
+            await engines.clients[7].wait_until_ready()
+            assert engines_of([submit(engines), submit(engines)]) == [7, 7]
+            ended = submit(engines)
+            engines.abort([ended])
+            router.remove_engine(0)
+            engines.remove_engine(0)
+            assert live.engine == 7
+            await fake.wait_for(lambda: len(fake.requests) == 4)
+            resumed = [each for each in fake.requests if len(each.output_token_ids)]
+            assert [each.output_token_ids.tolist() for each in resumed] == [[5]]
+            engines.stop(ended, 1)  # of an engine that is gone
+            assert submit(engines, fork_of=ended).engine == 7
+            assert engines.not_ready_reason is None
+            assert len(engines) == 1
+    finally:
+        fake.close()
+        runtime_dir.remove()

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from typing import Final
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from longshore.deploy.gateway.router import block_index
 from longshore.deploy.gateway.router.block_index import (
     MEDIA,
     BlockIndex,
@@ -16,6 +18,7 @@ from longshore.deploy.gateway.router.block_index import (
 )
 
 NUM_ENGINES: Final = 3
+MAX_ENGINES: Final = 6
 PROMPTS: Final = [
     [bytes([prompt if block >= 3 else 0, block]) for block in range(12)] for prompt in range(3)
 ]
@@ -64,23 +67,34 @@ def longest(held: set[tuple[int, bytes]], groups: Sequence[GroupInfo], prompt: l
 
 
 class Index(RuleBasedStateMachine):
-    """Engines store and remove blocks in any order."""
+    """Engines come and go, and store and remove blocks, in any order. What one that is not there
+    is said to do has no effect."""
 
     max_hashes = 1000
 
     @initialize(groups=st.sampled_from(GROUPS))
     def start(self, groups: list[GroupInfo]) -> None:
         self.groups = groups
-        self.index = BlockIndex(
-            NUM_ENGINES, tokens_per_hash=TOKENS_PER_HASH, max_hashes=self.max_hashes
-        )
+        with patch.object(block_index, "MIN_WIDTH", 2):
+            self.index = BlockIndex(1, tokens_per_hash=TOKENS_PER_HASH, max_hashes=self.max_hashes)
         for group, info in enumerate(groups):
             self.index.describe_group(group, info)
-        self.held: list[set[tuple[int, str, bytes]]] = [set() for _ in range(NUM_ENGINES)]
-        self.expected: list[set[bytes]] = [set() for _ in range(NUM_ENGINES)]
+        self.present = {0}
+        self.held: list[set[tuple[int, str, bytes]]] = [set() for _ in range(MAX_ENGINES)]
+        self.expected: list[set[bytes]] = [set() for _ in range(MAX_ENGINES)]
+
+    @rule(engine=st.integers(0, MAX_ENGINES - 1))
+    def add_or_remove(self, engine: int) -> None:
+        if engine in self.present:
+            self.index.remove_engine(engine)
+            self.held[engine].clear()
+            self.expected[engine].clear()
+        else:
+            self.index.add_engine(engine)
+        self.present ^= {engine}
 
     blocks = st.tuples(
-        st.integers(0, NUM_ENGINES - 1),
+        st.integers(0, MAX_ENGINES - 1),
         st.integers(0, 2),
         st.sampled_from(MEDIA),
         st.sampled_from(PROMPTS),
@@ -93,7 +107,8 @@ class Index(RuleBasedStateMachine):
         engine, group, medium, prompt, first, last = blocks
         hashes = prompt[first:last]
         self.index.store(engine, hashes, group, medium)  # type: ignore[arg-type]
-        self.held[engine] |= {(group, medium, each) for each in hashes}
+        if engine in self.present:
+            self.held[engine] |= {(group, medium, each) for each in hashes}
 
     @rule(blocks=blocks)
     def remove(self, blocks: tuple[int, int, str, list[bytes], int, int]) -> None:
@@ -106,7 +121,8 @@ class Index(RuleBasedStateMachine):
     def expect(self, blocks: tuple[int, int, str, list[bytes], int, int]) -> None:
         engine, _, _, prompt, first, last = blocks
         self.index.expect(engine, prompt[first:last])
-        self.expected[engine] |= set(prompt[first:last])
+        if engine in self.present:
+            self.expected[engine] |= set(prompt[first:last])
 
     @rule(blocks=blocks)
     def end_expecting(self, blocks: tuple[int, int, str, list[bytes], int, int]) -> None:
@@ -114,7 +130,7 @@ class Index(RuleBasedStateMachine):
         self.index.end_expecting(engine, prompt[first:last])
         self.expected[engine] -= set(prompt[first:last])
 
-    @rule(engine=st.integers(0, NUM_ENGINES - 1))
+    @rule(engine=st.integers(0, MAX_ENGINES - 1))
     def clear(self, engine: int) -> None:
         self.index.clear(engine)
         self.held[engine].clear()
@@ -126,7 +142,7 @@ class Index(RuleBasedStateMachine):
 
     def by_brute_force(self, prompt: list[bytes]) -> dict[int, int]:
         found = {}
-        for engine in range(NUM_ENGINES):
+        for engine in self.present:
             held = {(group, each) for group, _, each in self.held[engine]}
             held |= {(g, each) for g in range(len(self.groups)) for each in self.expected[engine]}
             if num_tokens := longest(held, self.groups, prompt):
@@ -136,7 +152,7 @@ class Index(RuleBasedStateMachine):
     @invariant()
     def matches_are_those_of_the_model(self) -> None:
         for prompt in PROMPTS:
-            found = self.index.match(hashes_of(prompt), range(NUM_ENGINES))
+            found = self.index.match(hashes_of(prompt), self.present)
             assert found == self.by_brute_force(prompt)
 
     @invariant()
@@ -156,7 +172,7 @@ class BoundedIndex(Index):
     @invariant()
     def matches_are_those_of_the_model(self) -> None:
         for prompt in PROMPTS:
-            found = self.index.match(hashes_of(prompt), range(NUM_ENGINES))
+            found = self.index.match(hashes_of(prompt), self.present)
             wanted = self.by_brute_force(prompt)
             assert all(num_tokens <= wanted.get(each, 0) for each, num_tokens in found.items())
 

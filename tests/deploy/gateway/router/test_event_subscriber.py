@@ -11,8 +11,8 @@ import zmq
 
 from longshore.deploy.gateway.router import event_follower, event_subscriber
 from longshore.deploy.gateway.router.block_index import BlockIndex
-from longshore.deploy.gateway.router.event_subscriber import EventSource, EventSubscriber
-from longshore.protocol.events import AllBlocksCleared, BlockStored, KVEventsConfig
+from longshore.deploy.gateway.router.event_subscriber import EventSubscriber
+from longshore.protocol.events import AllBlocksCleared, BlockStored, EventSource, KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint, SocketWatcher, close_context
 from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from tests.harness.kv_groups import kv_cache_config

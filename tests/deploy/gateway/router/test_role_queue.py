@@ -111,6 +111,7 @@ class Requests(RuleBasedStateMachine):
             engine
             for engine, capacity in self.capacity.items()
             if self.used(engine) + self.units[request] <= capacity
+            or (capacity > 0 and self.used(engine) == 0)
         }
         fresh = has_room - set(self.failures[request])
         assert set(engines) == (fresh or has_room)

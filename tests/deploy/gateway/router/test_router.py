@@ -86,7 +86,7 @@ def test_a_long_prompt_weighs_until_its_first_token_has_come() -> None:
 
 
 def test_only_tokens_that_the_engine_has_to_compute_weigh() -> None:
-    loads, long = EngineLoads(1), prompt(10 * TOKENS_PER_REQUEST)
+    loads, long = EngineLoads(), prompt(10 * TOKENS_PER_REQUEST)
     loads.note_prompt(0, long, num_cached_tokens=9 * TOKENS_PER_REQUEST)
     assert loads.load(0, 0) == 1
     loads.note_answer(long)
@@ -94,7 +94,7 @@ def test_only_tokens_that_the_engine_has_to_compute_weigh() -> None:
 
 
 def test_an_answer_is_counted_once() -> None:
-    loads, long = EngineLoads(1), prompt(900)
+    loads, long = EngineLoads(), prompt(900)
     loads.note_prompt(0, long)
     for _ in range(2):
         loads.note_answer(long)
@@ -105,7 +105,7 @@ def test_an_answer_is_counted_once() -> None:
 def test_an_engine_s_report_tells_of_other_gateways_if_there_are_any(
     num_gateways: int, num_others: int, weight: float
 ) -> None:
-    loads = EngineLoads(2, num_gateways=num_gateways)
+    loads = EngineLoads(num_gateways=num_gateways)
     loads.note_report(0, num_requests=10, num_own=3)
     loads.note_report(1, num_requests=2, num_own=6)  # four have ended, without a message yet
     assert loads.num_others == num_others
@@ -121,11 +121,38 @@ class SeveralGateways(RuleBasedStateMachine):
 
     @initialize(number=st.integers(0, 3))
     def start(self, number: int) -> None:
-        self.gateway = Gateway(NUM_ENGINES, number=number, num_gateways=NUM_GATEWAYS)
-        self.others = [0] * NUM_ENGINES
-        self.waiting: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
-        self.begun: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
-        self.is_usable = [True] * NUM_ENGINES
+        self.router = Router(0, number=number, num_gateways=NUM_GATEWAYS)
+        self.num_own: dict[int, int] = {}
+        self.others: dict[int, int] = {}
+        self.waiting: dict[int, list[LiveRequest]] = {}
+        self.begun: dict[int, list[LiveRequest]] = {}
+        self.is_usable: dict[int, bool] = {}
+        self.next_number = 0
+        for _ in range(NUM_ENGINES):
+            self.an_engine_is_added()
+
+    @rule()
+    def an_engine_is_added(self) -> None:
+        engine, self.next_number = self.next_number, self.next_number + 1
+        self.router.add_engine(engine)
+        self.num_own[engine] = self.others[engine] = 0
+        self.waiting[engine], self.begun[engine] = [], []
+        self.is_usable[engine] = True
+
+    @rule(place=st.integers(0, 9))
+    def an_engine_is_removed(self, place: int) -> None:
+        if len(self.waiting) < 2:
+            return
+        engine = self.engine_at(place)
+        self.router.remove_engine(engine)
+        for live in self.waiting[engine]:
+            self.router.note_answer(live, 0.0)
+        assert self.router.loads.load(engine, 0) == 0
+        for by_engine in (self.num_own, self.others, self.waiting, self.begun, self.is_usable):
+            del by_engine[engine]  # type: ignore[attr-defined]
+
+    def engine_at(self, place: int) -> int:
+        return list(self.waiting)[place % len(self.waiting)]
 
     def brute_force_load(self, engine: int) -> float:
         waiting = self.waiting[engine]
@@ -139,10 +166,9 @@ class SeveralGateways(RuleBasedStateMachine):
 
     @rule(num_tokens=st.integers(1, 3000))
     def a_prompt_comes(self, num_tokens: int) -> None:
-        loads = [self.brute_force_load(engine) for engine in range(NUM_ENGINES)]
-        usable = [loads[engine] for engine in range(NUM_ENGINES) if self.is_usable[engine]]
-        router = self.gateway.router
-        decision = router.choose(NO_PROMPT, self.gateway.num_own, self.is_usable, 0.0)
+        loads = {engine: self.brute_force_load(engine) for engine in self.waiting}
+        usable = [load for engine, load in loads.items() if self.is_usable[engine]]
+        decision = self.router.choose(NO_PROMPT, self.num_own, self.is_usable, 0.0)
         if decision is None:
             assert not usable
             return
@@ -150,39 +176,44 @@ class SeveralGateways(RuleBasedStateMachine):
         assert self.is_usable[engine]
         assert loads[engine] == min(usable)
         live = prompt(num_tokens)
-        self.gateway.num_own[engine] += 1
-        router.note_sent(decision, live)
+        self.num_own[engine] += 1
+        self.router.note_sent(decision, live)
         self.waiting[engine].append(live)
 
-    @rule(engine=st.integers(0, NUM_ENGINES - 1), place=st.integers(0, 9))
+    @rule(engine=st.integers(0, 9), place=st.integers(0, 9))
     def one_gets_its_first_token(self, engine: int, place: int) -> None:
+        engine = self.engine_at(engine)
         if place < len(self.waiting[engine]):
             live = self.waiting[engine].pop(place)
-            self.gateway.router.note_answer(live, 0.0)
+            self.router.note_answer(live, 0.0)
             self.begun[engine].append(live)
 
-    @rule(engine=st.integers(0, NUM_ENGINES - 1), place=st.integers(0, 9), waits=st.booleans())
+    @rule(engine=st.integers(0, 9), place=st.integers(0, 9), waits=st.booleans())
     def one_ends_or_is_given_up(self, engine: int, place: int, waits: bool) -> None:
+        engine = self.engine_at(engine)
         requests = (self.waiting if waits else self.begun)[engine]
         if place < len(requests):
-            self.gateway.router.note_answer(requests.pop(place), 0.0)
-            self.gateway.num_own[engine] -= 1
+            self.router.note_answer(requests.pop(place), 0.0)
+            self.num_own[engine] -= 1
 
-    @rule(engine=st.integers(0, NUM_ENGINES - 1), num_requests=st.integers(0, 50))
+    @rule(engine=st.integers(0, 9), num_requests=st.integers(0, 50))
     def an_engine_reports(self, engine: int, num_requests: int) -> None:
-        num_own = self.gateway.num_own[engine]
-        self.gateway.router.loads.note_report(engine, num_requests=num_requests, num_own=num_own)
+        engine = self.engine_at(engine)
+        num_own = self.num_own[engine]
+        self.router.loads.note_report(engine, num_requests=num_requests, num_own=num_own)
         self.others[engine] = max(0, num_requests - num_own)
 
-    @rule(engine=st.integers(0, NUM_ENGINES - 1))
+    @rule(engine=st.integers(0, 9))
     def an_engine_dies_or_comes_back(self, engine: int) -> None:
+        engine = self.engine_at(engine)
         self.is_usable[engine] = not self.is_usable[engine]
 
     @invariant()
     def loads_are_those_of_the_model(self) -> None:
-        for engine in range(NUM_ENGINES):
-            load = self.gateway.router.loads.load(engine, self.gateway.num_own[engine])
+        for engine in self.waiting:
+            load = self.router.loads.load(engine, self.num_own[engine])
             assert load == self.brute_force_load(engine)
+        assert self.router.loads.num_others == sum(self.others.values())
 
 
 TestSeveralGateways = SeveralGateways.TestCase
@@ -217,11 +248,11 @@ def test_round_robin_leaves_out_no_engine_and_ignores_loads() -> None:
         (("prefill", "decode", "unified"), "whole", [0, 0, 9], 2),
         (("unified", "decode", "unified"), "prefill", [4, 0, 3], 2),
         (("unified", "prefill", "unified"), "decode", [4, 0, 3], 2),
-        (("prefill", "prefill", "prefill"), "decode", [0, 0, 0], None),
+        (("prefill", "prefill", "prefill"), "decode", [3, 1, 2], 1),
     ],
 )
 def test_a_stage_goes_to_an_engine_of_its_role_else_to_one_that_can_do_it(
-    roles: Sequence[Role], stage: Stage, num_own: list[int], expected: int | None
+    roles: Sequence[Role], stage: Stage, num_own: list[int], expected: int
 ) -> None:
     assert chosen(Router(3, roles=roles), num_own, stage=stage) == expected
 
@@ -232,7 +263,10 @@ def test_a_role_without_a_usable_engine_is_taken_over() -> None:
     decision = router.choose(NO_PROMPT, [0, 9, 0], usable, 0.0, "prefill")
     assert decision is not None
     assert decision.engine == 1
-    assert router.choose(NO_PROMPT, [0, 0, 0], [False, False, True], 0.0, "prefill") is None
+    decision = router.choose(NO_PROMPT, [0, 0, 0], [False, False, True], 0.0, "prefill")
+    assert decision is not None
+    assert decision.engine == 2
+    assert router.choose(NO_PROMPT, [0, 0, 0], [False] * 3, 0.0, "prefill") is None
 
 
 SIZE = 4
@@ -242,7 +276,7 @@ TOKENS = list(range(40 * SIZE + 1))
 def prefix_router(**settings: Any) -> tuple[Router, BlockIndex]:
     index = BlockIndex(2, tokens_per_hash=SIZE, max_hashes=1000)
     index.describe_group(0, GroupInfo(SIZE))
-    index.is_known[:] = [True, True]
+    index.is_known.update({0: True, 1: True})
     return Router(2, PrefixAware(index, BlockHasher(SIZE, b"seed")), **settings), index
 
 

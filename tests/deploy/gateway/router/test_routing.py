@@ -1,6 +1,7 @@
 """The routing of a gateway, assembled: what waits for knowledge, and what says that it lacks."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 
 from longshore.deploy.gateway.router import routing
 from longshore.deploy.gateway.router.config import PrefixRoutingConfig, RoutingConfig
-from longshore.deploy.gateway.router.event_subscriber import EventSource
 from longshore.deploy.gateway.router.routing import Routing
+from longshore.protocol.commands import EngineMember
+from longshore.protocol.events import EventSource
 from longshore.protocol.transport.channel import Endpoint
 from tests.deploy.gateway.router.test_event_subscriber import block, publishing
 
@@ -25,10 +27,25 @@ def sources_in(folder: Path) -> tuple[EventSource, ...]:
     )
 
 
+def members(sources: Sequence[EventSource | None]) -> list[EngineMember]:
+    return [
+        EngineMember(engine, "unified", Endpoint("ipc://unused"), source)
+        for engine, source in enumerate(sources)
+    ]
+
+
 def make_routing(sources: tuple[EventSource, ...]) -> Routing:
     prefix = PrefixRoutingConfig(sources, "00", "sha256", 4, 1000)
     config = RoutingConfig("prefix_aware", prefix=prefix)
-    return Routing(config, 2, number=0, num_gateways=1)
+    return Routing(config, members(sources), number=0, num_gateways=1)
+
+
+def values_of(routing: Routing) -> dict[tuple[str, str | None], float]:
+    return {
+        (sample.name, sample.labels.get("engine")): sample.value
+        for metric in routing.collect()
+        for sample in metric.samples
+    }
 
 
 async def test_a_gateway_waits_for_the_engines_that_are_ready_and_says_whom_it_does_not_know(
@@ -44,16 +61,36 @@ async def test_a_gateway_waits_for_the_engines_that_are_ready_and_says_whom_it_d
             publisher.publish([block(1)])
             await made.wait_until_known()
             assert made.lacking_knowledge() is None
-            values = {
-                (sample.name, sample.labels.get("engine")): sample.value
-                for metric in made.collect()
-                for sample in metric.samples
-            }
+            values = values_of(made)
             assert values["longshore_routing_index_blocks", None] == 1
             assert values["longshore_routing_engine_known", "0"] == 0
             assert values["longshore_routing_engine_known", "1"] == 1
             made.follow(1, False)
             assert made.lacking_knowledge() is None  # it gets no prompts
+    finally:
+        made.close()
+
+
+async def test_engines_come_and_go_while_the_index_is_in_use(tmp_path: Path) -> None:
+    sources = sources_in(tmp_path)
+    made = make_routing(sources[:1])
+    try:
+        async with publishing(sources[0]) as first, publishing(sources[1]) as second:
+            first.publish([block(1)])
+            second.publish([block(1), block(2)])
+            made.follow(0, True)
+            made.add_engine(members(sources)[1])
+            assert made.lacking_knowledge() == "routing does not know the KV blocks of engine 0"
+            made.follow(1, True)
+            await made.wait_until_known()
+            assert made.lacking_knowledge() is None
+            assert values_of(made)["longshore_routing_index_blocks", None] == 2
+            made.follow(0, False)
+            made.remove_engine(0)
+            values = values_of(made)
+            assert ("longshore_routing_engine_known", "0") not in values
+            assert values["longshore_routing_engine_known", "1"] == 1
+            assert values["longshore_routing_index_blocks", None] == 2
     finally:
         made.close()
 
@@ -74,7 +111,7 @@ async def test_the_wait_ends_without_an_answer(
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "session_affinity"])
 async def test_other_policies_follow_nobody(policy: Any) -> None:
-    made = Routing(RoutingConfig(policy), 2, number=0, num_gateways=1)
+    made = Routing(RoutingConfig(policy), members((None, None)), number=0, num_gateways=1)
     made.follow(0, True)
     await made.wait_until_known()
     assert made.lacking_knowledge() is None

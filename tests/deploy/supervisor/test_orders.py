@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import psutil
 import pytest
 
-from longshore.deploy.supervisor import group_restarts
-from longshore.deploy.supervisor.process import ManagedProcess
+from longshore.deploy.supervisor import group_restarts, restarts
+from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
@@ -47,7 +48,7 @@ class Running:
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
     def restart(self, group: str) -> None:
-        self.supervisor.ordered_restarts.order(group).result(WAIT_S)
+        self.supervisor.orders.restart(group).result(WAIT_S)
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def running(behaviour: str = "serve", max_restarts: int = 5) -> Iterator[Running
         thread = threading.Thread(target=keep_running)
         thread.start()
         try:
-            wait_until(lambda: supervisor.ordered_restarts.is_open)
+            wait_until(lambda: supervisor.orders.is_open)
             yield run
         finally:
             stop_signal.request()
@@ -110,30 +111,123 @@ def test_processes_that_do_not_end_in_time_are_killed(monkeypatch: pytest.Monkey
 def test_a_group_is_restarted_once_at_a_time() -> None:
     with running() as run:
         run.freeze("worker 1")  # it does not end
-        future = run.supervisor.ordered_restarts.order("engine-1")
-        with pytest.raises(RuntimeError, match="engine-1 is being restarted already"):
-            run.supervisor.ordered_restarts.order("engine-1")
+        future = run.supervisor.orders.restart("engine-1")
+        with pytest.raises(RuntimeError, match="engine-1 is being started, restarted"):
+            run.supervisor.orders.restart("engine-1")
         run.restart("engine-0")  # another one may be restarted meanwhile
         os.kill(run.named("worker 1").pid, signal.SIGCONT)
         future.result(WAIT_S)
 
 
-def test_a_restart_ends_with_the_deployment() -> None:
+def new_engine(behaviour: str = "serve") -> list[ProcessSpec]:
+    return [
+        spec("worker 2", "serve", stop_group="workers", restart_group="engine-2"),
+        spec("scheduler 2", behaviour, stop_group="schedulers", restart_group="engine-2"),
+    ]
+
+
+def test_a_group_is_started_watched_and_stopped_while_the_others_run() -> None:
     with running() as run:
-        run.freeze("worker 1")
-        future = run.supervisor.ordered_restarts.order("engine-1")
+        before = run.pids
+        run.supervisor.orders.start("engine-2", new_engine()).result(WAIT_S)
+        assert {**run.pids, **before} == run.pids
+        os.kill(run.named("worker 2").pid, signal.SIGKILL)
+        wait_until(
+            lambda: read_restarts(run.supervisor.runtime_dir.path).counts["worker 2"]["death"]
+        )
+        wait_until(lambda: run.named("worker 2").ready is not None)
+        run.restart("engine-2")
+        old = run.named("scheduler 2")
+        run.supervisor.orders.stop("engine-2").result(WAIT_S)
+        assert run.pids == before
+        assert old.poll() == 0
+        assert set(read_restarts(run.supervisor.runtime_dir.path).counts) == set(before)
+        with pytest.raises(RuntimeError, match="engine-2 does not exist"):
+            run.supervisor.orders.stop("engine-2").result(WAIT_S)
+    assert run.ends == [None]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [("fail", "no such model; choose another"), ("die", "scheduler 2 has died")],
+)
+def test_a_group_that_does_not_start_leaves_nothing_and_the_others_run(
+    behaviour: str, reason: str
+) -> None:
+    with running(max_restarts=0) as run:
+        before = run.pids
+        with pytest.raises(RuntimeError, match=reason):
+            run.supervisor.orders.start("engine-2", new_engine(behaviour)).result(WAIT_S)
+        assert run.pids == before
+        assert set(read_restarts(run.supervisor.runtime_dir.path).counts) == set(before)
+        run.supervisor.orders.start("engine-2", new_engine()).result(WAIT_S)
+    assert run.ends == [None]
+
+
+def test_a_group_that_is_being_restarted_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 1000.0)
+    with running() as run:
+        run.supervisor.orders.start("engine-2", new_engine()).result(WAIT_S)
+        before = {name: pid for name, pid in run.pids.items() if not name.endswith("2")}
+        for num_deaths in (1, 2):  # the second restart is late
+            counts = read_restarts(run.supervisor.runtime_dir.path).counts
+            assert counts["worker 2"]["death"] == num_deaths - 1
+            wait_until(lambda: run.named("worker 2").ready is not None)
+            os.kill(run.named("worker 2").pid, signal.SIGKILL)
+            if num_deaths == 1:
+                wait_until(
+                    lambda: (
+                        read_restarts(run.supervisor.runtime_dir.path).counts["worker 2"]["death"]
+                        == 1
+                    )
+                )
+        wait_until(lambda: run.named("worker 2").lifeline_closed)
+        run.supervisor.orders.stop("engine-2").result(WAIT_S)
+        assert run.pids == before
+
+
+def test_a_new_process_has_its_place_in_the_stop_order() -> None:
+    with running() as run:
+        run.supervisor.orders.start("engine-2", new_engine()).result(WAIT_S)
+        more = [msgspec.structs.replace(one, name=f"{one.name}.1") for one in new_engine()]
+        more = [msgspec.structs.replace(one, restart_group="engine-3") for one in more]
+        run.supervisor.orders.start("engine-3", more).result(WAIT_S)
+        names = ["worker 2", "worker 2.1", "scheduler 2", "scheduler 2.1"]
+        assert [name for name in run.pids if "2" in name] == names
+
+
+def test_a_call_is_made_in_the_loop() -> None:
+    with running() as run:
+        threads: list[str] = []
+        call = run.supervisor.orders.call(lambda: threads.append(threading.current_thread().name))
+        call.result(WAIT_S)
+        assert threads != [threading.current_thread().name]
+
+
+def test_a_start_ends_with_the_deployment() -> None:
+    with running() as run:
+        future = run.supervisor.orders.start("engine-2", new_engine("hang"))
         run.stop_signal.request()
         with pytest.raises(RuntimeError, match="is being stopped"):
             future.result(WAIT_S)
-        wait_until(lambda: not run.supervisor.ordered_restarts.is_open)
+
+
+def test_a_restart_ends_with_the_deployment() -> None:
+    with running() as run:
+        run.freeze("worker 1")
+        future = run.supervisor.orders.restart("engine-1")
+        run.stop_signal.request()
+        with pytest.raises(RuntimeError, match="is being stopped"):
+            future.result(WAIT_S)
+        wait_until(lambda: not run.supervisor.orders.is_open)
         with pytest.raises(RuntimeError, match="starting or stopping"):
-            run.supervisor.ordered_restarts.order("engine-0")
+            run.supervisor.orders.restart("engine-0")
 
 
 def test_a_death_during_a_restart_is_restarted_too() -> None:
     with running() as run:
         run.freeze("worker 1")
-        future = run.supervisor.ordered_restarts.order("engine-1")
+        future = run.supervisor.orders.restart("engine-1")
         os.kill(run.named("worker 1").pid, signal.SIGKILL)
         future.result(WAIT_S)
     assert run.ends == [None]

@@ -1,0 +1,698 @@
+"""The requests of one gateway whose prompts one engine computes and whose answers another one
+continues; without I/O. The only place that knows of the legs of a request.
+
+A request is queued for room at a decode engine, then at a prefill engine. The prefill engine gets
+the request with one token to compute (`LiveRequest.is_prefill_leg`). Its token is shown at once,
+and its `kv_transfer_params` go, unchanged, to the decode engine, with the message that also resumes
+a request of a lost engine. A request that gains nothing from a remote prefill, or for which there
+is no prefill engine, is sent to the decode engine as a whole.
+
+Room is counted in tokens. At a decode engine a request has room for its tokens and for the next
+RESERVED_TOKENS from its admission to its end; at a prefill engine, from its leg there to its first
+token of the decode engine, since the KV is kept for that long.
+
+Forks (samples of one prompt) wait until the decode engine has their parent, and start from the KV
+that it pulls: one transfer per prompt.
+"""
+
+import dataclasses
+import enum
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from longshore.deploy.gateway.router.policies import (
+    ByEngine,
+    Decision,
+    RoutedPrompt,
+    can_reuse,
+    extra_keys_of,
+)
+from longshore.deploy.gateway.router.role_queue import Placed, Refusal, RoleQueue
+from longshore.deploy.gateway.router.router import Router, Stage
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
+from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.errors import EngineDead, LongshoreError
+from longshore.protocol.handshake import EngineReady
+from longshore.protocol.outputs import FinishedRequest, FinishReason
+from longshore.protocol.sampling import SamplingParams
+
+RESERVED_TOKENS: Final = 256
+"""Output tokens for which a request has room, beyond those that it has; not all of them, because
+most answers end long before their limit."""
+
+AT_NO_ENGINE: Final = -1
+
+Outcome: TypeAlias = Literal["offered", "refused", "finished", "failed", "aborted"]
+"""How a remote prefill has ended; a label of metrics.
+
+offered:  the decode engine was given the KV.
+refused:  the prefill engine does not keep the KV, and the decode engine computes the prompt.
+finished: the answer has ended with its first token.
+failed:   the prefill engine was lost. aborted: by the client.
+"""
+
+Skip: TypeAlias = Literal[
+    "short_prompt", "cached_prefix", "last_token", "too_large", "no_prefill_engine"
+]
+"""Why a request was sent to a decode engine as a whole; a label of metrics.
+
+short_prompt, cached_prefix: the decode engine has fewer than `min_tokens` tokens to compute,
+           because there are no more, or because it probably has the others.
+last_token: only one token is left to compute.
+too_large: the KV is more than prefill engines may keep.
+"""
+
+
+class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """min_tokens: fewer tokens are computed on the decode engine.
+    max_waiting: requests of a gateway that may wait for room at a decode engine.
+    max_leased_share: of the KV blocks of a prefill engine, which it may keep for decode engines.
+    """
+
+    min_tokens: int = 64
+    max_waiting: int = 1024
+    max_leased_share: float = 0.5
+
+
+class TooManyWaiting(LongshoreError):
+    """No further request can wait for a decode engine."""
+
+
+class LegEngine(Protocol):
+    """What is used of an `EngineClient`."""
+
+    ready: EngineReady | None
+
+    @property
+    def is_running(self) -> bool: ...
+
+    @property
+    def num_live_requests(self) -> int: ...
+
+    @property
+    def closed_reason(self) -> str | None: ...
+
+    def resume(
+        self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
+    ) -> None: ...
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None: ...
+
+
+class _Phase(enum.Enum):
+    QUEUED = "waits for room at a decode engine"
+    ADMITTED = "has it, and waits for room at a prefill engine"
+    PREFILL = "is at a prefill engine"
+    OFFERED = "has its first token, and waits for a decode engine"
+    FORK = "waits until its parent is at a decode engine"
+    SENT = "is at the engine that computes the rest"
+    ENDED = "has ended"
+
+
+@dataclass(eq=False)
+class _Split:
+    """on_change: of the client.
+    reserved:   the decode engine at which it has room, until it is sent there.
+    decision:   by which that was chosen.
+    params:     of an offer that has not been sent to a decode engine.
+    first_end:  how its prefill leg has ended.
+    offered_at: when that was, until its first token of the decode engine.
+    awaits_token: it has got no token of its engine.
+    stopped_at: number of its output tokens, if a stop string was found between the legs.
+    forks:      which wait for it.
+    """
+
+    live: LiveRequest
+    on_change: Callable[[], None]
+    phase: _Phase = _Phase.QUEUED
+    reserved: int | None = None
+    decision: Decision | None = None
+    params: dict[str, Any] | None = None
+    first_end: FinishedRequest | None = None
+    offered_at: float | None = None
+    awaits_token: bool = False
+    stopped_at: int | None = None
+    forks: "list[_Split]" = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.live.prompt_token_ids) + self.live.num_tokens
+
+
+class SplitRequests:
+    """engines: by number; they come and go. router: knows their roles.
+
+    usable: returns which engines may get a request as a whole, by number.
+    now:    returns the time in seconds.
+    on_gap: called with the time between the two legs' first tokens, in seconds.
+    outcomes, skips: counts so far.
+    """
+
+    def __init__(
+        self,
+        config: SplitConfig,
+        engines: Mapping[int, LegEngine],
+        router: Router,
+        seeds: random.Random,
+        *,
+        num_gateways: int,
+        usable: Callable[[], ByEngine[bool]],
+        now: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._engines, self._roles, self._router = engines, router.roles, router
+        self._num_gateways = num_gateways
+        self._usable, self._now = usable, now
+        self._new = LiveRequests(seeds)
+        self._requests: dict[LiveRequest, _Split] = {}
+        self._held: set[_Split] = set()  # which no engine has
+        self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
+        self._rooms: dict[int, int] = {}
+        self._aborted: dict[tuple[int, int], LiveRequest] = {}  # by engine and handle
+        self._decode: RoleQueue[_Split] = RoleQueue(
+            self._choose_decode, max_waiting=config.max_waiting
+        )
+        self._prefill: RoleQueue[_Split] = RoleQueue(self._choose_prefill, max_waiting=sys.maxsize)
+        self.on_gap: Callable[[float], None] = lambda seconds: None
+        self.outcomes: Counter[Outcome] = Counter()
+        self.skips: Counter[Skip] = Counter()
+
+    @property
+    def num_held(self) -> int:
+        """Requests that no engine has now."""
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> dict[Role, int]:
+        """Requests that wait for room, by the role of the engines."""
+        return {"decode": self._decode.num_waiting, "prefill": self._prefill.num_waiting}
+
+    # Requests
+
+    def takes(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, fields: RequestFields
+    ) -> bool:
+        """Whether a request is one of these. Others are sent to one engine as a whole."""
+        fork_of = fields.get("fork_of")
+        if fork_of is not None and fork_of.is_live:
+            return fork_of in self._requests
+        if not self._any_open("decode"):
+            return False
+        return (
+            stage_of(sampling, fields) == "whole"
+            and not fields.get("keeps_blocks")
+            and not fields.get("multimodal")
+            and fields.get("kv_transfer_params") is None
+            and self._room_in_context(len(prompt_token_ids)) > 1
+        )
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        session_key: str | None,
+        fields: RequestFields,
+    ) -> LiveRequest:
+        """Queue a request. Raises TooManyWaiting."""
+        fork_of = fields.get("fork_of")
+        own = fields.copy()
+        own["fork_of"] = None
+        live, _ = self._new.open(request_id, prompt_token_ids, sampling, **own)
+        self._new.abort([live])  # an engine gives it another handle
+        live.session_key = session_key
+        split = _Split(live, live.on_change)
+        live.on_change = partial(self._changed, split)
+        self._requests[live] = split
+        self._hold(split, _Phase.QUEUED)
+        parent = None if fork_of is None else self._requests.get(fork_of)
+        if parent is not None:
+            self._fork(split, parent)
+        elif not self._queue(split):
+            num_waiting = self._decode.num_waiting
+            self._end(split)
+            raise TooManyWaiting(
+                f"{num_waiting} requests wait for a decode engine, and the limit is "
+                f"{self._config.max_waiting} (--disaggregation-max-waiting); retry later"
+            )
+        return live
+
+    def abort(self, live: LiveRequest) -> None:
+        """The client has gone. If an engine has the request, the caller aborts it there."""
+        split = self._requests.get(live)
+        if split is None:
+            return
+        if split.phase is _Phase.PREFILL:
+            self.outcomes["aborted"] += 1
+            if self._engines[live.engine].is_running:
+                self._aborted[live.engine, live.handle] = live
+        self._end_transfer(split)
+        self._end(split)
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> bool:
+        """A stop string ends the request with its first `num_tokens` output tokens. False if an
+        engine has the request, which has to be told."""
+        split = self._requests.get(live)
+        if split is None or split not in self._held:
+            return False
+        split.stopped_at, live.is_stopped = live.num_primed + num_tokens, True
+        return True
+
+    def late_end(self, engine: int, finished: FinishedRequest) -> None:
+        """An engine has ended a request that is not live any more, because it was aborted. It may
+        offer KV."""
+        live = self._aborted.pop((engine, finished.handle), None)
+        if live is not None and finished.kv_transfer_params:
+            self._decline(live, finished.kv_transfer_params)
+
+    def fail_held(self, failure: EngineDead) -> None:
+        """No engine will return: fail the requests that none has."""
+        held = list(self._held)
+        for split in held:
+            split.live.failure = failure
+        for split in held:
+            split.live.on_change()
+
+    # Engines
+
+    def engines_changed(self) -> None:
+        """An engine is ready, lost, paused, closed or open. To be called before `moved`."""
+        queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
+        for role, queue in queues.items():
+            for engine in self._engines_of(role):
+                if not self._is_open(engine):
+                    self._closed(engine, queue)
+                elif self._rooms.get(engine) != (room := self._room(engine)):
+                    self._rooms[engine] = room
+                    self._placed(queue, queue.set_capacity(engine, room))
+        if not self._any_open("decode"):
+            for split in list(self._held):
+                if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
+                    self._send_anywhere(split)
+        elif not self._any_open("prefill"):
+            for split in list(self._held):
+                if split.phase is _Phase.ADMITTED:
+                    self._placed(self._prefill, self._prefill.release(split))
+                    self._begin(split)
+
+    def _closed(self, engine: int, queue: RoleQueue[_Split]) -> None:
+        if not self._engines[engine].is_running:
+            for key in [key for key in self._aborted if key[0] == engine]:
+                del self._aborted[key]
+        if self._rooms.pop(engine, None) is None:
+            return
+        there = queue.remove_engine(engine)
+        if queue is self._decode:
+            for split in there:
+                if split.reserved == engine:
+                    self._reserve(split, None)
+                    self._queue_again(split)
+
+    def remove_engine(self, engine: int) -> None:
+        """The engine is gone, and the router has lost it. To be called before `moved`."""
+        for key in [key for key in self._aborted if key[0] == engine]:
+            del self._aborted[key]
+        if self._rooms.pop(engine, None) is None:
+            return
+        self._prefill.remove_engine(engine)
+        for split in self._decode.remove_engine(engine):
+            if split.reserved == engine:
+                self._reserve(split, None)
+                self._queue_again(split)
+
+    def moved(self, live: LiveRequest) -> bool:
+        """The engine that had this request was lost. False if the request is none of these."""
+        split = self._requests.get(live)
+        if split is None:
+            return False
+        was_prefill = split.phase is _Phase.PREFILL
+        self._router.note_answer(live, self._now())
+        live.is_prefill_leg, live.kv_transfer_params = False, None
+        split.offered_at = None
+        self._hold(split, _Phase.QUEUED)
+        self._placed(self._prefill, self._prefill.release(split))
+        if was_prefill:
+            self.outcomes["failed"] += 1
+        if not was_prefill:
+            self._queue_again(split)
+        elif split.reserved is not None:
+            self._begin(split)
+        elif split not in self._decode:  # it has failed too often to wait again
+            self._send_anywhere(split)
+        return True
+
+    def _engines_of(self, role: Role) -> list[int]:
+        return [
+            engine for engine, own in self._roles.items() if own == role and engine in self._engines
+        ]
+
+    def _is_open(self, engine: int) -> bool:
+        client = self._engines[engine]
+        return client.is_running and client.ready is not None and client.closed_reason is None
+
+    def _any_open(self, role: Role) -> bool:
+        return any(map(self._is_open, self._engines_of(role)))
+
+    def _room(self, engine: int) -> int:
+        """Tokens of this gateway for which an engine has KV blocks."""
+        ready = self._engines[engine].ready
+        assert ready is not None
+        num_tokens = ready.num_blocks * ready.identity.block_size
+        share = self._config.max_leased_share if self._roles[engine] == "prefill" else 1.0
+        return max(1, int(num_tokens * share) // self._num_gateways)
+
+    def _largest_room(self, role: Role) -> int:
+        rooms = [self._rooms.get(engine, 0) for engine in self._engines_of(role)]
+        return max(rooms, default=0)
+
+    def _room_in_context(self, num_tokens: int) -> int:
+        engines = self._engines.values()
+        lengths = [each.ready.identity.max_model_len for each in engines if each.ready]
+        return min(lengths, default=sys.maxsize) - num_tokens
+
+    # The queues
+
+    def _queue(self, split: _Split) -> bool:
+        """Queue for room at a decode engine. False if too many wait."""
+        outcome = self._decode.add(split, self._decode_tokens(split))
+        if isinstance(outcome, Refusal):
+            return False
+        self._placed(self._decode, outcome)
+        return True
+
+    def _queue_again(self, split: _Split) -> None:
+        """As `_queue`, for a request that was accepted before."""
+        if split in self._held and not self._any_open("decode"):
+            self._send_anywhere(split)
+            return
+        outcome: list[Placed[_Split]] | Refusal
+        if split in self._decode:
+            outcome = self._decode.retry(split)
+        else:
+            outcome = self._decode.add(split, self._decode_tokens(split))
+        if not isinstance(outcome, Refusal):
+            self._placed(self._decode, outcome)
+        elif split in self._held:
+            self._send_anywhere(split)
+
+    def _decode_tokens(self, split: _Split) -> int:
+        """At least the room of one of the requests that an engine can run at a time."""
+        num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
+        shares = [
+            self._rooms[engine] * self._num_gateways // ready.identity.max_num_seqs
+            for engine in self._engines_of("decode")
+            if engine in self._rooms and (ready := self._engines[engine].ready) is not None
+        ]
+        largest = self._largest_room("decode")
+        return min(max(num_tokens, min(shares, default=1)), largest or num_tokens)
+
+    def _num_left(self, split: _Split) -> int:
+        """Output tokens that the request may still get."""
+        live = split.live
+        left = self._room_in_context(split.num_tokens)
+        maximum = live.message.sampling.max_tokens
+        if maximum is not None:
+            left = min(left, maximum - live.num_primed - live.num_tokens)
+        return left
+
+    def _choose_decode(self, split: _Split, engines: Sequence[int]) -> int:
+        split.decision = self._choose(split, engines, "decode")
+        return split.decision.engine
+
+    def _choose_prefill(self, split: _Split, engines: Sequence[int]) -> int:
+        decision = self._choose(split, engines, "prefill")
+        self._router.note_sent(decision, split.live)
+        return decision.engine
+
+    def _choose(self, split: _Split, engines: Sequence[int], stage: Stage) -> Decision:
+        is_usable = {engine: engine in engines for engine in self._engines}
+        num_own = {
+            engine: client.num_live_requests + self._num_reserved[engine]
+            for engine, client in self._engines.items()
+        }
+        decision = self._router.choose(
+            routed_prompt(split.live), num_own, is_usable, self._now(), stage
+        )
+        assert decision is not None
+        return decision
+
+    def _placed(self, queue: RoleQueue[_Split], placed: Sequence[Placed[_Split]]) -> None:
+        """Requests have room at engines. Sending one may lose the engine of a later one."""
+        if queue is self._prefill:
+            for split, engine in placed:
+                if split.phase is not _Phase.ADMITTED or not split.live.is_live:
+                    continue
+                if self._is_open(engine):
+                    self._send_prefill(split, engine)
+                else:
+                    self._placed(queue, queue.release(split))
+                    self._begin(split)
+            return
+        for split, engine in placed:
+            self._reserve(split, engine)
+        for split, _ in placed:
+            if split.reserved is not None and split in self._held and split.live.is_live:
+                self._begin(split)
+
+    def _reserve(self, split: _Split, engine: int | None) -> None:
+        if split.reserved is not None:
+            self._num_reserved[split.reserved] -= 1
+        split.reserved = engine
+        if engine is not None:
+            self._num_reserved[engine] += 1
+
+    # The legs
+
+    def _begin(self, split: _Split) -> None:
+        """The request has room at a decode engine."""
+        if split.phase is _Phase.OFFERED:
+            self._send_decode(split)
+            return
+        if split in self._prefill:
+            return
+        reason = self._skip_reason(split)
+        if reason is not None:
+            self.skips[reason] += 1
+            self._send_decode(split)
+            return
+        self._hold(split, _Phase.ADMITTED)
+        outcome = self._prefill.add(split, split.num_tokens + 1)
+        assert not isinstance(outcome, Refusal)
+        self._placed(self._prefill, outcome)
+
+    def _skip_reason(self, split: _Split) -> Skip | None:
+        decision, minimum = split.decision, self._config.min_tokens
+        if not self._any_open("prefill"):
+            return "no_prefill_engine"
+        if self._num_left(split) < 2:
+            return "last_token"
+        if split.num_tokens < minimum:
+            return "short_prompt"
+        if decision is not None and split.num_tokens - decision.num_cached_tokens < minimum:
+            return "cached_prefix"
+        if split.num_tokens + 1 > self._largest_room("prefill"):
+            return "too_large"
+        return None
+
+    def _send_prefill(self, split: _Split, engine: int) -> None:
+        live = split.live
+        live.is_prefill_leg = True
+        live.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
+        self._send(split, engine, _Phase.PREFILL)
+
+    def _send_decode(self, split: _Split) -> None:
+        """To the decode engine at which it has room: what comes after the first token, or all of
+        it."""
+        live, engine, decision = split.live, split.reserved, split.decision
+        assert engine is not None
+        assert decision is not None
+        live.kv_transfer_params, split.params = split.params, None
+        if live.kv_transfer_params is not None:  # nothing to compute
+            decision = decision._replace(num_cached_tokens=len(live.prompt_token_ids))
+        self._reserve(split, None)
+        self._router.note_sent(decision, live)
+        self._send(split, engine, _Phase.SENT)
+        self._release_forks(split)
+
+    def _send_anywhere(self, split: _Split) -> None:
+        """As a whole to any engine: no decode engine is usable, or there were too many retries."""
+        self._leave_queues(split)
+        live = split.live
+        live.is_prefill_leg, live.kv_transfer_params = False, None
+        split.params = split.offered_at = None
+        num_own = {each: client.num_live_requests for each, client in self._engines.items()}
+        decision = self._router.choose(routed_prompt(live), num_own, self._usable(), self._now())
+        if decision is None:
+            live.failure = EngineDead("no engine is left")
+            live.on_change()
+            return
+        self._router.note_sent(decision, live)
+        self._send(split, decision.engine, _Phase.SENT)
+        self._release_forks(split)
+
+    def _send(
+        self, split: _Split, engine: int, phase: _Phase, fork_of: LiveRequest | None = None
+    ) -> None:
+        """Nothing may be done with the request after this: it may have lost the engine."""
+        self._held.discard(split)
+        split.phase, split.awaits_token = phase, True
+        self._engines[engine].resume([split.live], fork_of=fork_of)
+
+    def _hold(self, split: _Split, phase: _Phase) -> None:
+        split.phase = phase
+        split.live.engine = AT_NO_ENGINE
+        self._held.add(split)
+
+    def _changed(self, split: _Split) -> None:
+        live = split.live
+        if split.phase is _Phase.PREFILL:
+            self._router.note_answer(live, self._now())
+            end = live.finished
+            if end is not None and end.reason is FinishReason.LENGTH_CAPPED:
+                self._offered(split, end)
+                return
+            if not live.is_live:
+                self.outcomes["failed" if live.finished is None else "finished"] += 1
+        elif split.awaits_token and live.num_tokens > live.num_tokens_sent:
+            self._settled(split)
+        if not live.is_live:
+            if live.finished is not None and split.first_end is not None:
+                live.finished = _joined(split.first_end, live.finished)
+            self._end(split)
+        split.on_change()
+
+    def _offered(self, split: _Split, end: FinishedRequest) -> None:
+        """The prefill leg has ended with a first token, after which the request continues."""
+        live = split.live
+        live.finished, live.is_prefill_leg, live.kv_transfer_params = None, False, None
+        split.first_end = end if split.first_end is None else split.first_end
+        split.params, split.offered_at = end.kv_transfer_params, self._now()
+        self._hold(split, _Phase.OFFERED)
+        self.outcomes["offered" if split.params else "refused"] += 1
+        split.on_change()
+        if split.phase is not _Phase.OFFERED:
+            return
+        if split.stopped_at is not None:
+            self._end_transfer(split)
+            live.finished = msgspec.structs.replace(
+                end,
+                reason=FinishReason.STOPPED,
+                num_output_tokens=split.stopped_at,
+                kv_transfer_params=None,
+            )
+            self._end(split)
+            split.on_change()
+        elif split.reserved is not None:
+            self._send_decode(split)
+        elif split not in self._decode or not self._any_open("decode"):
+            self._send_anywhere(split)
+
+    def _settled(self, split: _Split) -> None:
+        """The engine that computes the rest has sent a token: it has the KV of the prompt."""
+        split.awaits_token = False
+        if split.offered_at is not None:
+            self.on_gap(self._now() - split.offered_at)
+            split.offered_at = None
+        self._router.note_answer(split.live, self._now())
+        self._placed(self._prefill, self._prefill.release(split))
+
+    def _end(self, split: _Split) -> None:
+        self._requests.pop(split.live, None)
+        self._held.discard(split)
+        split.phase = _Phase.ENDED
+        self._router.note_answer(split.live, self._now())
+        self._leave_queues(split)
+        self._release_forks(split)
+
+    def _leave_queues(self, split: _Split) -> None:
+        self._reserve(split, None)
+        self._placed(self._decode, self._decode.release(split))
+        self._placed(self._prefill, self._prefill.release(split))
+
+    # Forks
+
+    def _fork(self, split: _Split, parent: _Split) -> None:
+        if parent.phase is _Phase.SENT:
+            self._send(split, parent.live.engine, _Phase.SENT, fork_of=parent.live)
+        elif parent.phase is _Phase.ENDED:
+            self._hold(split, _Phase.QUEUED)
+            self._queue_again(split)
+        else:
+            self._hold(split, _Phase.FORK)
+            parent.forks.append(split)
+
+    def _release_forks(self, parent: _Split) -> None:
+        """The parent was sent, or it has ended: then one of its forks takes its place."""
+        forks, parent.forks = parent.forks, []
+        for fork in forks:
+            if fork.phase is not _Phase.FORK or not fork.live.is_live:
+                continue
+            self._fork(fork, parent)
+            if parent.phase is _Phase.ENDED:
+                parent = fork
+
+    # Offers that are not used
+
+    def _end_transfer(self, split: _Split) -> None:
+        params, split.params = split.params, None
+        if params:
+            self._decline(split.live, params)
+
+    def _decline(self, live: LiveRequest, params: Mapping[str, Any]) -> None:
+        """End the lease of an offer: a decode engine ends it with the request that it is given and
+        that is aborted at once. Without one, the lease expires."""
+        for engine in filter(self._is_open, self._engines_of("decode")):
+            ended = FinishedRequest(live.handle, FinishReason.ABORTED, 0)
+            unused = dataclasses.replace(
+                live,
+                finished=ended,  # so it is not resumed elsewhere
+                is_prefill_leg=False,
+                kv_transfer_params=dict(params),
+                on_change=lambda: None,
+            )
+            self._engines[engine].resume([unused])
+            self._engines[engine].abort([unused])
+            return
+
+
+def stage_of(sampling: SamplingParams, fields: RequestFields) -> Stage:
+    """What a request that is not split asks of an engine."""
+    params = fields.get("kv_transfer_params") or {}
+    if params.get("do_remote_prefill"):
+        return "decode"
+    if params.get("do_remote_decode") or fields.get("pooling") is not None:
+        return "prefill"
+    if fields.get("keeps_blocks") or sampling.max_tokens is None:
+        return "whole"
+    return "prefill" if sampling.max_tokens - fields.get("num_primed", 0) <= 1 else "whole"
+
+
+def routed_prompt(live: LiveRequest) -> RoutedPrompt:
+    """The prompt of a request, with its output so far."""
+    first = live.message
+    return RoutedPrompt(
+        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
+        extra_keys_of(first.cache_salt, first.multimodal),
+        uses_prefix=can_reuse(
+            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
+        ),
+        session_key=live.session_key,
+    )
+
+
+def _joined(first: FinishedRequest, last: FinishedRequest) -> FinishedRequest:
+    """The end of a request, with what the engine knows that computed its prompt."""
+    return msgspec.structs.replace(
+        last,
+        num_cached_tokens=first.num_cached_tokens,
+        num_preemptions=first.num_preemptions + last.num_preemptions,
+        events=first.events,
+    )

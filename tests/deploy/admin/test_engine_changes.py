@@ -1,0 +1,152 @@
+"""Engines that are added, drained and removed, with real child processes instead of engines."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.deploy.admin.actions import (
+    Action,
+    AddEngine,
+    DrainOneEngine,
+    RemoveEngine,
+    Result,
+    ResumeEngine,
+    Status,
+)
+from longshore.deploy.admin.operations import NewEngine, Operations
+from longshore.deploy.supervisor.engine_set import EngineSet
+from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.replica import Replica, replicas
+from longshore.protocol.commands import EngineMember
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.transport.channel import Endpoint
+from tests.deploy.supervisor.test_orders import WAIT_S, Running, running
+from tests.deploy.supervisor.test_supervisor import spec
+
+
+class Maker:
+    """behaviour: of the new scheduler; None: there is no memory."""
+
+    def __init__(self) -> None:
+        self.behaviour: str | None = "serve"
+        self.cleaned_up: list[tuple[int, list[str]]] = []
+
+    def make_engine(self, replica: Replica) -> NewEngine:
+        if self.behaviour is None:
+            raise ConfigError("no memory is free")
+        group = {"restart_group": replica.engine_id}
+        specs = [
+            spec(replica.worker(0), "serve", **group),
+            spec(replica.scheduler, self.behaviour, **group),
+        ]
+        return NewEngine(specs, EngineMember(replica.number, "unified", Endpoint("ipc://unused")))
+
+    def clean_up(self, replica: Replica, specs: Sequence[ProcessSpec]) -> None:
+        self.cleaned_up.append((replica.number, [each.name for each in specs]))
+
+
+class Deployment:
+    """Two engines, and a gateway once it is started."""
+
+    def __init__(self, run: Running, state_dir: Path) -> None:
+        self.run, self.maker = run, Maker()
+        self.engines = EngineSet(replicas(("unified",) * 2))
+        self._operations = Operations(
+            run.supervisor,
+            self.engines,
+            maker=self.maker,
+            stop=run.stop_signal.request,
+            state_dir=state_dir,
+            drain_timeout_s=0.0,
+            start_timeout_s=WAIT_S,
+        )
+
+    def start_gateway(self, behaviour: str = "serve") -> None:
+        gateway = spec("gateway", behaviour, stop_group="gateways", restart_group="gateway")
+        self.run.supervisor.orders.start("gateway", [gateway]).result(WAIT_S)
+
+    def perform(self, action: Action) -> Result:
+        answer, _ = self._operations.perform(action)
+        return answer.results[0]
+
+    @property
+    def states(self) -> dict[str, str]:
+        answer, _ = self._operations.perform(Status())
+        return {
+            each.process: each.values["state"]
+            for each in answer.results
+            if each.process.startswith("engine")
+        }
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with running() as run:
+        yield Deployment(run, tmp_path)
+
+
+def test_an_engine_is_added_and_removed(deployment: Deployment) -> None:
+    deployment.start_gateway()
+    before = deployment.run.pids
+    added = deployment.perform(AddEngine())
+    assert (added.process, added.ok, added.values["role"]) == ("engine 2", True, "unified")
+    assert set(deployment.run.pids) - set(before) == {"worker 2.0", "scheduler 2"}
+    assert deployment.states == {f"engine {number}": "ready" for number in range(3)}
+    removed = deployment.perform(RemoveEngine(engine=2))
+    assert removed.ok
+    assert removed.message.startswith("removed in")
+    assert deployment.run.pids == before
+    assert deployment.maker.cleaned_up == [(2, ["worker 2.0", "scheduler 2"])]
+    assert deployment.states["engine 2"] == "removed"
+    assert deployment.perform(AddEngine()).process == "engine 3"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [("fail", "scheduler 2: no such model; choose another"), (None, "no memory is free")],
+)
+def test_an_engine_that_does_not_start_changes_nothing(
+    deployment: Deployment, behaviour: str | None, reason: str
+) -> None:
+    deployment.start_gateway()
+    before, deployment.maker.behaviour = deployment.run.pids, behaviour
+    refused = deployment.perform(AddEngine())
+    assert (refused.process, refused.ok, refused.message) == (
+        "engine 2",
+        False,
+        f"not added: {reason}",
+    )
+    assert deployment.run.pids == before
+    assert deployment.states == {"engine 0": "ready", "engine 1": "ready"}
+    assert [number for number, _ in deployment.maker.cleaned_up] == [2]
+
+
+def test_an_engine_that_a_gateway_cannot_use_is_ended(deployment: Deployment) -> None:
+    deployment.start_gateway("refuse")
+    before = deployment.run.pids
+    refused = deployment.perform(AddEngine())
+    assert refused.message == "not added: gateway: it is another model"
+    assert deployment.run.pids == before
+    assert [each.number for each in deployment.engines.used] == [0, 1]
+
+
+def test_the_last_engine_stays_and_a_drained_one_is_resumed(deployment: Deployment) -> None:
+    # A fake engine does not know the command, so that it is not drained in time.
+    late = deployment.perform(DrainOneEngine(engine=0))
+    assert late.message.startswith("gets no new requests, but was not drained")
+    assert deployment.states["engine 0"] == "draining"
+    for action in (RemoveEngine(engine=1), DrainOneEngine(engine=1)):
+        refused: Any = deployment.perform(action)
+        assert not refused.ok
+        assert "it is the last unified engine that is ready" in refused.message
+    deployment.perform(ResumeEngine(engine=0))
+    assert deployment.states["engine 0"] == "ready"
+    assert "not drained" in deployment.perform(DrainOneEngine(engine=1)).message
+
+
+def test_a_role_without_its_connector_is_refused(deployment: Deployment) -> None:
+    refused = deployment.perform(AddEngine("decode"))
+    assert (refused.process, refused.ok) == ("deployment", False)
+    assert "without the connector that split requests need" in refused.message

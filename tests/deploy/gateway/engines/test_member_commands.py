@@ -1,0 +1,39 @@
+"""Commands about engines that come and go, from another thread to the gateway's loop."""
+
+import asyncio
+
+from longshore.deploy.gateway.engines.member_commands import MemberCommands
+from longshore.protocol.commands import CommandAnswer, EngineMember, ReleaseEngine, UseEngine
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.transport.channel import Endpoint
+
+
+async def test_commands_that_came_before_the_loop_are_carried_out_first_and_failures_answered() -> (
+    None
+):
+    commands, answers, done = MemberCommands(), [], []
+    member = EngineMember(3, "unified", Endpoint("ipc://x"))
+
+    async def add(member: EngineMember) -> None:
+        await asyncio.sleep(0)
+        done.append(f"add {member.number}")
+
+    def remove(engine: int) -> None:
+        if engine == 9:
+            raise EngineDead("it is the only one")
+        done.append(f"remove {engine}")
+
+    commands.take(0, UseEngine(member))
+    task = asyncio.create_task(commands.run(add, remove, answers.append))
+    await asyncio.to_thread(commands.take, 1, ReleaseEngine(3))
+    await asyncio.to_thread(commands.take, 2, ReleaseEngine(9))
+    async with asyncio.timeout(60):
+        while len(answers) < 3:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert done == ["add 3", "remove 3"]
+    assert answers == [
+        CommandAnswer(0, True, "uses engine 3"),
+        CommandAnswer(1, True, "does not use engine 3 any more"),
+        CommandAnswer(2, False, "it is the only one"),
+    ]

@@ -1,0 +1,135 @@
+"""Engines that are added, drained and removed while streams run, with real processes."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import Deployment, wait_until
+from tests.integration.test_admin import admin, complete, lines
+from tests.integration.test_process_life import assert_same, open_stream, rest_of
+from tests.integration.test_replicas import get
+
+NUM_TOKENS = 150
+
+
+class Streams:
+    """Clients that ask for one stream after the other until they are told to stop."""
+
+    def __init__(self, deployment: Deployment, number: int = 4) -> None:
+        self.answers: list[list[tuple[int, float]]] = []
+        self.failures: list[Exception] = []
+        self._deployment = deployment
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(number)]
+
+    def _ask(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                stream = open_stream(self._deployment, NUM_TOKENS)
+                self.answers.append(rest_of(stream, NUM_TOKENS))
+        except Exception as error:  # whatever a client would see
+            self.failures.append(error)
+
+    def __enter__(self) -> "Streams":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive()
+
+
+def engines_of(deployment: Deployment) -> dict[str, str]:
+    """The state of each engine."""
+    shown = lines(deployment, "status")
+    return {name: state for name, state in shown.items() if name.startswith("engine ")}
+
+
+def engines_in_metrics(deployment: Deployment) -> set[str]:
+    text = get(deployment, "/metrics")
+    found = [line for line in text.splitlines() if line.startswith("longshore_scheduler_steps_to")]
+    return {line.split('engine="')[1].split('"')[0] for line in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_is_added_and_another_one_removed_under_load(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment(
+        "--replicas", "2", "--gateways", "2", "--dtype", "float32", "--routing-policy",
+        "prefix_aware",
+    ).wait_until_ready()  # fmt: skip
+    calm = rest_of(open_stream(deployment, NUM_TOKENS), NUM_TOKENS)
+    with Streams(deployment) as streams:
+        added = lines(deployment, "add-engine")["engine 2"]
+        assert "added as unified engine" in added
+        assert engines_of(deployment) == {f"engine {n}": "unified, ready" for n in range(3)}
+        assert "drained" in lines(deployment, "drain-engine", "1", "--timeout-s", "300")["engine 1"]
+        assert engines_of(deployment)["engine 1"] == "unified, draining"
+        # Its streams go on at the new engine, and are moved there in their middle.
+        removed = lines(deployment, "remove-engine", "0", "--timeout-s", "0")["engine 0"]
+        assert "removed in" in removed
+        last = admin(deployment, "remove-engine", "2", status=1)
+        assert "it is the last unified engine that is ready" in last
+        deployment.find_members()
+        assert {name for name in deployment.members if name.startswith(("sch", "wor"))} == {
+            "scheduler-1", "scheduler-2", "worker-1.0", "worker-2.0",
+        }  # fmt: skip
+        admin(deployment, "resume", "--engine", "1")
+        wait_until(lambda: engines_in_metrics(deployment) == {"1", "2"})
+        reports = json.loads(get(deployment, "/engine/report"))
+        assert {each["engine_id"] for each in reports} == {"engine-1.1", "engine-2.1"}
+        num_answers = len(streams.answers)
+        wait_until(lambda: len(streams.answers) > num_answers or bool(streams.failures))
+    assert streams.failures == []
+    assert len(streams.answers) >= 4
+    for answer in streams.answers:
+        assert_same(answer, calm)
+    deployment.members["gateway-0"].kill()
+    wait_until(lambda: "gateway 0 is ready again" in deployment.output)
+    for _ in range(8):  # connections go to both gateways, and requests to both engines
+        complete(deployment, [5, 6, 7])
+    assert engines_in_metrics(deployment) == {"1", "2"}
+    (runtime_dir,) = deployment.runtime_dirs
+    assert [path.name for path in runtime_dir.glob("*-0*.sock")] == ["gateway-0.sock"]
+    deployment.find_members()
+    assert deployment.stop() == 0, deployment.output
+    deployment.assert_nothing_is_left()
+
+
+def test_an_engine_that_cannot_start_leaves_the_deployment_as_it_was(
+    start_deployment: StartDeployment, tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model[0], model)
+    deployment = start_deployment(model_dir=model).wait_until_ready()
+    (weights,) = model.glob("*.safetensors")
+    hidden = weights.rename(model / "hidden")
+    refused = admin(deployment, "add-engine", status=1)
+    assert refused.startswith("engine 1: not added: worker 1.0: ")
+    assert engines_of(deployment) == {"engine 0": "unified, ready"}
+    complete(deployment, [5, 6, 7])
+    assert "without the connector" in admin(deployment, "add-engine", "--role", "decode", status=1)
+    hidden.rename(weights)
+    assert "added as unified engine" in lines(deployment, "add-engine")["engine 2"]
+    assert "removed in" in lines(deployment, "remove-engine", "0", "--timeout-s", "0")["engine 0"]
+    assert engines_of(deployment) == {
+        "engine 0": "unified, removed",
+        "engine 2": "unified, ready",
+    }
+    complete(deployment, [5, 6, 7])
+    (runtime_dir,) = deployment.runtime_dirs
+    sockets = {path.name for path in runtime_dir.glob("*.sock")}
+    assert sockets == {"admin.sock", "clients-2.sock", "worker-2.0.sock"}
+    deployment.find_members()
+    assert deployment.stop() == 0, deployment.output
+    deployment.assert_nothing_is_left()
