@@ -160,6 +160,10 @@ class MooncakeWorker(PullWorker):
     transport = "mooncake"
 
 
+class MoRIIOWorker(PullWorker):
+    transport = "moriio"
+
+
 class NixlWorker(PullWorker):
     transport = "nixl"
 
