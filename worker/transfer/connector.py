@@ -143,13 +143,19 @@ class ConnectorRunner:
         )
 
     def close(self) -> None:
-        """End all transfers. No other call may follow."""
+        """End all transfers. No other call may follow. Raises HookFailed if the connector could
+        not; everything else has ended then."""
         try:
             self.connector.shutdown()
-        except Exception:
+        except Exception as error:
             name = type(self.connector).__name__
             logger.exception("shutdown of the connector %s raised; stopping without it", name)
-        self._queues.close()
+            raise HookFailed(
+                f"shutdown of the connector {name} raised {type(error).__name__}: {error}. Its "
+                "transfers may still write to blocks until this process has ended."
+            ) from error
+        finally:
+            self._queues.close()
 
 
 @dataclass(frozen=True)
