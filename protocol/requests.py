@@ -19,6 +19,7 @@ rejected."""
 MAX_WEIGHT: Final = 1000
 
 MAX_DIMENSIONS: Final = 2**31 - 1
+MAX_TRANSFER_IDS: Final = 4096
 
 PoolingKind: TypeAlias = Literal["last", "mean", "cls", "classify"]
 
@@ -211,10 +212,17 @@ class ContinueSession(
     resumable: bool = True
 
 
-class AbortRequests(msgspec.Struct, tag="abort", frozen=True, forbid_unknown_fields=True):
-    """Abort requests. Unknown handles are ignored, as those requests may just have finished."""
+class AbortRequests(
+    msgspec.Struct, tag="abort", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Abort requests. Unknown handles are ignored, as those requests may just have finished.
+
+    transfer_ids: of the `kv_transfer_params` of ended requests: no other engine will pull their KV,
+                  so their blocks are freed. Unknown ones are ignored.
+    """
 
     handles: Int32Array
+    transfer_ids: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_TRANSFER_IDS)] = ()
 
 
 class StopFound(msgspec.Struct, tag="stop_found", frozen=True, forbid_unknown_fields=True):

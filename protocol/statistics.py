@@ -119,6 +119,22 @@ class TierStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_open_breakers: Count = 0
 
 
+class PullStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a connector keeps for other engines, and pulls from them.
+
+    num_leases, num_leased_blocks: kept now.
+    num_refused_leases: requests whose KV could not be kept, because there was no room.
+    num_expired_leases: leases that no reader renewed in time.
+    pulls_by_outcome: pulls of this engine that have ended, see `PullOutcome` of the connector.
+    """
+
+    num_leases: Count = 0
+    num_leased_blocks: Count = 0
+    num_refused_leases: Count = 0
+    num_expired_leases: Count = 0
+    pulls_by_outcome: dict[str, Count] = {}
+
+
 class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_fields=True):
     """One rank since the start of its epoch; sent about once a second while it steps, and once
     after its last step.
@@ -170,7 +186,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_failed_lookups: lookups in which the connector raised.
     num_failed_loads: loads that did not fill all of their blocks.
     tenants:         requests by tenant; those of no tenant are not among them.
-    tiers, transfers: of the connector, if it reports them.
+    tiers, transfers, pulls: of the connector, if it reports them.
     workers:         the latest report of each rank that has sent one, by rising rank.
     """
 
@@ -208,6 +224,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenants: tuple[TenantStats, ...] = ()
     tiers: tuple[TierStats, ...] = ()
     transfers: tuple[TransferStats, ...] = ()
+    pulls: PullStats | None = None
     workers: tuple[WorkerStats, ...] = ()
 
 

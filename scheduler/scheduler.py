@@ -5,6 +5,7 @@ the next step, `step.admission` admits waiting ones, `step.output_processor` app
 `lifecycle` adds, preempts and ends requests.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -193,6 +194,11 @@ class Scheduler:
             request = self._lifecycle.get(client, handle)
             if request is not None:
                 self._lifecycle.end(request, Outcome(FinishReason.ABORTED), now)
+
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        """No other engine will pull the KV of these transfers. Unknown ids are ignored."""
+        if self._transfers is not None and transfer_ids:
+            self._transfers.hooks.call(self._transfers.connector.release_transfers, transfer_ids)
 
     def abort_client(self, client: int, now: float) -> None:
         """A client has disconnected: abort its requests."""
@@ -393,6 +399,11 @@ class Scheduler:
     def num_transfer_operations(self) -> int:
         """Transfers that ranks have reported."""
         return 0 if self._transfers is None else self._transfers.statistics.num_operations
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers under way, and holds of the connector."""
+        return 0 if self._transfers is None else len(self._transfers)
 
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""

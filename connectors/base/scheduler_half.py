@@ -1,6 +1,6 @@
 """The scheduler half of a connector."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from longshore.connectors.base.views import (
@@ -115,6 +115,10 @@ class SchedulerConnector:
         """The request ends, for any reason; called exactly once. `block_ids` is empty if it held no
         blocks. Freed entries of a block table are the null block (id 0)."""
         return FinishAction()
+
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        """The client says that no other engine will pull what `request_finished` has offered with
+        these values of `transfer_id` in its params. Unknown ones are to be ignored."""
 
     def load_abandoned(self, request_id: str) -> None:
         """The request no longer waits for its asynchronous load (abort, deadline). The blocks stay

@@ -11,7 +11,8 @@ from longshore.protocol.events import Medium
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.statistics import TierStats
+from longshore.protocol.requests import MultimodalFeature, PromptEmbeds
+from longshore.protocol.statistics import PullStats, TierStats
 
 CONTRACT_VERSION: Final = 1
 """Version of this contract, increased by every change that breaks a connector. A connector states
@@ -64,6 +65,8 @@ class RequestView:
                   tokens. Do not keep it: it grows.
     waiting_s:    in a lookup, time since the request arrived.
     finish_reason: in `request_finished`, why it ends.
+    multimodal, prompt_embeds: what the KV was computed from in addition to the tokens, or in place
+                  of them.
     """
 
     request_id: str
@@ -76,6 +79,8 @@ class RequestView:
     job_id: str | None = None
     waiting_s: float = 0.0
     finish_reason: FinishReason | None = None
+    multimodal: Sequence[MultimodalFeature] = ()
+    prompt_embeds: PromptEmbeds | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -199,10 +204,12 @@ class ConnectorStats:
     tiers:         those with the same medium are added up.
     queued_blocks: by (source, destination), offloaded blocks whose transfer is planned and has not
                    ended on all ranks.
+    pulls:         KV that other engines pull from this one, or this one from others.
     """
 
     tiers: Sequence[TierStats] = ()
     queued_blocks: Mapping[tuple[Medium, Medium], int] = field(default_factory=dict)
+    pulls: PullStats | None = None
 
 
 class BlockHolds(Protocol):

@@ -1,7 +1,7 @@
 """The scheduler half: which child loads a request, and which children keep blocks of its end."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -170,6 +170,10 @@ class MultiConnector(SchedulerConnector):
             self._loading[request.request_id] = self._new_loads[request.request_id] = index
         self.children[index].update_state_after_alloc(request, block_ids, num_external_tokens)
 
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        for child in self.children:
+            child.release_transfers(transfer_ids)
+
     def load_abandoned(self, request_id: str) -> None:
         self.children[self._loading[request_id]].load_abandoned(request_id)
 
@@ -251,7 +255,8 @@ class MultiConnector(SchedulerConnector):
         queued: Counter[tuple[Medium, Medium]] = Counter()
         for each in stats:
             queued.update(each.queued_blocks)
-        return ConnectorStats([tier for each in stats for tier in each.tiers], queued)
+        pulls = next((each.pulls for each in stats if each.pulls is not None), None)
+        return ConnectorStats([tier for each in stats for tier in each.tiers], queued, pulls)
 
     def reset_cache(self) -> bool:
         return all([child.reset_cache() for child in self.children])

@@ -95,6 +95,12 @@ class Leases:
                 ended.append(lease.offer)
         return ended
 
+    def release(self, transfer_ids: Iterable[str]) -> list[Offer]:
+        """End leases on behalf of the owner's client; returns what they held. If a reader is
+        reading, its check after the read fails."""
+        found = [self._leases.pop(transfer_id, None) for transfer_id in transfer_ids]
+        return [lease.offer for lease in found if lease is not None]
+
     def expire(self, now: float) -> list[Offer]:
         """End the leases that were not renewed in time; returns what they held."""
         expired = []

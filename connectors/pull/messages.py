@@ -4,6 +4,7 @@ Block tables travel as bytes, int32 little-endian, one entry per KV cache group.
 a message with an unknown tag, an unknown field or a wrong type is rejected.
 """
 
+import enum
 import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias
@@ -11,7 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from longshore.connectors.base import ConnectorConfig
+from longshore.connectors.base import ConnectorConfig, RequestView
 from longshore.connectors.pull.layout import LayoutMismatch, RankLayout, check_kind
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.errors import ConfigError, shortened
@@ -44,10 +45,13 @@ def block_ids_of(tables: Tables) -> tuple[Int32Array, ...]:
     return tuple(int32_array(np.frombuffer(table, "<i4")) for table in tables)
 
 
-def digest_tokens(token_ids: Int32Array, lora_name: str | None) -> bytes:
-    """Identifies what the KV of these tokens was computed from."""
-    digest = hashlib.sha256(token_ids.astype("<i4").tobytes())
-    digest.update(b"" if lora_name is None else b"lora " + lora_name.encode())
+def digest_input(request: RequestView, num_tokens: int) -> bytes:
+    """Identifies what the KV of the first `num_tokens` tokens was computed from: tokens, adapter,
+    and multimodal items. Prompts with different images have the same placeholder tokens."""
+    items = sorted((item.offset, item.num_tokens, item.hash) for item in request.multimodal)
+    others = request.lora_name, [item for item in items if item[0] < num_tokens]
+    digest = hashlib.sha256(request.token_ids[:num_tokens].astype("<i4").tobytes())
+    digest.update(msgspec.msgpack.encode(others))
     return digest.digest()
 
 
@@ -124,7 +128,7 @@ class Claim(msgspec.Struct, tag="claim", frozen=True, forbid_unknown_fields=True
     """Ask for the blocks of a transfer; also renews its lease.
 
     engine_id:     of the owner, with its epoch.
-    token_digest:  `digest_tokens` of the reader's request.
+    token_digest:  `digest_input` of the reader's request.
     blocks_digest: `digest_blocks` of the `remote_block_ids` that the reader was given.
     """
 
@@ -211,6 +215,27 @@ class Pull(msgspec.Struct, frozen=True, array_like=True):
     tables: Tables
 
 
+class PullOutcome(enum.StrEnum):
+    """How the pull of a rank has ended. If the ranks differ, the last one of these counts.
+
+    PARTIAL:     the owner has freed some of what was needed.
+    CANCELLED:   before it began to read.
+    REFUSED:     by the owner, or because the engines do not fit each other.
+    UNREACHABLE: the owner did not answer.
+    LEASE_ENDED: during the read.
+    LATE:        its read was ended by force.
+    """
+
+    COMPLETE = "complete"
+    PARTIAL = "partial"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    LEASE_ENDED = "lease_ended"
+    FAILED = "failed"
+    LATE = "late"
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """What a worker half reports when it is ready. port: where it answers readers; 0: another rank
     does."""
@@ -228,7 +253,8 @@ class Commands(msgspec.Struct, frozen=True):
     keeps:   leases that rank 0 renews from now on.
     pulls:   for all ranks.
     cancels: request ids whose pull is not needed any more.
-    drops:   leases that rank 0 ends.
+    drops:   leases of other engines that rank 0 ends.
+    releases: transfer ids of own leases that rank 0 ends, because no reader will come.
     """
 
     ranks: tuple[RankInfo, ...] = ()
@@ -237,16 +263,19 @@ class Commands(msgspec.Struct, frozen=True):
     pulls: list[Pull] = []
     cancels: list[str] = []
     drops: list[Source] = []
+    releases: list[str] = []
 
 
 class Report(msgspec.Struct, frozen=True):
     """Metadata of a report of one rank.
 
     info:    in the first report.
-    ended:   hold ids of leases that the reader has ended.
+    ended:   hold ids of leases that the reader has ended, or that were released.
     expired: hold ids of leases that it has not renewed.
+    pulls:   outcomes of the pulls that have ended, by request id.
     """
 
     info: RankInfo | None = None
     ended: list[int] = []
     expired: list[int] = []
+    pulls: dict[str, PullOutcome] = {}

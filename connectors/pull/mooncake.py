@@ -4,6 +4,8 @@ Its calls block until a read has ended, so each read waits on a thread. The engi
 cancel a read nor close a connection: `reset` waits until all reads have ended.
 """
 
+import math
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,9 +28,10 @@ from longshore.protocol.errors import ConfigError
 
 MAX_READS_AT_ONCE: Final = 16
 
-LIBRARY_TIMEOUT_S: Final = 25.0
-"""The engine gives up after 30 s, but does not end the read. So a failure after more than this may
-be a timeout, and the read may still write."""
+MIN_LIBRARY_TIMEOUT_S: Final = 5
+LIBRARY_TIMEOUT_NAME: Final = "MC_TRANSFER_TIMEOUT"
+"""Variable with the seconds after which the engine gives up a read, which it does not end: the read
+may still write. It accepts no less than the minimum."""
 
 
 class _Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +50,10 @@ class _Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MooncakeTransport:
     def __init__(self, options: PullOptions) -> None:
         """Raises ConfigError if Mooncake is not installed."""
+        # Longer than a reader waits: a read that fails before has really ended. The engine has no
+        # other way to set it, and takes it when it is made.
+        self._timeout_s = max(math.ceil(options.read_timeout_s) + 1, MIN_LIBRARY_TIMEOUT_S)
+        os.environ[LIBRARY_TIMEOUT_NAME] = str(self._timeout_s)
         try:
             self._engine: Any = import_module("mooncake.engine").TransferEngine()
         except ImportError as error:
@@ -104,12 +111,13 @@ class MooncakeTransport:
             lengths += np.tile(pattern.lengths, len(owner_blocks)).tolist()
         read = self._engine.batch_transfer_sync_read
         future = self._threads.submit(read, peer, targets, sources, lengths)
-        posted = _MooncakeRead(future)
+        posted = _MooncakeRead(future, self._timeout_s)
         self._reads = {each for each in self._reads if not each.has_ended}
         self._reads.add(posted)
         return [posted]
 
     def reset(self) -> None:
+        # A read that the engine has given up is never confirmed.
         wait([each.future for each in self._reads], CONFIRM_TIMEOUT_S)
         left = [each for each in self._reads if not each.has_ended]
         if left:
@@ -125,8 +133,10 @@ class MooncakeTransport:
 
 
 class _MooncakeRead:
-    def __init__(self, future: "Future[int]") -> None:
-        self.future = future
+    """timeout_s: after which the engine gives it up."""
+
+    def __init__(self, future: "Future[int]", timeout_s: float) -> None:
+        self.future, self._timeout_s = future, timeout_s
         self._posted = time.monotonic()
         self._seconds: float | None = None
         future.add_done_callback(self._done)
@@ -143,5 +153,5 @@ class _MooncakeRead:
             return ReadState.IN_PROGRESS
         if self.future.exception() is None and self.future.result() == 0:
             return ReadState.DONE
-        is_timeout = self._seconds > LIBRARY_TIMEOUT_S
+        is_timeout = self._seconds > self._timeout_s - 0.5
         return ReadState.IN_PROGRESS if is_timeout else ReadState.FAILED

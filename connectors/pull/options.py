@@ -11,6 +11,10 @@ from longshore.protocol.errors import ConfigError
 
 LOOPBACK: Final = "127.0.0.1"
 
+MAX_READ_S: Final = 30.0
+"""A pull greets, asks for blocks and reads; then connections are closed by force, or the worker is
+replaced. With the deadlines of all these, its blocks are free within a minute."""
+
 _KEYS: Final = (
     "host",
     "port",
@@ -20,7 +24,8 @@ _KEYS: Final = (
     "max_leased_share",
     "read_timeout_s",
 )
-_MOONCAKE_KEYS: Final = ("protocol", "device_name")
+_OWN_KEYS: Final = {"mooncake": ("protocol", "device_name"), "moriio": ("protocol",)}
+_PROTOCOLS: Final = {"mooncake": ("tcp", "rdma"), "moriio": ("rdma", "tcp")}
 
 
 class PullOptions(msgspec.Struct, frozen=True):
@@ -31,7 +36,7 @@ class PullOptions(msgspec.Struct, frozen=True):
     lease_s:       how long blocks are kept for a reader that does not renew its lease.
     max_leased_share: of the pool, in leased blocks.
     read_timeout_s: a pull that takes longer has failed.
-    protocol, device_name: of Mooncake.
+    protocol: of Mooncake and MoRI. device_name: of Mooncake.
     """
 
     host: str
@@ -56,8 +61,7 @@ def url_host(host: str) -> str:
 
 def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
     """Raises ConfigError, which names the option."""
-    is_mooncake = connector == "mooncake"
-    options = Options(connector, values, (*_KEYS, *(_MOONCAKE_KEYS if is_mooncake else ())))
+    options = Options(connector, values, (*_KEYS, *_OWN_KEYS.get(connector, ())))
     host = options.text("host", LOOPBACK) if "host" in values else LOOPBACK
     if host in ("0.0.0.0", "::", "*"):
         raise options.error(f"'host' to be an address that other engines can reach; it is {host!r}")
@@ -75,6 +79,12 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
     secret = None
     if "secret_file" in values:
         secret = _read_secret(options, options.text("secret_file", "/etc/longshore/pull.key"))
+    read_timeout_s = options.number("read_timeout_s", MAX_READ_S, minimum=0.1)
+    if read_timeout_s > MAX_READ_S:
+        raise options.error(
+            f"'read_timeout_s' to be at most {MAX_READ_S:g}, so that no block is in quarantine for "
+            f"a minute; it is {read_timeout_s:g}"
+        )
     return PullOptions(
         host,
         port,
@@ -82,8 +92,8 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
         secret,
         options.number("lease_s", 10.0, minimum=0.1),
         share,
-        options.number("read_timeout_s", 30.0, minimum=0.1),
-        options.choice("protocol", ("tcp", "rdma")) if is_mooncake else "",
+        read_timeout_s,
+        options.choice("protocol", _PROTOCOLS[connector]) if connector in _PROTOCOLS else "",
         options.text("device_name", "mlx5_0") if "device_name" in values else "",
     )
 

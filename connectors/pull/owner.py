@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import Final, NamedTuple, assert_never
+from typing import Final, NamedTuple, TypeAlias, assert_never
 
 import msgspec
 import zmq
@@ -35,6 +35,7 @@ from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.socket_thread import SocketThread
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.logs.limits import LogLimit
+from longshore.protocol.logs.records import fields
 from longshore.protocol.transport.security import use_secret
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,16 @@ MAX_MESSAGES_PER_STEP: Final = 64
 
 _decoder: Final = msgspec.msgpack.Decoder(ToOwner)
 _encoder: Final = msgspec.msgpack.Encoder()
+
+
+class Release(NamedTuple):
+    """End these leases: no reader will come."""
+
+    transfer_ids: list[str]
+
+
+OwnerItem: TypeAlias = tuple[RankInfo, ...] | Offer | Release
+"""The ranks of this engine, blocks that it offers, or offers that it takes back."""
 
 
 class _EarlyClaim(NamedTuple):
@@ -97,16 +108,13 @@ class Owner:
                 f"{options.port}: {error}. Give an address of this machine and a free port, or "
                 "port 0 for any."
             ) from error
-        self._thread: SocketThread[tuple[RankInfo, ...] | Offer] = SocketThread(
-            "pull-owner", self._step
-        )
+        self._thread: SocketThread[OwnerItem] = SocketThread("pull-owner", self._step)
         self._thread.poller.register(self._socket, zmq.POLLIN)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, item: tuple[RankInfo, ...] | Offer) -> None:
-        """The ranks of this engine, or blocks that it offers."""
+    def put(self, item: OwnerItem) -> None:
         self._thread.put(item)
 
     @property
@@ -119,12 +127,15 @@ class Owner:
 
     # On the thread
 
-    def _step(self, items: list[tuple[RankInfo, ...] | Offer]) -> float | None:
+    def _step(self, items: list[OwnerItem]) -> float | None:
         for item in items:
-            if isinstance(item, Offer):
-                self._leases.offer(item, time.monotonic())
-            else:
-                self._ranks = item
+            match item:
+                case Offer():
+                    self._leases.offer(item, time.monotonic())
+                case Release(transfer_ids=transfer_ids):
+                    self._on_end(self._leases.release(transfer_ids), [])
+                case _:
+                    self._ranks = item
         for _ in range(MAX_MESSAGES_PER_STEP):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -138,9 +149,9 @@ class Owner:
         expired = self._leases.expire(now)
         if expired:
             logger.warning(
-                "%d leases were not renewed and have ended; the first is of request %s",
+                "%d leases were not renewed and have ended; the first is of this request",
                 len(expired),
-                expired[0].request_id,
+                extra=fields(request_id=expired[0].request_id),
             )
             self._on_end([], expired)
         times = [each.deadline for each in self._early]
@@ -184,7 +195,9 @@ class Owner:
     def _claim(self, reader_id: bytes, reader: str, claim: Claim, now: float) -> None:
         answer = self._leases.claim(claim, reader, now)
         if not isinstance(answer, Granted):
-            self._warnings.warning("a pull by %s was refused: %s", reader, answer.reason)
+            self._warnings.warning(
+                "a pull by %s was refused: %s", reader, answer.reason, request_id=claim.request_id
+            )
         self._send(reader_id, answer)
 
     def _answer_early(self, now: float) -> None:

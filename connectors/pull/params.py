@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from longshore.connectors.base import RequestView
 from longshore.connectors.pull.messages import (
     Name,
     Offer,
@@ -16,11 +17,11 @@ from longshore.connectors.pull.messages import (
     Tables,
     block_ids_of,
     digest_blocks,
-    digest_tokens,
+    digest_input,
     tables_of,
 )
 from longshore.connectors.pull.options import PullOptions
-from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import LongshoreError
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -44,8 +45,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
 
-    def source(self, token_ids: Int32Array, lora_name: str | None) -> Source:
-        """token_ids: of the request."""
+    def source(self, request: RequestView) -> Source:
         tables = tables_of([int32_array(table) for table in self.remote_block_ids])
         return Source(
             host=self.remote_host,
@@ -54,7 +54,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
             transfer_id=self.transfer_id,
             request_id=self.remote_request_id,
             lease_s=self.lease_s,
-            token_digest=digest_tokens(token_ids[: self.remote_num_tokens], lora_name),
+            token_digest=digest_input(request, self.remote_num_tokens),
             blocks_digest=digest_blocks(tables),
         )
 

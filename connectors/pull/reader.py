@@ -38,6 +38,7 @@ from longshore.connectors.pull.messages import (
     Hello,
     KVDescription,
     Pull,
+    PullOutcome,
     Refused,
     Renew,
     Source,
@@ -112,6 +113,7 @@ class EndedPull(NamedTuple):
     num_blocks: int
     num_bytes: int
     seconds: float
+    outcome: PullOutcome
 
 
 class Phase(enum.Enum):
@@ -251,7 +253,7 @@ class Reader:
             case Cancel(request_id=request_id):
                 pull = self._pulls.get(request_id)
                 if pull is not None and pull.phase in (Phase.GREETING, Phase.CLAIMING):
-                    self._fail(pull, "its request does not wait any more")
+                    self._fail(pull, PullOutcome.CANCELLED, "its request does not wait any more")
             case _:
                 assert_never(item)
 
@@ -296,11 +298,13 @@ class Reader:
                 self._send(owner, hello)
                 owner.greet_at = now + ANSWER_TIMEOUT_S
 
-    def _forget(self, owner: _Owner, reason: str) -> None:
+    def _forget(
+        self, owner: _Owner, reason: str, outcome: PullOutcome = PullOutcome.FAILED
+    ) -> None:
         """End the connection; pulls from the owner that do not read have failed."""
         for pull in [each for each in self._pulls.values() if each.owner is owner]:
             if pull.phase is not Phase.READING:
-                self._fail(pull, reason)
+                self._fail(pull, outcome, reason)
         if any(pull.owner is owner for pull in self._pulls.values()):
             return  # until its reads have ended
         self._thread.poller.unregister(owner.socket)
@@ -348,12 +352,13 @@ class Reader:
                 if reason == NOT_READY:
                     owner.greet_at = time.monotonic() + GREET_AGAIN_S
                 else:
-                    self._forget(owner, f"its owner refuses this engine: {reason}")
+                    about = f"its owner refuses this engine: {reason}"
+                    self._forget(owner, about, PullOutcome.REFUSED)
             case Refused(reason=reason) if reason == GREET_FIRST:
-                self._forget(owner, "its owner was restarted")
+                self._forget(owner, "its owner was restarted", PullOutcome.REFUSED)
             case Refused(transfer_id=transfer_id, reason=reason):
                 for pull in self._of_transfer(owner, transfer_id, Phase.CLAIMING):
-                    self._fail(pull, f"its owner refuses it: {reason}")
+                    self._fail(pull, PullOutcome.REFUSED, f"its owner refuses it: {reason}")
             case Granted():
                 for pull in self._of_transfer(owner, message.transfer_id, Phase.CLAIMING):
                     self._read(pull, message)
@@ -361,11 +366,15 @@ class Reader:
                 for transfer_id in message.transfer_ids:
                     for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
                         if pull.check <= message.number:
-                            self._end(pull)
+                            is_whole = not pull.failed
+                            self._end(
+                                pull, PullOutcome.COMPLETE if is_whole else PullOutcome.PARTIAL
+                            )
                 for transfer_id in message.ended:
                     self._kept.pop(transfer_id, None)
                     for pull in self._of_transfer(owner, transfer_id, Phase.CHECKING):
-                        self._fail(pull, "its lease ended during the read")
+                        about = "its lease ended during the read"
+                        self._fail(pull, PullOutcome.LEASE_ENDED, about)
             case _:
                 assert_never(message)
 
@@ -393,7 +402,8 @@ class Reader:
             for rank in sorted({route.owner_rank for route in routes}):
                 owner.peers[rank] = self._transport.connect(welcome.agents[rank])
         except LongshoreError as error:
-            self._forget(owner, f"it cannot be pulled from its owner: {error}")
+            about = f"it cannot be pulled from its owner: {error}"
+            self._forget(owner, about, PullOutcome.REFUSED)
             return
         owner.routes, owner.layout = routes, layout
         logger.info("connected to %s at %s:%d", owner.key[2], *owner.key[:2])
@@ -465,7 +475,7 @@ class Reader:
             self._post(pull, plan.pieces)
         except (ValueError, TransportError) as error:
             if not pull.reads:
-                self._fail(pull, str(error))
+                self._fail(pull, PullOutcome.FAILED, str(error))
                 self._forget(owner, "another read from its owner failed")
                 return
             pull.is_broken = True
@@ -491,7 +501,7 @@ class Reader:
             if pull.reads:
                 continue
             if pull.is_broken:
-                self._fail(pull, "reading from its owner failed")
+                self._fail(pull, PullOutcome.FAILED, "reading from its owner failed")
                 self._forget(pull.owner, "another read from its owner failed")
                 continue
             self._enter(pull, Phase.CHECKING, ANSWER_TIMEOUT_S)
@@ -501,12 +511,13 @@ class Reader:
     def _expire(self, now: float) -> None:
         late = [pull for pull in self._pulls.values() if pull.deadline <= now]
         if any(pull.phase is Phase.READING for pull in late):
-            self._reset()
+            self._reset(now)
             return
         for pull in late:
             if pull.command.request_id in self._pulls:  # not forgotten with its owner
-                self._fail(pull, f"its owner did not answer within {ANSWER_TIMEOUT_S:g} s")
-                self._forget(pull.owner, "its owner does not answer")
+                about = f"its owner did not answer within {ANSWER_TIMEOUT_S:g} s"
+                self._fail(pull, PullOutcome.UNREACHABLE, about)
+                self._forget(pull.owner, "its owner does not answer", PullOutcome.UNREACHABLE)
         in_use = {pull.owner for pull in self._pulls.values()}
         for owner in list(self._owners.values()):
             if owner in in_use:
@@ -514,36 +525,42 @@ class Reader:
             elif owner.used_at + IDLE_OWNER_S <= now:
                 self._forget(owner, "")
 
-    def _reset(self) -> None:
+    def _reset(self, now: float) -> None:
         """End the reads that are late. They cannot be ended one by one, so all others fail too."""
         logger.warning("a read is late: closing the connections to all owners by force")
         self.resetting_since = time.monotonic()
         self._transport.reset()
         self.resetting_since = None
         for pull in [each for each in self._pulls.values() if each.phase is Phase.READING]:
-            self._fail(pull, "its read was late, or another one was")
+            if pull.deadline <= now:
+                timeout_s = self._options.read_timeout_s
+                self._fail(pull, PullOutcome.LATE, f"its read took longer than {timeout_s:g} s")
+            else:
+                self._fail(pull, PullOutcome.FAILED, "another read was late")
         for owner in list(self._owners.values()):
             owner.peers.clear()  # the transport has forgotten them
             self._forget(owner, "the connections to all owners were closed by force")
 
-    def _fail(self, pull: _Pull, reason: str) -> None:
+    def _fail(self, pull: _Pull, outcome: PullOutcome, reason: str) -> None:
         """None of its reads is in progress."""
-        logger.warning(
+        logger.log(
+            logging.DEBUG if outcome is PullOutcome.CANCELLED else logging.WARNING,
             "a pull from %s failed: %s",
             pull.owner.key[2],
             reason,
-            extra=fields(request_id=pull.command.request_id),
+            extra=fields(request_id=pull.command.request_id, outcome=outcome.value),
         )
         pull.failed |= pull.targets
-        self._end(pull)
+        self._end(pull, outcome)
 
-    def _end(self, pull: _Pull) -> None:
+    def _end(self, pull: _Pull, outcome: PullOutcome) -> None:
         del self._pulls[pull.command.request_id]
         failed = sorted(pull.failed)
         num_blocks = len(pull.targets) - len(failed)
         num_bytes = pull.num_bytes if num_blocks else 0
         seconds = 0.0 if pull.posted is None else time.monotonic() - pull.posted
-        self._on_end(EndedPull(pull.command.request_id, failed, num_blocks, num_bytes, seconds))
+        request_id = pull.command.request_id
+        self._on_end(EndedPull(request_id, failed, num_blocks, num_bytes, seconds, outcome))
 
 
 def _key(source: Source) -> tuple[str, int, str]:

@@ -4,7 +4,7 @@ from another engine's memory. A request can be both."""
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from longshore.connectors.base import (
     BlockHolds,
     ConnectorConfig,
     ConnectorOutput,
+    ConnectorStats,
     FinishAction,
     Match,
     Matched,
@@ -27,19 +28,26 @@ from longshore.connectors.pull.messages import (
     Commands,
     Offer,
     Pull,
+    PullOutcome,
     RankInfo,
     Report,
     Source,
     describe,
-    digest_tokens,
+    digest_input,
     tables_of,
 )
 from longshore.connectors.pull.options import read_options
-from longshore.connectors.pull.params import BadTransferParams, answer_params, read_params
+from longshore.connectors.pull.params import (
+    BadTransferParams,
+    RemotePrefill,
+    answer_params,
+    read_params,
+)
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, MambaSpec
 from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.statistics import PullStats
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +66,18 @@ class _Remote:
     is_used: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """Blocks that are kept for a reader."""
+
+    transfer_id: str
+    block_ids: list[int]
+
+
 class PullConnector(SchedulerConnector):
     """One class for all transports. transport: name of the connector.
 
-    num_refused_leases, num_expired_leases: offers for which there was no room, and leases that no
-        reader renewed.
+    num_refused_leases, num_expired_leases, pulls_by_outcome: see `PullStats`.
     """
 
     contract_version: ClassVar[int] = 1
@@ -84,12 +99,16 @@ class PullConnector(SchedulerConnector):
         self._warnings = LogLimit(logger, max_per_second=1)
         self._holds: BlockHolds
         self._remote: dict[str, _Remote] = {}
+        self._in_use: set[str] = set()  # transfer ids of `_remote`
         self.num_refused_leases = self.num_expired_leases = 0
+        self.pulls_by_outcome = dict.fromkeys(PullOutcome, 0)
         self._begin()
 
     def _begin(self) -> None:
         self._ranks: dict[int, RankInfo] = {}
-        self._leased: dict[int, list[int]] = {}  # blocks by hold id
+        self._leased: dict[int, _Lease] = {}  # by hold id
+        self._offered: set[str] = set()  # transfer ids
+        self._outcomes: dict[str, PullOutcome] = {}  # of the ranks so far, by request id
         self._num_leases: Counter[int] = Counter()  # by block
         self._commands = Commands()
 
@@ -103,15 +122,25 @@ class PullConnector(SchedulerConnector):
         if not params.get("do_remote_prefill"):
             return
         try:
-            found = read_params(params, request.num_tokens, self._options)
+            found = self._read(request, params)
         except BadTransferParams as error:
             self._warnings.warning(
                 "%s; the prompt is computed", error, request_id=request.request_id
             )
             return
-        source = found.source(request.token_ids, request.lora_name)
+        source = found.source(request)
         self._remote[request.request_id] = _Remote(source, found.remote_num_tokens)
+        self._in_use.add(source.transfer_id)
         self._commands.keeps.append(source)
+
+    def _read(self, request: RequestView, params: Mapping[str, Any]) -> RemotePrefill:
+        """Raises BadTransferParams."""
+        if request.prompt_embeds is not None:
+            raise BadTransferParams("kv_transfer_params: a prompt of embeddings is not pulled")
+        found = read_params(params, request.num_tokens, self._options)
+        if found.transfer_id in self._in_use:
+            raise BadTransferParams("kv_transfer_params: transfer_id is in use by another request")
+        return found
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         remote = self._remote.get(request.request_id)
@@ -147,6 +176,9 @@ class PullConnector(SchedulerConnector):
             )
         )
 
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        self._commands.releases.extend(self._offered.intersection(transfer_ids))
+
     def load_abandoned(self, request_id: str) -> None:
         self._commands.cancels.append(request_id)
 
@@ -154,6 +186,7 @@ class PullConnector(SchedulerConnector):
         """The request needs its owner's blocks no longer."""
         remote = self._remote.pop(request_id, None)
         if remote is not None:
+            self._in_use.discard(remote.source.transfer_id)
             self._commands.drops.append(remote.source)
 
     # Owner
@@ -168,7 +201,7 @@ class PullConnector(SchedulerConnector):
         if not (params.get("do_remote_decode") and is_continued and any(map(len, block_ids))):
             return FinishAction()
         held = {block_id for ids in block_ids for block_id in ids.tolist()} - {NULL_BLOCK}
-        reason = self._lease_objection(held)
+        reason = self._lease_objection(request, held)
         if reason is not None:
             self.num_refused_leases += 1
             self._warnings.warning(
@@ -181,7 +214,9 @@ class PullConnector(SchedulerConnector):
             params=answer_params(offer, self._engine_id, self._options, port, num_ranks)
         )
 
-    def _lease_objection(self, held: set[int]) -> str | None:
+    def _lease_objection(self, request: RequestView, held: set[int]) -> str | None:
+        if request.prompt_embeds is not None:
+            return "a prompt of embeddings is not pulled"
         if len(self._ranks) < self.config.num_ranks:
             return "not all ranks have reported yet"
         limit = int(self._options.max_leased_share * self.config.num_blocks)
@@ -200,30 +235,36 @@ class PullConnector(SchedulerConnector):
         was sampled from it."""
         num_tokens = request.num_tokens - 1
         hold_id = self._holds.hold(sorted(held))
-        self._leased[hold_id] = sorted(held)
+        transfer_id = secrets.token_urlsafe(24)
+        self._leased[hold_id] = _Lease(transfer_id, sorted(held))
+        self._offered.add(transfer_id)
         self._num_leases.update(held)
         offer = Offer(
-            secrets.token_urlsafe(24),
+            transfer_id,
             request.request_id,
             hold_id,
             num_tokens,
-            digest_tokens(request.token_ids[:num_tokens], request.lora_name),
+            digest_input(request, num_tokens),
             tables_of(block_ids),
         )
         self._commands.offers.append(offer)
         return offer
 
     def _lease_ended(self, hold_id: int) -> None:
-        held = self._leased.pop(hold_id, None)
-        if held is None:
+        lease = self._leased.pop(hold_id, None)
+        if lease is None:
             return  # a repeated report
-        self._num_leases.subtract(held)
+        self._offered.discard(lease.transfer_id)
+        self._num_leases.subtract(lease.block_ids)
         self._num_leases = +self._num_leases
         self._holds.release(hold_id)
 
     # Both
 
     def build_connector_meta(self, step: StepView) -> bytes:
+        for admitted in step.admitted:
+            if admitted.request_id in self._remote:  # all was local, or cannot be pulled
+                self._drop(admitted.request_id)
         if self._commands == Commands():
             return b""
         commands, self._commands = self._commands, Commands()
@@ -234,15 +275,34 @@ class PullConnector(SchedulerConnector):
         return self._commands != Commands()
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        for request_id in output.finished_receiving:
-            self._drop(request_id)
         for metadata in output.metadata:
             report = msgspec.msgpack.decode(metadata, type=Report)
+            self._add_outcomes(report.pulls)
             if report.info is not None:
                 self._reported(output.rank, report.info)
             self.num_expired_leases += len(report.expired)
             for hold_id in (*report.ended, *report.expired):
                 self._lease_ended(hold_id)
+        for request_id in output.finished_receiving:
+            self._drop(request_id)
+            if (outcome := self._outcomes.pop(request_id, None)) is not None:
+                self.pulls_by_outcome[outcome] += 1
+
+    def _add_outcomes(self, of_rank: Mapping[str, PullOutcome]) -> None:
+        order = list(PullOutcome)
+        for request_id, outcome in of_rank.items():
+            known = self._outcomes.get(request_id, outcome)
+            self._outcomes[request_id] = max(known, outcome, key=order.index)
+
+    def get_kv_connector_stats(self) -> ConnectorStats:
+        pulls = PullStats(
+            num_leases=len(self._leased),
+            num_leased_blocks=len(self._num_leases),
+            num_refused_leases=self.num_refused_leases,
+            num_expired_leases=self.num_expired_leases,
+            pulls_by_outcome={each.value: num for each, num in self.pulls_by_outcome.items()},
+        )
+        return ConnectorStats(pulls=pulls)
 
     def _reported(self, rank: int, info: RankInfo) -> None:
         self._ranks[rank] = info
@@ -255,7 +315,7 @@ class PullConnector(SchedulerConnector):
         self._engine_id = f"{self._engine_id.rpartition('.')[0]}.{epoch}"
         for request_id, remote in list(self._remote.items()):
             if remote.is_used:
-                del self._remote[request_id]  # its prompt is computed
+                self._drop(request_id)  # its prompt is computed
             else:
                 self._commands.keeps.append(remote.source)
 
@@ -263,6 +323,11 @@ class PullConnector(SchedulerConnector):
 class MooncakeConnector(PullConnector):
     transport = "mooncake"
     worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MooncakeWorker"
+
+
+class MoRIIOConnector(PullConnector):
+    transport = "moriio"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MoRIIOWorker"
 
 
 class NixlConnector(PullConnector):

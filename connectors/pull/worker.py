@@ -17,7 +17,7 @@ from longshore.connectors.base import (
 from longshore.connectors.pull.layout import RankLayout
 from longshore.connectors.pull.messages import Commands, Offer, RankInfo, Report, describe
 from longshore.connectors.pull.options import read_options
-from longshore.connectors.pull.owner import Owner
+from longshore.connectors.pull.owner import Owner, Release
 from longshore.connectors.pull.reader import Cancel, Drop, EndedPull, Keep, Reader
 from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory
 from longshore.connectors.pull.transports import TRANSPORTS
@@ -81,6 +81,8 @@ class PullWorker(WorkerConnector[Commands]):
                 self._owner.put(metadata.ranks)
             for offer in metadata.offers:
                 self._owner.put(offer)
+            if metadata.releases:
+                self._owner.put(Release(metadata.releases))
             for source in metadata.keeps:
                 self._reader.put(Keep(source))
         for pull in metadata.pulls:
@@ -119,6 +121,7 @@ class PullWorker(WorkerConnector[Commands]):
         self._check_threads()
         with self._lock:
             ended, self._ended = self._ended, []
+            self._report.pulls.update({each.request_id: each.outcome for each in ended})
         failed = [block_id for each in ended for block_id in each.failed]
         return FinishedTransfers(
             received=[each.request_id for each in ended], failed_block_ids=failed
@@ -158,6 +161,10 @@ class PullWorker(WorkerConnector[Commands]):
 
 class MooncakeWorker(PullWorker):
     transport = "mooncake"
+
+
+class MoRIIOWorker(PullWorker):
+    transport = "moriio"
 
 
 class NixlWorker(PullWorker):

@@ -149,6 +149,7 @@ class InProcessEngine:
                 self.scheduler.add_request(message, client=CLIENT_INDEX, now=now)
             case AbortRequests():
                 self.scheduler.abort_requests(CLIENT_INDEX, message.handles, now)
+                self.scheduler.release_transfers(message.transfer_ids)
             case ContinueSession():
                 self.scheduler.continue_session(CLIENT_INDEX, message, now)
             case StopFound():

@@ -34,8 +34,10 @@ from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.requests import AddRequest
 from longshore.testing.engines import (
     POOL_BLOCKS,
+    AnyEngine,
     connector_settings,
     importable,
     opened,
@@ -95,6 +97,7 @@ MAX_FLUSHES: Final = 3
 
 NOT_PLAYED: Final = {
     "FaultyConnector.on_new_epoch",
+    "FaultyConnector.release_transfers",
     "FaultyConnector.take_events",
     "FaultyConnector.get_kv_connector_stats",
     "FaultyConnector.reset_cache",
@@ -183,7 +186,15 @@ class ConnectorConformance:
         new one for each test."""
         return {}
 
+    def prepare(self, message: AddRequest) -> AddRequest:
+        """Called with each request of the suite; returns the one that is sent. A connector that
+        loads what another engine has computed adds its `kv_transfer_params`."""
+        return message
+
     # Engines
+
+    def player(self, engine: AnyEngine, prompts: list[KnownPrompt], seed: int) -> Player:
+        return Player(engine, prompts, seed, self.prepare)
 
     def plan(self, tmp_path: Path, faults: Faults | None, seed: int, **settings: Any) -> Any:
         """faults: None: the connector without a FaultyConnector around it."""
@@ -227,7 +238,7 @@ class ConnectorConformance:
             folder.mkdir()
             with opened(self.in_process(folder, KINDS_OF_FAULTS[kind], seed)) as engine:
                 assert isinstance(engine, InProcessEngine)
-                player = Player(engine, prompts, seed)
+                player = self.player(engine, prompts, seed)
                 player.play(NUM_REQUESTS)
                 check_idle(engine, player)
                 stats = engine.scheduler.make_stats()
@@ -249,7 +260,7 @@ class ConnectorConformance:
             if hooks is None or not hooks.may_repeat_steps:
                 pytest.skip("the worker is replaced instead")
             num_failed = lack_memory(engine, FAILED_STEPS)
-            player = Player(engine, prompts, seed=0)
+            player = self.player(engine, prompts, seed=0)
             player.play(2 * NUM_REQUESTS)
             check_idle(engine, player)
             assert num_failed() == len(FAILED_STEPS)
@@ -268,7 +279,7 @@ class ConnectorConformance:
         plan = self.plan(tmp_path, NO_FAULTS, 0, **SHORT_TIMEOUT)
         with opened(InProcessEngine(plan, delay=lack_memory)) as engine:
             assert isinstance(engine, InProcessEngine)
-            player = Player(engine, prompts, seed=0)
+            player = self.player(engine, prompts, seed=0)
             player.play(2 * NUM_REQUESTS)
             check_idle(engine, player)
 
@@ -290,7 +301,7 @@ class ConnectorConformance:
             assert f"{name} of the connector {half} raised InjectedFault" in str(error)
         if self.survives_restart:
             with opened(self.in_process(tmp_path, NO_FAULTS, 1)) as engine:
-                player = Player(engine, prompts, seed=1)
+                player = self.player(engine, prompts, seed=1)
                 player.play(NUM_REQUESTS // 2)
                 settle(engine)
 
@@ -310,7 +321,7 @@ class ConnectorConformance:
         failure = None
         with opened(engine):
             try:
-                player = Player(engine, prompts, seed=0)
+                player = self.player(engine, prompts, seed=0)
                 player.play(NUM_REQUESTS, aborts=0.5)
                 settle(engine)
             except LongshoreError as error:
@@ -327,7 +338,7 @@ class ConnectorConformance:
     ) -> None:
         plan = self.plan(tmp_path, ALL_FAULTS, 0, load_timeout_s=1.0, **ranks)
         with opened(RemoteEngine(plan)) as engine:
-            player = Player(engine, prompts, seed=0)
+            player = self.player(engine, prompts, seed=0)
             player.play(2 * NUM_REQUESTS)
             settle(engine)
             player.play(NUM_REQUESTS)  # on the same blocks
@@ -341,7 +352,7 @@ class ConnectorConformance:
         longest, others = by_length[0], by_length[1:]
         plan = self.plan(tmp_path, None, 0)
         with opened(RemoteEngine(plan)) as engine:
-            player = Player(engine, prompts, seed=0)
+            player = self.player(engine, prompts, seed=0)
             player.ask(longest)
             for _ in range(MAX_FLUSHES):
                 settle(engine)
@@ -354,7 +365,7 @@ class ConnectorConformance:
                 raise AssertionError(f"nothing was loaded; the statistics are {player.stats}")
         if self.survives_restart:
             with opened(RemoteEngine(plan)) as engine:
-                player = Player(engine, prompts, seed=0)
+                player = self.player(engine, prompts, seed=0)
                 # Both fit into the pool, so all that is loaded was stored by the earlier engine.
                 assert any(is_loaded(player, prompt) for prompt in by_length[:2])
 

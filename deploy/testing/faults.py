@@ -199,6 +199,7 @@ class FaultyConnector(SchedulerConnector):
     skips_prefix_cache = _counted("skips_prefix_cache")
     update_connector_output = _counted("update_connector_output")
     load_abandoned = _counted("load_abandoned")
+    release_transfers = _counted("release_transfers")
     swap_size = _counted("swap_size")
     swap_out = _counted("swap_out")
     release_swap = _counted("release_swap")

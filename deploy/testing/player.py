@@ -10,6 +10,7 @@ from typing import Final
 from longshore.deploy.llm.blocking_client import BlockingClient
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
 from longshore.protocol.outputs import EngineOutputs, FinishReason
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.statistics import SchedulerStats
 from longshore.testing.engines import AnyEngine, what_is_left
 from longshore.testing.prompts import MAX_TOKENS, KnownPrompt, greedy
@@ -39,12 +40,19 @@ class _Playing:
 class Player:
     """The client of an engine.
 
+    prepare: called with the message of each request; returns the one that is sent.
     request_ids: of all requests so far.
     stats: the newest statistics of an engine in other processes.
     """
 
-    def __init__(self, engine: AnyEngine, prompts: Sequence[KnownPrompt], seed: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: AnyEngine,
+        prompts: Sequence[KnownPrompt],
+        seed: int,
+        prepare: Callable[[AddRequest], AddRequest] = lambda message: message,
+    ) -> None:
+        self._engine, self._prepare = engine, prepare
         self._prompts = prompts
         self._chance = Random(f"player {seed}")
         self._client = BlockingClient(LiveRequests(Random(seed)), engine)
@@ -100,9 +108,10 @@ class Player:
         if is_reused:
             request_id = self._aborted.pop()
         self.request_ids.add(request_id)
-        live = self._client.submit(
+        live, message = self._client.requests.open(
             request_id, prompt.token_ids, greedy(num_tokens), on_change=lambda: None
         )
+        self._engine.send(self._prepare(message))
         self._playing.append(_Playing(live, prompt, num_tokens, abort_after, is_reused))
         self._abort_due()
 

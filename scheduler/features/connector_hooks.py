@@ -91,4 +91,6 @@ def view_of(
         job_id=request.job_id,
         waiting_s=waiting_s,
         finish_reason=finish_reason,
+        multimodal=request.multimodal,
+        prompt_embeds=request.prompt_embeds,
     )

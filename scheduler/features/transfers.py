@@ -327,6 +327,7 @@ class Transfers:
             "num_failed_loads": self.num_failed_loads,
             "tiers": sums_by_medium(stats.tiers),
             "transfers": self.statistics.totals(stats.queued_blocks),
+            "pulls": stats.pulls,
         }
 
     def has(self, request_id: str) -> bool:

@@ -366,6 +366,7 @@ class Engine:
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
                     self._scheduler.abort_requests(index, message.handles, now)
+                    self._scheduler.release_transfers(message.transfer_ids)
                 case StopFound():
                     self._scheduler.stop_found(index, message, now)
                 case ContinueSession():
@@ -498,8 +499,8 @@ class Engine:
             workers = self._statistics.latest()
             num_worker_steps = sum(stats.num_steps for stats in workers)
             counts = self._scheduler.get_request_counts()
-            num_operations = self._scheduler.num_transfer_operations
-            state = (self._scheduler.num_steps, num_worker_steps, num_operations, *counts)
+            transfers = (self._scheduler.num_transfer_operations, self._scheduler.num_transfers)
+            state = (self._scheduler.num_steps, num_worker_steps, *transfers, *counts)
             if state == self._reported_state:
                 continue
             self._reported_state = state

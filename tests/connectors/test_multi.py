@@ -89,6 +89,9 @@ class Scripted(SchedulerConnector):
     def load_abandoned(self, request_id: str) -> None:
         self.calls.append(("abandoned", request_id))
 
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        self.calls.append(("released", transfer_ids))
+
     @property
     def has_pending_work(self) -> bool:
         return bool(self.metadata)
@@ -536,6 +539,12 @@ def test_commands_are_plain_data() -> None:
     scripted[0].metadata = b"x"
     data = half.build_connector_meta(StepView(1, 0))
     assert msgspec.msgpack.decode(data) == {"children": [b"x", b""], "loads": {}, "sends": {}}
+
+
+def test_transfers_are_released_by_all_children() -> None:
+    half, scripted = scheduler_half("a", "b")
+    half.release_transfers(["t"])
+    assert all(("released", ["t"]) in each.calls for each in scripted)
 
 
 def test_operations_of_all_children_are_reported() -> None:

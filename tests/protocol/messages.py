@@ -79,6 +79,7 @@ from longshore.protocol.statistics import (
     DescribeEngine,
     EngineReport,
     GroupUse,
+    PullStats,
     SchedulerStats,
     TenantStats,
     TierStats,
@@ -279,11 +280,13 @@ stats = st.builds(
     **{
         field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
-        if field not in ("workers", "tenants", "tiers", "transfers")
+        if field not in ("workers", "tenants", "tiers", "transfers", "pulls")
     },
     tenants=st.lists(st.builds(TenantStats, texts, counts, counts), max_size=2).map(tuple),
     tiers=st.lists(tiers, max_size=2).map(tuple),
     transfers=st.lists(transfers, max_size=2).map(tuple),
+    pulls=st.none()
+    | st.builds(PullStats, *[counts] * 4, st.dictionaries(texts, counts, max_size=2)),
     workers=st.lists(worker_stats, max_size=2).map(tuple),
 )
 adds = st.builds(
@@ -366,7 +369,7 @@ FROM_WORKER = {
 TO_ENGINE = {
     AddRequest: adds,
     ContinueSession: st.builds(ContinueSession, counts, int32s, samplings, st.booleans()),
-    AbortRequests: st.builds(AbortRequests, int32s),
+    AbortRequests: st.builds(AbortRequests, int32s, st.lists(texts, max_size=2).map(tuple)),
     DescribeEngine: st.just(DescribeEngine()),
     DescribeBlocks: st.just(DescribeBlocks()),
     StopFound: st.builds(StopFound, counts, counts),

@@ -236,3 +236,16 @@ def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
         assert row["after_us"] > 0
         assert row["best_ratio"] == pytest.approx(row["before_us"] / row["after_us"])
         assert row["ratio"] > 0
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("case", ["nixl over tcp", "mooncake over tcp"])
+def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
+    sizes = ("--tokens", "64", "256", "--repeats", "2")
+    result = Result(tmp_path, "pull_transfer.py", "--cases", case, *sizes)
+    assert [(row["tokens"], row["descriptors"]) for row in result.rows] == [(64, 4), (256, 16)]
+    for row in result.rows:
+        assert min(row["gb_s"].values()) > 0
+        assert row["ratio"] > 0
+        assert 0 < row["handover_ms"] < row["first_ms"] * 100
+        assert len(row["handover_ms_each"]) == 2

@@ -19,6 +19,7 @@ from longshore.protocol.statistics import (
     OPERATION_BYTES_BOUNDS,
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
+    PullStats,
     SchedulerStats,
     TierStats,
     TransferStats,
@@ -146,6 +147,19 @@ TIER_COUNTERS: Final = (
     ),
     ("num_breaker_openings", "breaker_openings", "How often circuit breakers have opened"),
 )
+PULL_GAUGES: Final = (
+    ("num_leases", "leases", "Ended requests whose KV is kept for another engine"),
+    ("num_leased_blocks", "leased_blocks", "KV blocks kept for other engines"),
+)
+"""Field of PullStats, name, help."""
+PULL_COUNTERS: Final = (
+    (
+        "num_refused_leases",
+        "refused_leases",
+        "Requests whose KV was not kept for another engine, because there was no room",
+    ),
+    ("num_expired_leases", "expired_leases", "Leases that no other engine renewed in time"),
+)
 WORKER_GAUGES: Final = (
     (
         "longest_step_s",
@@ -168,6 +182,7 @@ KEY_LABELS: Final = ("engine", "key")
 WORKER_LABELS: Final = ("engine", "worker")
 TRANSFER_LABELS: Final = ("engine", "transfer_type")
 TIER_LABELS: Final = ("engine", "medium")
+OUTCOME_LABELS: Final = ("engine", "outcome")
 
 
 class EngineMetrics:
@@ -194,6 +209,7 @@ class EngineMetrics:
         yield from self._of_keys()
         yield from self._of_tiers()
         yield from self._of_transfers()
+        yield from self._of_pulls()
         for field, name, text in WORKER_GAUGES:
             gauge = GaugeMetricFamily(f"longshore_worker_{name}", text, labels=WORKER_LABELS)
             for labels, stats in self._workers():
@@ -260,11 +276,33 @@ class EngineMetrics:
             sizes.add_metric(labels, buckets, stats.num_bytes)
         yield sizes
 
+    def _of_pulls(self) -> Iterable[Metric]:
+        found = [
+            ((engine,), stats.pulls)
+            for engine, stats in self._latest.items()
+            if stats.pulls is not None
+        ]
+        for field, name, text in PULL_GAUGES:
+            gauge = GaugeMetricFamily(f"longshore_kv_pull_{name}", text, labels=ENGINE_LABELS)
+            yield self._with_each(gauge, field, found)
+        for field, name, text in PULL_COUNTERS:
+            counter = CounterMetricFamily(f"longshore_kv_pull_{name}", text, labels=ENGINE_LABELS)
+            yield self._with_each(counter, field, found)
+        pulls = CounterMetricFamily(
+            "longshore_kv_pulls",
+            "Pulls of KV from another engine that have ended, by outcome",
+            labels=OUTCOME_LABELS,
+        )
+        for labels, stats in found:
+            for outcome, number in stats.pulls_by_outcome.items():
+                pulls.add_metric((*labels, outcome), number)
+        yield pulls
+
     @staticmethod
     def _with_each(
         family: GaugeMetricFamily | CounterMetricFamily,
         field: str,
-        stats: Iterable[tuple[tuple[str, str], TierStats | TransferStats]],
+        stats: Iterable[tuple[tuple[str, ...], TierStats | TransferStats | PullStats]],
     ) -> Metric:
         for labels, each in stats:
             family.add_metric(labels, getattr(each, field))

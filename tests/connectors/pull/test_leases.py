@@ -1,10 +1,13 @@
 """Leases: bound to owner, request, tokens, blocks and the first reader; durations, not times."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from longshore.connectors.base import RequestView
 from longshore.connectors.pull.leases import Leases
 from longshore.connectors.pull.messages import (
     Claim,
@@ -13,13 +16,21 @@ from longshore.connectors.pull.messages import (
     Refused,
     Renew,
     digest_blocks,
-    digest_tokens,
+    digest_input,
     tables_of,
 )
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.requests import MultimodalFeature
 
+ITEM = MultimodalFeature("a", 1, 2)
 TABLES = tables_of([int32_array([3, 4]), int32_array([0, 9])])
-TOKENS = digest_tokens(int32_array([1, 2, 3]), None)
+
+
+def view(num_tokens: int = 3, **fields: Any) -> RequestView:
+    return RequestView("r", int32_array([1, 2, 3][:num_tokens]), num_tokens, (), **fields)
+
+
+TOKENS = digest_input(view(), 3)
 
 
 def offer(transfer_id: str = "t", hold_id: int = 1) -> Offer:
@@ -46,9 +57,13 @@ def test_a_claim_gets_the_blocks_of_its_transfer() -> None:
         ({"transfer_id": "u"}, "transfer_id is unknown"),
         ({"engine_id": "owner.2"}, "this is owner.1, not owner.2"),
         ({"request_id": "other"}, "belongs to another request"),
-        ({"token_digest": digest_tokens(int32_array([1, 2]), None)}, "the tokens of the request"),
+        ({"token_digest": digest_input(view(2), 2)}, "the tokens of the request"),
         (
-            {"token_digest": digest_tokens(int32_array([1, 2, 3]), "adapter")},
+            {"token_digest": digest_input(view(lora_name="adapter"), 3)},
+            "the tokens of the request",
+        ),
+        (
+            {"token_digest": digest_input(view(multimodal=(ITEM,)), 3)},
             "the tokens of the request",
         ),
         ({"blocks_digest": digest_blocks(TABLES[:1])}, "remote_block_ids are not those"),
@@ -59,6 +74,32 @@ def test_a_claim_of_anything_else_gets_nothing(wrong: dict[str, object], reason:
     answer = leases().claim(msgspec.structs.replace(CLAIM, **wrong), "reader.1", 1.0)
     assert isinstance(answer, Refused)
     assert reason in answer.reason
+
+
+def test_prompts_with_the_same_placeholders_and_other_images_differ() -> None:
+    images = {
+        (): view(),
+        ("a", 1): view(multimodal=(ITEM,)),
+        ("b", 1): view(multimodal=(MultimodalFeature("b", 1, 2),)),
+        ("a", 0): view(multimodal=(MultimodalFeature("a", 0, 2),)),
+        ("a", 1, "lora"): view(multimodal=(ITEM,), lora_name="lora"),
+    }
+    assert len({digest_input(each, 3) for each in images.values()}) == len(images)
+    # An image after the tokens whose KV is offered has no effect on it.
+    assert digest_input(view(multimodal=(ITEM,)), 1) == digest_input(view(), 1)
+
+
+@pytest.mark.req("CON-08")
+def test_the_owner_may_end_a_lease_whoever_uses_it() -> None:
+    table = leases()
+    assert table.release(["t", "unknown"]) == [offer()]
+    assert table.release(["t"]) == []
+    table.offer(offer("u", 2), 0.0)
+    table.renew(Renew(("u",), 1), "reader.1", 1.0)
+    assert table.release(["u"]) == [offer("u", 2)]
+    # What it has read meanwhile does not count.
+    assert table.renew(Renew(("u",), 2), "reader.1", 1.0).ended == ("u",)
+    assert table.expire(100.0) == []
 
 
 @pytest.mark.req("CON-08")

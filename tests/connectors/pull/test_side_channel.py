@@ -199,6 +199,7 @@ def test_with_a_secret_only_those_who_know_it_are_answered(
         ({"max_leased_share": 2}, "'max_leased_share' to be at most 1"),
         ({"lease_s": 0}, "'lease_s' to be a finite number of at least 0.1"),
         ({"secret_file": "/nowhere/key"}, "'secret_file' to be readable"),
+        ({"read_timeout_s": 60}, "'read_timeout_s' to be at most 30"),
         ({"hosts": []}, "no option 'hosts'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

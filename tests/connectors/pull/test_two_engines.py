@@ -3,15 +3,18 @@ one engine, and no block leaks, whatever happens between them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from longshore.connectors.pull.layout import PullPlan, plan_pull
 from longshore.connectors.pull.scheduler import PullConnector
 from longshore.connectors.pull.transport import ReadState
-from longshore.protocol.arrays import int32_array
+from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import AbortRequests
 from longshore.testing.engines import settle
 from longshore.worker.transfer.connector import HookFailed
 from tests.connectors.conftest import KINDS
@@ -79,10 +82,10 @@ class Pair:
         params: dict[str, Any] | None = None,
         resends_token: bool = True,
         max_tokens: int = MAX_TOKENS,
+        **fields: Any,
     ) -> Answer:
         """The second leg."""
         assert first.end is not None
-        fields: dict[str, Any] = {}
         if resends_token:
             fields["output_token_ids"] = int32_array(first.token_ids)
         return self.decode.add(
@@ -132,6 +135,7 @@ PROMPTS: Final = prompts_of(100, 33, 64, 150)
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CON-12")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("resends_token", [True, False], ids=["token", "prompt"])
 def test_tokens_are_those_of_one_engine(kind: str, resends_token: bool, model_of: ModelOf) -> None:
@@ -221,7 +225,32 @@ def test_many_requests_at_once_with_preemptions(model_of: ModelOf) -> None:
         assert pair.decode.stats.num_preemptions > 0
 
 
+@pytest.mark.req("CON-10")
+def test_preemptions_of_the_owner_touch_no_leased_block(model_of: ModelOf) -> None:
+    """A request is leased; others on the same engine are preempted, and their blocks used again."""
+    model, _ = model_of("full")
+    prompt, *others = prompts_of(100, 100, 100, 100, seed=5)
+    expected = wanted(model, prompt)[0]
+    with Pair(model, options={"lease_s": 1000.0}, prefill={"num_blocks": 24}) as pair:
+        first = pair.begin(prompt)
+        for _ in range(2):
+            pair.prefill.run(*others, is_together=True, max_tokens=80)
+        assert pair.prefill.stats.num_preemptions > 0
+        answer = pair.go_on(prompt, first)
+        pair.until(lambda: answer.end is not None)
+        assert [*first.token_ids, *answer.token_ids] == expected
+        pair.settle()
+        assert outcomes(pair) == {"complete": 1}
+
+
 # Faults
+
+
+def outcomes(pair: Pair) -> dict[str, int]:
+    """Those of the decode engine's pulls, as its metrics have them."""
+    pulls = pair.decode.stats.pulls
+    assert pulls is not None
+    return {name: number for name, number in pulls.pulls_by_outcome.items() if number}
 
 
 @pytest.mark.req("MET-05")
@@ -236,20 +265,74 @@ def test_a_failed_read_is_computed(kind: str, model_of: ModelOf) -> None:
             assert pair.run(prompt) == tokens
         pair.settle()
         assert pair.num_failed == 2
+        assert outcomes(pair) == {"complete": 2, "failed": 2}
         assert pair.half(pair.prefill).num_expired_leases == 0
 
 
 @pytest.mark.req("MET-05")
-def test_with_the_policy_fail_a_failed_read_ends_the_request(model_of: ModelOf) -> None:
-    model, _ = model_of("full")
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_the_policy_fail_a_failed_read_ends_the_request(
+    kind: str, model_of: ModelOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = model_of(kind)
     network.state = lambda number: ReadState.FAILED
     with Pair(model, decode={"load_failure_policy": "fail"}) as pair:
         prompt = PROMPTS[0]
-        answer = pair.go_on(prompt, pair.begin(prompt))
+        answer = pair.go_on(prompt, pair.begin(prompt), request_id="the-request")
         pair.until(lambda: answer.end is not None)
         assert answer.end is not None
         assert answer.end.reason is FinishReason.ERROR
+        assert "could not be loaded" in (answer.end.message or "")
         pair.settle()
+        (record,) = [each for each in caplog.records if "reading from its owner" in each.message]
+        assert record.fields == {"request_id": "the-request", "outcome": "failed"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.req("MET-05")
+@pytest.mark.req("MET-06")
+@pytest.mark.req("MET-07")
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_group_lacks_rewinds_all_groups_to_where_each_has_kv(
+    kind: str, policy: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each group in turn, a block in the middle is not filled, but written with junk."""
+    model, _ = model_of(kind)
+    prompt = prompts_of(150)[0]
+    (expected,) = wanted(model, prompt)
+    lacking: list[int] = []
+
+    def without_one(
+        group: int, routes: Any, owner_tables: Any, reader_tables: Any, **of_pull: Any
+    ) -> PullPlan:
+        plan = plan_pull(routes, owner_tables, reader_tables, **of_pull)
+        table = reader_tables[group]
+        present = table[table != 0].tolist()
+        lacking.append(present[len(present) // 2])
+        return PullPlan(plan.pieces, sorted({*plan.missing, lacking[-1]}))
+
+    decode = {"load_failure_policy": policy}
+    with Pair(model, decode=decode) as pair:
+        num_groups = len(pair.decode.engine.scheduler.kv_cache.block_sizes)  # type: ignore[union-attr]
+    for group in range(num_groups):
+        lack = partial(without_one, group)
+        monkeypatch.setattr("longshore.connectors.pull.reader.plan_pull", lack)
+        with Pair(model, decode=decode) as pair:
+            answer = pair.go_on(prompt, pair.begin(prompt))
+            pair.until(lambda answer=answer: answer.end is not None)  # type: ignore[misc]
+            assert answer.end is not None
+            pair.settle()
+            assert outcomes(pair) == {"partial": 1}
+            if policy == "fail":
+                assert answer.end.reason is FinishReason.ERROR
+                continue
+            assert answer.token_ids == expected[1:]
+            num_computed = pair.decode.num_computed - (MAX_TOKENS - 2)
+            if kind in ("full", "latents"):
+                assert 0 < num_computed < len(prompt)
+            # Another request finds no block of the failed pull.
+            assert pair.run(prompt) == expected
+            pair.settle()
 
 
 @pytest.mark.req("MET-05")
@@ -323,6 +406,74 @@ def test_leases_of_a_reader_that_never_comes_expire(model_of: ModelOf) -> None:
         assert pair.num_failed == 1
 
 
+@pytest.mark.req("CON-08")
+@pytest.mark.parametrize("stage", ["between the legs", "reading"])
+def test_the_owner_ends_a_lease_at_once_when_its_client_says_so(
+    stage: str, model_of: ModelOf
+) -> None:
+    model, _ = model_of("full")
+    prompt = PROMPTS[0]
+    with Pair(model, options={"lease_s": 1000.0}) as pair:
+        first = pair.begin(prompt)
+        assert first.end is not None
+        assert first.end.kv_transfer_params is not None
+        transfer_id = first.end.kv_transfer_params["transfer_id"]
+        if stage == "reading":
+            network.state = lambda number: ReadState.IN_PROGRESS
+            answer = pair.go_on(prompt, first)
+            pair.until(network.posted.is_set)
+        message = AbortRequests(EMPTY_INT32, transfer_ids=(transfer_id, "unknown"))
+        for _ in range(2):  # a repeated one has no effect
+            pair.prefill.engine.send(message)
+        pair.until(lambda: not pair.half(pair.prefill)._leased)
+        assert pair.half(pair.prefill).num_expired_leases == 0
+        network.state = lambda number: ReadState.DONE
+        if stage != "reading":
+            answer = pair.go_on(prompt, first)
+        pair.until(lambda: answer.end is not None)
+        assert [*first.token_ids, *answer.token_ids] == wanted(model, prompt)[0]
+        pair.settle()
+        outcome = "lease_ended" if stage == "reading" else "refused"
+        assert outcomes(pair) == {outcome: 1}
+
+
+def test_a_transfer_can_be_used_once(model_of: ModelOf, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither by two requests at once, nor by one after the other."""
+    model, _ = model_of("full")
+    prompt = PROMPTS[0]
+    (expected,) = wanted(model, prompt)
+    with Pair(model, decode={"enable_prefix_caching": False}) as pair:
+        first = pair.begin(prompt)
+        network.state = lambda number: ReadState.IN_PROGRESS
+        answers = [pair.go_on(prompt, first)]
+        pair.until(network.posted.is_set)
+        answers.append(pair.go_on(prompt, first))
+        pair.until(lambda: answers[1].end is not None)
+        assert "transfer_id is in use by another request" in caplog.text
+        network.state = lambda number: ReadState.DONE
+        pair.until(lambda: answers[0].end is not None)
+        answers.append(pair.go_on(prompt, first))
+        pair.until(lambda: answers[2].end is not None)
+        assert all([*first.token_ids, *each.token_ids] == expected for each in answers)
+        pair.settle()
+        assert network.num_posted == 1
+        assert outcomes(pair) == {"complete": 1, "refused": 1}
+
+
+def test_a_lease_ends_when_its_request_needs_no_pull(model_of: ModelOf) -> None:
+    """All of its prompt is in the prefix cache, and it decodes for long."""
+    model, _ = model_of("full")
+    prompt = PROMPTS[2]  # whole blocks
+    with Pair(model) as pair:
+        pair.run(prompt)
+        answer = pair.go_on(prompt, pair.begin(prompt), max_tokens=100)
+        pair.until(lambda: not pair.half(pair.prefill)._leased)
+        assert answer.end is None
+        pair.until(lambda: answer.end is not None)
+        pair.settle()
+        assert outcomes(pair) == {"complete": 1}
+
+
 @pytest.mark.req("MET-08")
 @pytest.mark.parametrize("stage", ["queued", "reading", "ended"])
 def test_a_client_may_cancel_at_any_moment(stage: str, model_of: ModelOf) -> None:
@@ -361,6 +512,7 @@ def test_a_client_may_cancel_the_first_leg(model_of: ModelOf) -> None:
         pair.settle()
 
 
+@pytest.mark.req("CON-09")
 def test_a_late_read_is_ended_by_force(model_of: ModelOf) -> None:
     """Its blocks are in quarantine until the transport has confirmed it."""
     model, _ = model_of("full")
@@ -375,6 +527,10 @@ def test_a_late_read_is_ended_by_force(model_of: ModelOf) -> None:
         pair.until(lambda: answer.end is not None)  # computed instead
         assert [*first.token_ids, *answer.token_ids] == expected
         pair.until(lambda: network.num_resets == 1)
+        # The thread that closes the connections is blocked, but polling is not.
+        number = pair.decode.num_computed
+        assert pair.decode.run(PROMPTS[1]) == [wanted(model, PROMPTS[1])[0][:8]]
+        assert pair.decode.num_computed > number
         assert pair.decode.stats.num_quarantined_blocks > 0
         network.may_reset.set()
         network.state = lambda number: ReadState.DONE

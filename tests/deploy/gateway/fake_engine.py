@@ -37,6 +37,7 @@ from longshore.protocol.statistics import (
     DescribeEngine,
     EngineReport,
     GroupUse,
+    PullStats,
     SchedulerStats,
     TenantStats,
     TierStats,
@@ -82,6 +83,7 @@ STATS = SchedulerStats(
     transfers=(
         TransferStats("CPU", "GPU", (0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0), 40, 40_000, 0.5, 1, 2, 7),
     ),
+    pulls=PullStats(1, 20, 3, 2, {"complete": 9, "late": 1}),
     workers=(report(epoch=1, num_steps=7, compute_s=1.5),),
 )
 REPORT = EngineReport(

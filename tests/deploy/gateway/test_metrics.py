@@ -15,7 +15,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     RequestEvent,
 )
-from longshore.protocol.statistics import TenantStats, TierStats, TransferStats
+from longshore.protocol.statistics import PullStats, TenantStats, TierStats, TransferStats
 from tests.deploy.gateway.fake_engine import STATS
 from tests.scheduler.worker_reports import report
 
@@ -32,7 +32,7 @@ def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     distinct = {
         name: 1000.0 + i
         for i, name in enumerate(STATS.__struct_fields__)
-        if name not in ("workers", "tenants", "tiers", "transfers")
+        if name not in ("workers", "tenants", "tiers", "transfers", "pulls")
     }
     metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
     shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
@@ -89,6 +89,22 @@ def test_every_statistic_of_tiers_and_transfers_is_shown() -> None:
         ('offload_size_bytes_count{engine="0",transfer_type="CPU_to_GPU"}', 6),
     ):
         assert shown[f"longshore_kv_{name}"] == value
+
+
+def test_every_statistic_of_pulls_is_shown() -> None:
+    metrics = GatewayMetrics()
+    pulls = PullStats(1, 2, 3, 4, {"complete": 5, "late": 0})
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, pulls=pulls))
+    metrics.observe_scheduler("1", msgspec.structs.replace(STATS, pulls=None))
+    shown = samples(metrics)
+    assert {key: value for key, value in shown.items() if "_kv_pull" in key} == {
+        'longshore_kv_pull_leases{engine="0"}': 1,
+        'longshore_kv_pull_leased_blocks{engine="0"}': 2,
+        'longshore_kv_pull_refused_leases_total{engine="0"}': 3,
+        'longshore_kv_pull_expired_leases_total{engine="0"}': 4,
+        'longshore_kv_pulls_total{engine="0",outcome="complete"}': 5,
+        'longshore_kv_pulls_total{engine="0",outcome="late"}': 0,
+    }
 
 
 def test_every_statistic_of_a_worker_is_shown_under_its_engine_and_rank() -> None:

@@ -1,0 +1,70 @@
+"""`nixl` and `mooncake` pass the conformance suite. A peer in this process computes each prompt
+first, and every third request is also offered to a reader that never comes."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import msgspec
+import pytest
+
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.protocol.requests import AddRequest
+from longshore.testing.connectors import ConnectorConformance
+from tests.connectors.engine import Engine
+
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PEER: Final = {"block_size": 8, "num_blocks": 600, "max_model_len": 64}
+"""Another block size than that of the suite."""
+
+
+@pytest.fixture(scope="class")
+def peer(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With the connector of the class."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        patch.setenv("UCX_LOG_LEVEL", "fatal")
+        options = {"lease_s": 5.0, "max_leased_share": 0.9}
+        with Engine(DEMO_MODEL_DIR, request.cls.connector, options, **PEER) as engine:
+            yield engine
+
+
+class PullConformance(ConnectorConformance):
+    numbers: ClassVar[Iterator[int]] = count()
+
+    @pytest.fixture(autouse=True)
+    def has_peer(self, peer: Engine) -> None:
+        self.peer = peer
+
+    def options(self, tmp_path: Path) -> dict[str, Any]:
+        return {"lease_s": 1.0}
+
+    def prepare(self, message: AddRequest) -> AddRequest:
+        number = next(self.numbers)
+        first = self.peer.add(
+            message.prompt_token_ids.tolist(),
+            max_tokens=1,
+            request_id=f"{message.request_id} on the peer, {number}",
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        self.peer.wait(first)
+        assert first.end is not None
+        params = dict(first.end.kv_transfer_params or {})
+        if number % 3 == 0:
+            params["do_remote_decode"] = True
+        return msgspec.structs.replace(message, kv_transfer_params=params)
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("CON-08")
+@pytest.mark.req("MET-08")
+class TestNixl(PullConformance):
+    connector = "nixl"
+
+
+@pytest.mark.req("CRG-11")
+class TestMooncake(PullConformance):
+    connector = "mooncake"
+    is_variant = True
