@@ -6,7 +6,7 @@
 
 ensure_services() {
   local package program missing=()
-  for program in chromium chromedriver:chromium-driver promtool:prometheus redis-server node:nodejs npm; do
+  for program in ip:iproute2 chromium chromedriver:chromium-driver promtool:prometheus redis-server node:nodejs npm; do
     package=${program#*:}
     command -v "${program%%:*}" >/dev/null || missing+=("$package")
   done

@@ -29,6 +29,7 @@ LONGEST = (
     "scheduler/features/test_transfer_races.py",
     "chaos",
     "integration",
+    "hosts",
     "testing",
     "worker/models",
     "docs/test_commands.py",

@@ -4,6 +4,7 @@ There are two phases, because all ranks agree on the number of blocks between th
 loads the weights and measures memory; `start` allocates the KV cache and returns the model runner.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -58,7 +59,7 @@ from longshore.worker.queues.compute_queue import ComputeQueue, open_compute_que
 from longshore.worker.queues.transfer_queues import WorkerQueues
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.step.model_runner import ModelRunner
-from longshore.worker.transfer.connector import ConnectorRunner
+from longshore.worker.transfer.connector import ConnectorRunner, HookFailed
 from longshore.worker.transfer.encoder import EncoderRunner
 
 logger = logging.getLogger(__name__)
@@ -266,20 +267,24 @@ class Worker:
 
     def end_epoch(self) -> None:
         """Finish what was submitted, and end all transfers. `start` may follow, without loading or
-        warming up again. May be called twice."""
+        warming up again. May be called twice. Raises HookFailed if the connector could not end its
+        transfers; then only `close` may follow."""
         if self._runner is not None:
             self._runner.finish()
-        if self.connector is not None:
-            self.connector.close()
-            self.connector = None
-        if self.encoder_connector is not None:
-            self.encoder_connector.close()
-            self.encoder_connector = None
+        connector, self.connector = self.connector, None
+        encoder_connector, self.encoder_connector = self.encoder_connector, None
+        try:
+            if connector is not None:
+                connector.close()
+        finally:
+            if encoder_connector is not None:
+                encoder_connector.close()
 
     def close(self) -> None:
         """End the epoch and all threads, and free the KV cache. The weights stay, so that `start`
         may follow. May be called twice."""
-        self.end_epoch()
+        with contextlib.suppress(HookFailed):  # it has been logged
+            self.end_epoch()
         if self._queue is not None:
             self._queue.close()
         self._runner = self._queue = self._cache = None

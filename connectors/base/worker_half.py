@@ -251,7 +251,8 @@ class WorkerConnector(Generic[MetadataT]):
         return ()
 
     def shutdown(self) -> None:
-        """The worker stops; called on the loop thread. End all transfers. This is the last call."""
+        """The worker stops; called on the loop thread. End all transfers. This is the last call. If
+        it raises, a transfer may still write to blocks, so no epoch follows in this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,14 @@ class Reader:
         return self._thread.failure
 
     def close(self) -> None:
-        """End all pulls, and the transport."""
-        if self._thread.close(timeout_s=CONFIRM_TIMEOUT_S):
-            self._transport.close()
-            self._context.destroy(linger=0)
+        """End all pulls, and the transport. Raises TransportError if a read may still write."""
+        since = self.resetting_since
+        passed_s = 0.0 if since is None else time.monotonic() - since
+        has_ended = self._thread.close(timeout_s=max(CONFIRM_TIMEOUT_S - passed_s, 0.0))
+        if not has_ended or self.failure is not None:  # waiting once is enough
+            raise TransportError("reads in progress could not be ended")
+        self._transport.close()
+        self._context.destroy(linger=0)
 
     # On the thread
 

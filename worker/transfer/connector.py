@@ -143,13 +143,24 @@ class ConnectorRunner:
         )
 
     def close(self) -> None:
-        """End all transfers. No other call may follow."""
+        """End all transfers. No other call may follow. Raises HookFailed if the connector could
+        not; everything else has ended then."""
         try:
-            self.connector.shutdown()
-        except Exception:
-            name = type(self.connector).__name__
-            logger.exception("shutdown of the connector %s raised; stopping without it", name)
-        self._queues.close()
+            end_transfers(self.connector.shutdown, type(self.connector).__name__)
+        finally:
+            self._queues.close()
+
+
+def end_transfers(shutdown: Callable[[], None], name: str) -> None:
+    """Call `shutdown` of the connector `name`. Raises HookFailed if it raises."""
+    try:
+        shutdown()
+    except Exception as error:
+        logger.exception("shutdown of the connector %s raised; stopping without it", name)
+        raise HookFailed(
+            f"shutdown of the connector {name} raised {type(error).__name__}: {error}. Its "
+            "transfers may still write to memory until this process has ended."
+        ) from error
 
 
 @dataclass(frozen=True)

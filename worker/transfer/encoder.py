@@ -3,7 +3,6 @@
 `EncoderWorker` in `connectors/base/encoder.py` says when each hook is called, and on which thread.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,7 @@ from longshore.connectors.base import EncoderWorker
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.plan import SchedulerOutput
-from longshore.worker.transfer.connector import named
-
-logger = logging.getLogger(__name__)
+from longshore.worker.transfer.connector import end_transfers, named
 
 
 class EncoderRunner:
@@ -59,12 +56,9 @@ class EncoderRunner:
         return TransferReport(self._epoch, self._rank, ec_connector_metadata=metadata)
 
     def close(self) -> None:
-        """End all transfers. No other call may follow."""
-        try:
-            self.connector.shutdown()
-        except Exception:
-            name = type(self.connector).__name__
-            logger.exception("shutdown of the connector %s raised; stopping without it", name)
+        """End all transfers. No other call may follow. Raises HookFailed if the connector could
+        not."""
+        end_transfers(self.connector.shutdown, type(self.connector).__name__)
 
 
 @dataclass(frozen=True)

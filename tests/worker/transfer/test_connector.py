@@ -443,3 +443,12 @@ def test_a_shutdown_that_raises_is_logged_and_everything_else_ends(
     assert "shutdown of the connector RecordingConnector raised" in caplog.text
     assert done.is_done()
     assert connector.calls[-1] == Call("shutdown", None, False)
+
+
+def test_no_epoch_follows_transfers_that_cannot_be_ended(open_rank: OpenRank) -> None:
+    """The blocks are the same, and a late load would write to them."""
+    connector = RecordingConnector()
+    rank = open_rank(connector)
+    connector.failing = {"shutdown"}
+    with pytest.raises(HookFailed, match="may still write to memory"):
+        rank.worker.end_epoch()

@@ -1,0 +1,226 @@
+"""Faults between a prefill and a decode engine on hosts of their own, at every stage of a pull:
+every request ends with the tokens of one engine, every block is free again, and a worker is
+replaced only if its transport cannot end a read."""
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.connectors.engine import Engine, prompts_of
+from tests.hosts.network import Network
+from tests.hosts.served import LIMIT_S, HostEngine, Router
+from tests.hosts.staged import STAGES, Stages
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
+
+PROMPT_TOKENS: Final = 100
+MAX_TOKENS: Final = 12
+LEASE_S: Final = 3.0
+READ_TIMEOUT_S: Final = 5.0
+QUARANTINE_S: Final = 60.0
+SLOW_MEGABITS: Final = 0.1
+"""The reads of a prompt take about 5 s."""
+
+PATIENCE_S: Final = 20.0
+"""In addition to what is allowed, because other tests use the processors."""
+
+_seeds: Final = itertools.count(1)
+
+
+class Pair:
+    """A prefill and a decode engine with the same model, and the engine that knows the tokens."""
+
+    def __init__(
+        self, stack: ExitStack, network: Network, model: Path, tmp: Path, connector: str
+    ) -> None:
+        self.stack, self.network, self.model, self.tmp = stack, network, model, tmp
+        self.connector = connector
+        self.hosts = {name: network.host(name) for name in ("prefill", "decode")}
+        self.stages = Stages(tmp / "stages")
+        self.plain = stack.enter_context(Engine(model))
+        self.engines = {name: self.start(name) for name in self.hosts}
+
+    def start(self, name: str) -> HostEngine:
+        """Under the same name, address and port as before."""
+        return self.stack.enter_context(
+            HostEngine(
+                self.hosts[name],
+                self.model,
+                self.tmp / f"{name}-{next(_seeds)}",
+                connector=self.connector,
+                options={"lease_s": LEASE_S, "read_timeout_s": READ_TIMEOUT_S},
+                remote_hosts=[host.address for host in self.hosts.values()],
+                stages=self.stages.folder,
+            )
+        )
+
+    @property
+    def router(self) -> Router:
+        return Router([self.engines["prefill"]], [self.engines["decode"]])
+
+    def request(self) -> tuple[list[int], list[int]]:
+        """A new prompt, and the tokens of its answer."""
+        (prompt,) = prompts_of(PROMPT_TOKENS, seed=next(_seeds))
+        return prompt, self.plain.run(prompt, max_tokens=MAX_TOKENS)[0]
+
+    def check_pulls(self) -> None:
+        """Requests are pulled again, at the latest after the first ones; nothing is held."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            prompt, wanted = self.request()
+            (leg,) = self.router.run([prompt], max_tokens=MAX_TOKENS)
+            assert leg.token_ids == wanted
+            if leg.num_cached_tokens == PROMPT_TOKENS:
+                break
+            assert time.monotonic() < deadline
+        self.settle("prefill", QUARANTINE_S)
+        self.settle("decode", QUARANTINE_S)
+
+    def settle(self, name: str, limit_s: float) -> None:
+        """No block is leased, loaded or in quarantine within this time."""
+        deadline = time.monotonic() + limit_s
+        engine = self.engines[name]
+        while (held := engine.snapshot)["TRANSFER"] or held["QUARANTINED"]:
+            assert time.monotonic() < deadline, held
+            engine.receive()
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    serving_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Pair]]:
+    made: dict[str, Pair] = {}
+    with ExitStack() as stack:
+
+        def pair_of(connector: str) -> Pair:
+            if connector not in made:
+                network = stack.enter_context(Network())
+                tmp = tmp_path_factory.mktemp("run")
+                model = serving_model("full")
+                made[connector] = Pair(stack, network, model, tmp, connector)
+            return made[connector]
+
+        yield pair_of
+
+
+@dataclass
+class Fault:
+    """side: the host that it happens to. Each method begins it, and returns what ends it."""
+
+    pair: Pair
+    side: str
+
+    def cut(self) -> Callable[[], None]:
+        host = self.pair.hosts[self.side]
+        host.cut()
+        return host.heal
+
+    def stop(self) -> Callable[[], None]:
+        engine = self.pair.engines[self.side]
+        engine.signal(signal.SIGSTOP)
+        return lambda: engine.signal(signal.SIGCONT)
+
+    def kill(self) -> Callable[[], None]:
+        """And start it again under the same name."""
+        self.pair.engines[self.side].signal(signal.SIGKILL)
+
+        def restart() -> None:
+            self.pair.engines[self.side].__exit__()
+            self.pair.engines[self.side] = self.pair.start(self.side)
+
+        return restart
+
+
+def run_cell(pair: Pair, stage: str, side: str, fault: str, seconds: float | None) -> None:
+    pair.check_pulls()
+    if stage == "handshake":  # by a reader that does not know the owner
+        Fault(pair, "decode").kill()()
+    num_restarts = pair.engines["decode"].num_restarts
+    router = pair.router
+    prompt, wanted = pair.request()
+    leg = router.send(prompt)
+    router.until(lambda: leg.first.end is not None)
+    if stage == "read":
+        pair.hosts["prefill"].limit(SLOW_MEGABITS)
+    with pair.stages.held(stage) as shown:
+        router.go_on(leg, max_tokens=MAX_TOKENS)
+        router.until(shown.exists, pair.engines["decode"])
+        end = getattr(Fault(pair, side), fault)()
+        failed_at = time.monotonic()
+    if stage == "read":
+        pair.hosts["prefill"].limit(None)
+    if seconds is not None:
+        time.sleep(seconds)
+        end()
+    answers = side == "prefill" or fault == "cut"
+    if answers or (fault == "stop" and seconds is not None):
+        assert router.wait(leg) == wanted
+        pair.settle("decode", QUARANTINE_S)
+        print(f"decode had settled after {time.monotonic() - failed_at:.1f} s")
+    if side == "decode" or fault == "cut":
+        pair.settle("prefill", failed_at + LEASE_S + 1.0 - time.monotonic() + PATIENCE_S)
+        print(f"prefill had settled after {time.monotonic() - failed_at:.1f} s")
+    if seconds is None:
+        end()
+    if not (side == "decode" and fault == "kill"):
+        num_more = pair.engines["decode"].num_restarts - num_restarts
+        if (pair.connector, stage, fault) == ("mooncake", "read", "cut") and seconds is None:
+            assert num_more == 1  # it cannot end a read, so the worker is replaced
+        elif (pair.connector, stage) == ("mooncake", "read"):
+            assert num_more <= 1
+        else:
+            assert num_more == 0
+    pair.check_pulls()
+
+
+SHORT: Final = {
+    ("nixl", "handshake", "prefill", "stop", None),
+    ("nixl", "claim", "decode", "kill", None),
+    ("nixl", "read", "decode", "cut", None),
+    ("nixl", "check", "decode", "cut", 1.0),
+    ("nixl", "done", "prefill", "kill", None),
+    ("mooncake", "read", "decode", "cut", None),
+}
+FAULTS: Final = (
+    ("cut", 1.0),
+    ("cut", 10.0),
+    ("cut", None),
+    ("stop", 1.0),
+    ("stop", None),
+    ("kill", None),
+)
+
+
+def cells() -> Iterator[Any]:
+    for connector in ("nixl", "mooncake"):
+        for stage in STAGES:
+            for side in ("prefill", "decode"):
+                for fault, seconds in FAULTS:
+                    if (side, fault) == ("prefill", "cut"):
+                        continue  # there are two hosts: it is the same as the other side's
+                    cell = connector, stage, side, fault, seconds
+                    marks = [] if cell in SHORT else [pytest.mark.hosts_full]
+                    how_long = "for-ever" if seconds is None else f"{seconds:g}s"
+                    words = (connector, stage, side, fault, how_long)
+                    yield pytest.param(*cell, marks=marks, id="-".join(words))
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("MET-07")
+@pytest.mark.parametrize(("connector", "stage", "side", "fault", "seconds"), list(cells()))
+def test_every_request_ends_and_every_block_is_free(
+    connector: str,
+    stage: str,
+    side: str,
+    fault: str,
+    seconds: float | None,
+    pairs: Callable[[str], Pair],
+) -> None:
+    run_cell(pairs(connector), stage, side, fault, seconds)
