@@ -241,7 +241,8 @@ class Worker:
 
     def end_epoch(self) -> None:
         """Finish what was submitted, and end all transfers. `start` may follow, without loading or
-        warming up again. May be called twice."""
+        warming up again. May be called twice. Raises TransfersStuck if blocks may still be read or
+        written: then they must not be used again, and only a new process recovers from it."""
         if self._runner is not None:
             self._runner.finish()
         if self.connector is not None:

@@ -41,6 +41,7 @@ from longshore.connectors.base.worker_half import (
     StepTokens,
     TransferQueue,
     TransferQueues,
+    TransfersStuck,
     WorkerConnector,
     WorkerConnectorConfig,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "SwapSize",
     "TransferQueue",
     "TransferQueues",
+    "TransfersStuck",
     "WorkerConnector",
     "WorkerConnectorConfig",
 ]

@@ -5,11 +5,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from longshore.connectors.base.views import CONTRACT_VERSION, ConnectorConfig
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.statistics import TransferOperation
 
 if TYPE_CHECKING:
     import torch
+
+
+class TransfersStuck(LongshoreError):
+    """Something may still read or write the blocks, and only the end of this process ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +256,9 @@ class WorkerConnector(Generic[MetadataT]):
         return ()
 
     def shutdown(self) -> None:
-        """The worker stops; called on the loop thread. End all transfers. This is the last call."""
+        """The worker stops, or its scheduler has died; called on the loop thread. End all
+        transfers: the blocks are used again after it. This is the last call. Raises TransfersStuck
+        if something may still read or write them; then the process ends, and is replaced."""
 
 
 @dataclass(frozen=True, slots=True)

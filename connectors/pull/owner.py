@@ -33,6 +33,7 @@ from longshore.connectors.pull.messages import (
 )
 from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.socket_thread import SocketThread
+from longshore.connectors.pull.transport import PullStuck
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.logs.records import fields
@@ -48,6 +49,7 @@ EARLY_CLAIM_S: Final = 2.0
 
 MAX_EARLY_CLAIMS: Final = 4096
 MAX_MESSAGES_PER_STEP: Final = 64
+CLOSE_TIMEOUT_S: Final = 10.0
 
 _decoder: Final = msgspec.msgpack.Decoder(ToOwner)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -122,8 +124,13 @@ class Owner:
         return self._thread.failure
 
     def close(self) -> None:
-        if self._thread.close(timeout_s=10.0):
-            self._context.destroy()
+        """Raises PullStuck if readers may still be told that leases hold."""
+        if not self._thread.close(timeout_s=CLOSE_TIMEOUT_S):
+            raise PullStuck(
+                f"the thread that answers readers did not end within {CLOSE_TIMEOUT_S:g} s, so "
+                "they may still read blocks of this engine"
+            )
+        self._context.destroy()
 
     # On the thread
 

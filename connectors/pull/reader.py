@@ -52,6 +52,7 @@ from longshore.connectors.pull.socket_thread import SocketThread
 from longshore.connectors.pull.transport import (
     CONFIRM_TIMEOUT_S,
     BlockReads,
+    PullStuck,
     Read,
     ReadState,
     Transport,
@@ -204,10 +205,17 @@ class Reader:
         return self._thread.failure
 
     def close(self) -> None:
-        """End all pulls, and the transport."""
-        if self._thread.close(timeout_s=CONFIRM_TIMEOUT_S):
+        """End all pulls, and the transport. Raises PullStuck if a read may still write."""
+        about = "so a read may still write to blocks of this rank"
+        if not self._thread.close(timeout_s=CONFIRM_TIMEOUT_S):
+            raise PullStuck(
+                f"the thread of reads did not end within {CONFIRM_TIMEOUT_S:g} s, {about}"
+            )
+        try:
             self._transport.close()
-            self._context.destroy(linger=0)
+        except Exception as error:
+            raise PullStuck(f"the transport cannot be closed, {about}: {error}") from error
+        self._context.destroy(linger=0)
 
     # On the thread
 

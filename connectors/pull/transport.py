@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from longshore.connectors.base import TransfersStuck
 from longshore.connectors.pull.layout import Pattern
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import LongshoreError
@@ -15,6 +16,10 @@ CONFIRM_TIMEOUT_S: Final = 10.0
 
 class TransportError(LongshoreError):
     """The library rejected a peer or a read; nothing was begun."""
+
+
+class PullStuck(TransfersStuck):
+    """What reads or writes the blocks of a pull cannot be ended; only a new process ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,10 @@ from longshore.connectors.pull.messages import Commands, Offer, RankInfo, Report
 from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.owner import Owner, Release
 from longshore.connectors.pull.reader import Cancel, Drop, EndedPull, Keep, Reader
-from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory
+from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory, PullStuck
 from longshore.connectors.pull.transports import TRANSPORTS
-from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheGroup
 from longshore.protocol.statistics import TransferOperation
-
-
-class PullStuck(LongshoreError):
-    """What writes the blocks of a pull cannot be ended; only a new process ends it."""
 
 
 class PullWorker(WorkerConnector[Commands]):
@@ -153,10 +148,12 @@ class PullWorker(WorkerConnector[Commands]):
         return operations
 
     def shutdown(self) -> None:
-        if self._owner is not None:
-            self._owner.close()
-        if self._reader is not None:
-            self._reader.close()
+        try:
+            if self._owner is not None:
+                self._owner.close()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
 
 
 class MooncakeWorker(PullWorker):

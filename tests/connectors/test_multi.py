@@ -23,6 +23,7 @@ from longshore.connectors.base import (
     SchedulerConnector,
     StepTokens,
     StepView,
+    TransfersStuck,
     WorkerConnector,
     WorkerConnectorConfig,
 )
@@ -378,6 +379,22 @@ def test_metadata_reaches_the_child_that_it_belongs_to() -> None:
     assert worker.get_block_ids_with_load_errors(bound) == [7, 6]
     worker.shutdown()
     assert all(child.calls[-1] == "shutdown" for child in of_worker)
+
+
+def test_a_child_whose_transfers_go_on_is_not_hidden_by_another_error() -> None:
+    worker, of_worker = worker_half("a", "b", "c")
+
+    def raising(error: Exception) -> Callable[[], None]:
+        def shutdown() -> None:
+            raise error
+
+        return shutdown
+
+    of_worker[0].shutdown = raising(RuntimeError("it does not work"))  # type: ignore[method-assign]
+    of_worker[1].shutdown = raising(TransfersStuck("a read goes on"))  # type: ignore[method-assign]
+    with pytest.raises(TransfersStuck):
+        worker.shutdown()
+    assert of_worker[2].calls == ["shutdown"]
 
 
 def test_messages_of_children_reach_their_scheduler_halves() -> None:

@@ -17,6 +17,7 @@ from longshore.connectors.base import (
     GroupBlocks,
     KVCaches,
     StepTokens,
+    TransfersStuck,
     WorkerConnector,
 )
 from longshore.protocol.arrays import Int32Array, int32_array
@@ -58,6 +59,7 @@ class ConnectorRunner:
         self._request_ids = [""] * num_rows
         self._finished: list[str] = []
         self._layers: dict[str, LayerBlocks] = {}
+        self._stuck: TransfersStuck | None = None
 
     @property
     def has_layer_hooks(self) -> bool:
@@ -143,9 +145,15 @@ class ConnectorRunner:
         )
 
     def close(self) -> None:
-        """End all transfers. No other call may follow."""
+        """End all transfers. No other call may follow. Raises TransfersStuck, then and at every
+        later call."""
+        if self._stuck is not None:
+            raise self._stuck
         try:
             self.connector.shutdown()
+        except TransfersStuck as error:
+            self._stuck = error
+            raise
         except Exception:
             name = type(self.connector).__name__
             logger.exception("shutdown of the connector %s raised; stopping without it", name)
