@@ -20,20 +20,23 @@ PEER: Final = {"block_size": 8, "num_blocks": 600, "max_model_len": 64}
 """Another block size than that of the suite."""
 
 
+@pytest.fixture(scope="class")
+def peer(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With the connector of the class."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        patch.setenv("UCX_LOG_LEVEL", "fatal")
+        options = {"lease_s": 5.0, "max_leased_share": 0.9}
+        with Engine(DEMO_MODEL_DIR, request.cls.connector, options, **PEER) as engine:
+            yield engine
+
+
 class PullConformance(ConnectorConformance):
-    peer: ClassVar[Engine]
     numbers: ClassVar[Iterator[int]] = count()
 
-    @pytest.fixture(autouse=True, scope="class")
-    def computes_prompts(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("UCX_TLS", "tcp")
-            patch.setenv("UCX_LOG_LEVEL", "fatal")
-            name = request.cls.connector
-            options = {"lease_s": 5.0, "max_leased_share": 0.9}
-            with Engine(DEMO_MODEL_DIR, name, options, **PEER) as peer:
-                request.cls.peer = peer
-                yield
+    @pytest.fixture(autouse=True)
+    def has_peer(self, peer: Engine) -> None:
+        self.peer = peer
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"lease_s": 1.0}

@@ -32,7 +32,7 @@ def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     distinct = {
         name: 1000.0 + i
         for i, name in enumerate(STATS.__struct_fields__)
-        if name not in ("workers", "tenants", "tiers", "transfers")
+        if name not in ("workers", "tenants", "tiers", "transfers", "pulls")
     }
     metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
     shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
