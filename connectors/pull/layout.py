@@ -33,6 +33,9 @@ from longshore.protocol.kv_cache_spec import (
 MAX_REGION_BYTES: Final = 1 << 56
 """Limit of what a rank says about its memory: offsets are computed in 64 bits."""
 
+MAX_LAYERS: Final = 1024
+"""Limit of the groups of a rank, and of the layers in all of them."""
+
 _PAGED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds with a key and a value per token and head."""
 
@@ -52,6 +55,9 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
 
     def __post_init__(self) -> None:
+        num_layers = sum(len(group.layer_names) for group in self.groups)
+        if max(num_layers, len(self.groups)) > MAX_LAYERS:
+            raise ValueError(f"{len(self.groups)} groups with {num_layers} layers are too many")
         used = max((group.block_size_bytes for group in self.groups), default=0)
         is_bounded = self.num_blocks > 0 and self.block_bytes * self.num_blocks <= MAX_REGION_BYTES
         if not (is_bounded and used <= self.block_bytes):
@@ -175,7 +181,8 @@ def find_routes(reader: EngineLayout, reader_rank: int, owner: EngineLayout) -> 
         found: set[str] = set()
         for owner_groups, owner_ranks in owner.stages:
             for owner_group, other in enumerate(owner_groups):
-                shared = [name for name in group.layer_names if name in other.layer_names]
+                names = set(other.layer_names)
+                shared = [name for name in group.layer_names if name in names]
                 if not shared:
                     continue
                 check_kind(group.spec, shared[0])

@@ -143,14 +143,14 @@ class Owner:
                     self._on_end(self._leases.release(transfer_ids), [])
                 case _:
                     self._ranks = item
-        for _ in range(MAX_MESSAGES_PER_STEP):
+        num_received = 0
+        while num_received < MAX_MESSAGES_PER_STEP:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._receive(frames)
-        else:
-            return 0.0  # there may be more
+            num_received += 1
         now = time.monotonic()
         self._answer_early(now)
         expired = self._leases.expire(now)
@@ -161,6 +161,8 @@ class Owner:
                 extra=fields(request_id=expired[0].request_id),
             )
             self._on_end([], expired)
+        if num_received == MAX_MESSAGES_PER_STEP:
+            return 0.0  # there may be more
         times = [each.deadline for each in self._early]
         if self._leases.next_deadline is not None:
             times.append(self._leases.next_deadline)

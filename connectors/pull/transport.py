@@ -51,6 +51,8 @@ class ReadState(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
     """It has ended without success; nothing is written any more."""
+    UNCONFIRMED = enum.auto()
+    """It has failed, but may write until `reset`."""
 
 
 class Read(Protocol):
@@ -73,7 +75,7 @@ class Transport(Protocol):
         the peer for the other calls. Raises TransportError."""
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer of which no read is in progress."""
+        """Of this peer no read is in progress."""
 
     def post(self, peer: str, reads: Sequence[BlockReads]) -> Sequence[Read]:
         """Begin to read from a peer. Raises TransportError; then nothing has begun."""

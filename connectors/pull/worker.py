@@ -55,8 +55,7 @@ class PullWorker(WorkerConnector[Commands]):
             self._owner = Owner(self._options, self.config.engine_id, kv, self._leases_ended)
             self._owner.start()
             port = self._owner.port
-        # Without the epoch: leases of requests that have not been pulled outlive it.
-        name = self.config.engine_id.rpartition(".")[0]
+        name = reader_name(self.config.engine_id, self._options.host)
         self._reader = Reader(transport, self._options, name, self._rank, self._pull_ended)
         self._reader.start()
         self._report = Report(info=RankInfo(layout, agent, port))
@@ -162,6 +161,12 @@ class MooncakeWorker(PullWorker):
 
 class NixlWorker(PullWorker):
     transport = "nixl"
+
+
+def reader_name(engine_id: str, host: str) -> str:
+    """Identifies a reader to owners. Without the epoch, because leases of requests that have not
+    been pulled outlive it; with the host, because engines of several hosts have the same ids."""
+    return f"{engine_id.rpartition('.')[0]}@{host}"
 
 
 def _memory_of(kv_caches: KVCaches) -> tuple[Memory, RankLayout]:

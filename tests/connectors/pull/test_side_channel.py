@@ -1,5 +1,6 @@
 """What an owner answers to readers that are of another model, not valid, or not known."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -154,6 +155,13 @@ def test_a_claim_may_come_before_its_offer(start: Callable[..., tuple[Owner, Cli
     assert client.receive() == Granted("t", 30, TABLES)
 
 
+WIDE: Final = {
+    "groups": [{"layer_names": ["layer"] * 1025, "spec": FULL}],
+    "block_bytes": 1 << 30,
+    "num_blocks": 1,
+}
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -164,16 +172,42 @@ def test_a_claim_may_come_before_its_offer(start: Callable[..., tuple[Owner, Cli
         msgspec.msgpack.encode({"type": "renew", "transfer_ids": ["t"] * 5000}),
         msgspec.msgpack.encode({"type": "hello", "version": 1, "engine_id": "x" * 300, "kv": {}}),
         b"\x91" * 5000,
+        msgspec.msgpack.encode(msgspec.structs.replace(CLAIM, token_digest=b"x" * 33)),
+        msgspec.msgpack.encode(
+            changed(dtype="bfloat16", ranks=(msgspec.structs.replace(LAYOUT, groups=()),) * 1025)
+        ),
+        msgspec.msgpack.encode(changed(ranks=(WIDE,) * 2)),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_invalid_messages_are_dropped(
     data: bytes, start: Callable[..., tuple[Owner, Client]]
 ) -> None:
     owner, client = start()
     client.send(data)
-    assert isinstance(client.ask(HELLO), Welcome)
+    assert isinstance(client.ask(HELLO), Welcome)  # as the first answer
     assert owner.failure is None
+
+
+def test_a_flood_of_messages_delays_no_end_of_a_lease(
+    start: Callable[..., tuple[Owner, Client]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More messages wait at each step than a step handles."""
+    owner, _ = start(lease_s=0.1)
+    has_ended = threading.Event()
+    monkeypatch.setattr(owner, "_on_end", lambda ended, expired: has_ended.set())
+    monkeypatch.setattr(owner, "_receive", lambda frames: None)
+    owner.put(OFFER)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "_socket", Flood())
+        assert has_ended.wait(60)
+
+
+class Flood:
+    """A socket that always has a message."""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        return [b"reader", b""]
 
 
 def test_with_a_secret_only_those_who_know_it_are_answered(
