@@ -92,7 +92,7 @@ class EngineLayout:
             ranks_of.setdefault(names, []).append(rank)
         return tuple((self.ranks[ranks[0]].groups, tuple(ranks)) for ranks in ranks_of.values())
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def shard_of(self, rank: int) -> tuple[int, int]:
         """The shard of a rank, and the number of shards."""
         ranks = next(ranks for _, ranks in self.stages if rank in ranks)
         return ranks.index(rank), len(ranks)
@@ -175,7 +175,7 @@ Routes: TypeAlias = tuple[Route | StateRoute, ...]
 def find_routes(reader: EngineLayout, reader_rank: int, owner: EngineLayout) -> Routes:
     """How a rank of the reader gets its layers and heads from the owner's ranks. Raises
     LayoutMismatch."""
-    shard, num_shards = reader.place(reader_rank)
+    shard, num_shards = reader.shard_of(reader_rank)
     routes: list[Route | StateRoute] = []
     for reader_group, group in enumerate(reader.ranks[reader_rank].groups):
         found: set[str] = set()

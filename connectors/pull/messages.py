@@ -121,7 +121,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     kv: KVDescription
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True, forbid_unknown_fields=True):
+class Accepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):
     """agents: by rank, what the transport needs to connect to it."""
 
     engine_id: Name
@@ -180,7 +180,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 ToOwner: TypeAlias = Hello | Claim | Renew | Done
-ToReader: TypeAlias = Welcome | Granted | Held | Refused
+ToReader: TypeAlias = Accepted | Granted | Held | Refused
 
 
 # From the scheduler half to the worker halves, in plans

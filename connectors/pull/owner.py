@@ -18,6 +18,7 @@ from longshore.connectors.pull.messages import (
     MAX_MESSAGE_BYTES,
     NOT_READY,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Done,
     Granted,
@@ -29,7 +30,6 @@ from longshore.connectors.pull.messages import (
     Renew,
     ToOwner,
     ToReader,
-    Welcome,
 )
 from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.socket_thread import SocketThread
@@ -232,7 +232,7 @@ class Owner:
         if len(self._readers) > MAX_READERS:
             self._readers.popitem(last=False)
         agents = tuple(info.agent for info in self._ranks)
-        self._send(reader_id, Welcome(self._engine_id, self._full_kv, agents))
+        self._send(reader_id, Accepted(self._engine_id, self._full_kv, agents))
 
     @cached_property
     def _full_kv(self) -> KVDescription:

@@ -33,6 +33,7 @@ from longshore.connectors.pull.messages import (
     MAX_TRANSFER_IDS,
     NOT_READY,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Done,
     Granted,
@@ -46,7 +47,6 @@ from longshore.connectors.pull.messages import (
     Source,
     ToOwner,
     ToReader,
-    Welcome,
     block_ids_of,
 )
 from longshore.connectors.pull.options import PullOptions, url_host
@@ -128,7 +128,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False)
-class _Owner:
+class _Connection:
     """The connection to one owner.
 
     routes, layout: None until it has answered. peers: by rank of the owner.
@@ -159,7 +159,7 @@ class _Pull:
     """
 
     command: Pull
-    owner: _Owner
+    owner: _Connection
     deadline: float
     tables: tuple[Int32Array, ...]
     targets: set[int]
@@ -190,7 +190,7 @@ class Reader:
         self._engine_id, self._rank, self._on_end = engine_id, rank, on_end
         self._kv: KVDescription | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._owners: dict[tuple[str, int, str], _Owner] = {}
+        self._owners: dict[tuple[str, int, str], _Connection] = {}
         self._pulls: dict[str, _Pull] = {}
         self._pulls_of: dict[str, list[_Pull]] = {}  # by transfer
         self._kept: dict[str, tuple[Source, float]] = {}  # with the next renewal, by transfer
@@ -286,7 +286,7 @@ class Reader:
 
     # Owners
 
-    def _owner_of(self, source: Source, now: float) -> _Owner:
+    def _owner_of(self, source: Source, now: float) -> _Connection:
         key = _key(source)
         owner = self._owners.get(key)
         if owner is None:
@@ -298,7 +298,7 @@ class Reader:
                 use_secret(socket, self._options.secret, bind=False)
             socket.connect(f"tcp://{url_host(source.host)}:{source.port}")
             self._thread.poller.register(socket, zmq.POLLIN)
-            owner = self._owners[key] = _Owner(key, socket, now, now)
+            owner = self._owners[key] = _Connection(key, socket, now, now)
         owner.used_at = now
         return owner
 
@@ -311,7 +311,7 @@ class Reader:
 
     def _disconnect(
         self,
-        owner: _Owner,
+        owner: _Connection,
         reason: str,
         outcome: PullOutcome = PullOutcome.FAILED,
         *,
@@ -338,18 +338,18 @@ class Reader:
                 self._transport.disconnect(peer)
         owner.peers.clear()
 
-    def _send(self, owner: _Owner, message: ToOwner) -> None:
+    def _send(self, owner: _Connection, message: ToOwner) -> None:
         try:
             owner.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("%s cannot be reached: %s", owner.key, error)
 
-    def _send_done(self, owner: _Owner) -> None:
+    def _send_done(self, owner: _Connection) -> None:
         if owner.routes is not None and owner.done:
             self._send(owner, Done(tuple(owner.done[:MAX_TRANSFER_IDS])))
             owner.done.clear()  # what has no room expires
 
-    def _receive(self, owner: _Owner) -> bool:
+    def _receive(self, owner: _Connection) -> bool:
         """Handle messages of an owner; returns whether there may be more."""
         for _ in range(MAX_MESSAGES_PER_STEP):
             if self._owners.get(owner.key) is not owner:
@@ -366,9 +366,9 @@ class Reader:
                 self._disconnect(owner, about, ends_leases=True)
         return True
 
-    def _handle(self, owner: _Owner, message: ToReader) -> None:
+    def _handle(self, owner: _Connection, message: ToReader) -> None:
         match message:
-            case Welcome():
+            case Accepted():
                 self._connect(owner, message)
             case Refused(transfer_id="", reason=reason):
                 if reason == NOT_READY:
@@ -401,29 +401,29 @@ class Reader:
             case _:
                 assert_never(message)
 
-    def _of_transfer(self, owner: _Owner, transfer_id: str, phase: Phase) -> list[_Pull]:
+    def _of_transfer(self, owner: _Connection, transfer_id: str, phase: Phase) -> list[_Pull]:
         return [
             pull
             for pull in self._pulls_of.get(transfer_id, ())
             if pull.owner is owner and pull.phase is phase
         ]
 
-    def _connect(self, owner: _Owner, welcome: Welcome) -> None:
+    def _connect(self, owner: _Connection, accepted: Accepted) -> None:
         assert self._kv is not None
         if owner.routes is not None:
             return
         try:
-            reason = self._kv.difference(welcome.kv)
-            if welcome.engine_id != owner.key[2]:
-                reason = f"it is {welcome.engine_id} now, not {owner.key[2]}: it was restarted"
-            if reason is not None or len(welcome.agents) != len(welcome.kv.ranks):
+            reason = self._kv.difference(accepted.kv)
+            if accepted.engine_id != owner.key[2]:
+                reason = f"it is {accepted.engine_id} now, not {owner.key[2]}: it was restarted"
+            if reason is not None or len(accepted.agents) != len(accepted.kv.ranks):
                 raise LayoutMismatch(reason or "it has not as many agents as ranks")
-            if len(set(welcome.agents)) != len(welcome.agents):
+            if len(set(accepted.agents)) != len(accepted.agents):
                 raise LayoutMismatch("two of its ranks have the same agent")
-            layout = EngineLayout(welcome.kv.ranks)
+            layout = EngineLayout(accepted.kv.ranks)
             routes = find_routes(EngineLayout(self._kv.ranks), self._rank, layout)
             for rank in sorted({route.owner_rank for route in routes}):
-                peer = self._transport.connect(welcome.agents[rank])
+                peer = self._transport.connect(accepted.agents[rank])
                 owner.peers[rank] = peer
                 self._num_uses[peer] += 1
         except LongshoreError as error:

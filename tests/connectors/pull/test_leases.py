@@ -90,7 +90,7 @@ def test_prompts_with_the_same_placeholders_and_other_images_differ() -> None:
 
 
 @pytest.mark.req("CON-08")
-def test_the_owner_may_end_a_lease_whoever_uses_it() -> None:
+def test_the_owner_may_end_a_lease_that_is_in_use() -> None:
     table = leases()
     assert table.release(["t", "unknown"]) == [offer()]
     assert table.release(["t"]) == []

@@ -13,6 +13,7 @@ from longshore.connectors.pull.messages import (
     GREET_FIRST,
     NOT_READY,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Granted,
     Hello,
@@ -23,7 +24,6 @@ from longshore.connectors.pull.messages import (
     Renew,
     ToOwner,
     ToReader,
-    Welcome,
     digest_blocks,
     tables_of,
 )
@@ -122,12 +122,12 @@ def test_another_model_or_layout_is_refused_by_name(
     assert reason in answer.reason
 
 
-def test_other_block_sizes_and_numbers_are_welcome(
+def test_other_block_sizes_and_numbers_are_accepted(
     start: Callable[..., tuple[Owner, Client]],
 ) -> None:
     _, client = start()
     answer = client.ask(changed(ranks=(layout_of(FullAttentionSpec(32, 2, 8, 4)),)))
-    assert answer == Welcome("owner.1", KV, (b"agent",))
+    assert answer == Accepted("owner.1", KV, (b"agent",))
 
 
 def test_an_owner_that_is_not_ready_says_so(start: Callable[..., tuple[Owner, Client]]) -> None:
@@ -135,7 +135,7 @@ def test_an_owner_that_is_not_ready_says_so(start: Callable[..., tuple[Owner, Cl
     assert client.ask(HELLO) == Refused("", NOT_READY)
 
 
-def test_nobody_gets_blocks_without_a_handshake(
+def test_no_reader_gets_blocks_without_a_handshake(
     start: Callable[..., tuple[Owner, Client]],
 ) -> None:
     owner, client = start()
@@ -185,7 +185,7 @@ def test_invalid_messages_are_dropped(
 ) -> None:
     owner, client = start()
     client.send(data)
-    assert isinstance(client.ask(HELLO), Welcome)  # as the first answer
+    assert isinstance(client.ask(HELLO), Accepted)  # as the first answer
     assert owner.failure is None
 
 
@@ -216,7 +216,7 @@ def test_with_a_secret_only_those_who_know_it_are_answered(
     path = tmp_path / "secret"
     path.write_text(new_secret())
     owner, client = start(secret_file=str(path))
-    assert isinstance(client.ask(HELLO), Welcome)
+    assert isinstance(client.ask(HELLO), Accepted)
     for secret in (None, new_secret()):
         other = Client(owner.port, secret)
         other.send(HELLO)
