@@ -10,7 +10,9 @@ from typing import Any, Final
 import pytest
 
 from longshore.deploy.llm.remote_engine import RemoteEngine
+from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import AbortRequests
 from longshore.testing.engines import settle
 from tests.connectors.engine import Engine
 from tests.connectors.pull.test_two_engines import PROMPTS, Pair, wanted
@@ -112,3 +114,17 @@ def test_the_owner_frees_the_blocks_of_a_reader_that_dies(model_of: ModelOf) -> 
         pair.go_on(PROMPTS[0], first)
         signal_all(pair.decode, signal.SIGKILL)
         assert settle(pair.prefill.engine) == 0
+
+
+@pytest.mark.req("CON-08")
+def test_the_client_of_the_owner_ends_a_lease(model_of: ModelOf) -> None:
+    model, _ = model_of("full")
+    options = {"lease_s": 1000.0}
+    with Engine(model, "nixl", options, in_process=False) as owner:
+        first = owner.add(PROMPTS[0], max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        owner.wait(first)
+        assert first.end is not None
+        assert first.end.kv_transfer_params is not None
+        transfer_id = first.end.kv_transfer_params["transfer_id"]
+        owner.engine.send(AbortRequests(EMPTY_INT32, transfer_ids=(transfer_id,)))
+        assert settle(owner.engine) == 0
