@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 
 class NixlLibrary(NamedTuple):
-    """api: its module. errors: its exceptions, which have no common base."""
+    """api: its module. errors: its exceptions, which have no common base. disconnected: the one
+    that says that the connection to the peer is closed."""
 
     api: Any
     errors: tuple[type[Exception], ...]
+    disconnected: type[Exception]
 
 
 def load_nixl() -> NixlLibrary:
@@ -18,4 +20,6 @@ def load_nixl() -> NixlLibrary:
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
     named = [value for name, value in vars(api.nixlBind).items() if name.endswith("Error")]
     errors = (each for each in named if isinstance(each, type) and issubclass(each, Exception))
-    return NixlLibrary(api, (RuntimeError, *errors))
+    return NixlLibrary(
+        api, (RuntimeError, *errors), disconnected=api.nixlBind.nixlRemoteDisconnectError
+    )

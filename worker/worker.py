@@ -268,26 +268,26 @@ class Worker:
     def end_epoch(self) -> None:
         """Finish what was submitted, and end all transfers. `start` may follow, without loading or
         warming up again. May be called twice. Raises HookFailed if the connector could not end its
-        transfers; then only `close` may follow."""
+        transfers: blocks may still be read or written, so they must not be used again, and only a
+        new process recovers from it."""
         if self._runner is not None:
             self._runner.finish()
-        connector, self.connector = self.connector, None
-        encoder_connector, self.encoder_connector = self.encoder_connector, None
-        try:
-            if connector is not None:
-                connector.close()
-        finally:
-            if encoder_connector is not None:
-                encoder_connector.close()
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
+        if self.encoder_connector is not None:
+            self.encoder_connector.close()
+            self.encoder_connector = None
 
     def close(self) -> None:
-        """End the epoch and all threads, and free the KV cache. The weights stay, so that `start`
-        may follow. May be called twice."""
+        """End the epoch and all threads, and free the KV cache, unless a transfer may still write
+        to it. The weights stay, so that `start` may follow. May be called twice."""
         with contextlib.suppress(HookFailed):  # it has been logged
             self.end_epoch()
+            self._cache = None
         if self._queue is not None:
             self._queue.close()
-        self._runner = self._queue = self._cache = None
+        self._runner = self._queue = None
 
     def __enter__(self) -> "Worker":
         return self

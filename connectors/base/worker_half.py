@@ -251,8 +251,9 @@ class WorkerConnector(Generic[MetadataT]):
         return ()
 
     def shutdown(self) -> None:
-        """The worker stops; called on the loop thread. End all transfers. This is the last call. If
-        it raises, a transfer may still write to blocks, so no epoch follows in this process."""
+        """The worker stops, or its scheduler has died; called on the loop thread. End all
+        transfers: the blocks are used again after it. This is the last call. If it raises, a
+        transfer may still read or write blocks, so the process ends, and is replaced."""
 
 
 @dataclass(frozen=True, slots=True)

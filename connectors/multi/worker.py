@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -144,9 +143,14 @@ class MultiWorker(WorkerConnector[Bound]):
         return [each for child in self.children for each in child.get_kv_connector_stats()]
 
     def shutdown(self) -> None:
-        with ExitStack() as stack:  # all of them, also if one raises
-            for child in self.children:
-                stack.callback(child.shutdown)
+        errors: list[Exception] = []
+        for child in self.children:  # all of them, also if one raises
+            try:
+                child.shutdown()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _warn(kind: str, index: int, request_id: str) -> None:

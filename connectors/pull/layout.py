@@ -33,6 +33,9 @@ from longshore.protocol.kv_cache_spec import (
 MAX_REGION_BYTES: Final = 1 << 56
 """Limit of what a rank says about its memory: offsets are computed in 64 bits."""
 
+MAX_LAYERS: Final = 1024
+"""Limit of the groups of a rank, and of the layers in all of them."""
+
 _PAGED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds with a key and a value per token and head."""
 
@@ -52,6 +55,9 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
 
     def __post_init__(self) -> None:
+        num_layers = sum(len(group.layer_names) for group in self.groups)
+        if max(num_layers, len(self.groups)) > MAX_LAYERS:
+            raise ValueError(f"{len(self.groups)} groups with {num_layers} layers are too many")
         used = max((group.block_size_bytes for group in self.groups), default=0)
         is_bounded = self.num_blocks > 0 and self.block_bytes * self.num_blocks <= MAX_REGION_BYTES
         if not (is_bounded and used <= self.block_bytes):
@@ -86,7 +92,7 @@ class EngineLayout:
             ranks_of.setdefault(names, []).append(rank)
         return tuple((self.ranks[ranks[0]].groups, tuple(ranks)) for ranks in ranks_of.values())
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def shard_of(self, rank: int) -> tuple[int, int]:
         """The shard of a rank, and the number of shards."""
         ranks = next(ranks for _, ranks in self.stages if rank in ranks)
         return ranks.index(rank), len(ranks)
@@ -169,13 +175,14 @@ Routes: TypeAlias = tuple[Route | StateRoute, ...]
 def find_routes(reader: EngineLayout, reader_rank: int, owner: EngineLayout) -> Routes:
     """How a rank of the reader gets its layers and heads from the owner's ranks. Raises
     LayoutMismatch."""
-    shard, num_shards = reader.place(reader_rank)
+    shard, num_shards = reader.shard_of(reader_rank)
     routes: list[Route | StateRoute] = []
     for reader_group, group in enumerate(reader.ranks[reader_rank].groups):
         found: set[str] = set()
         for owner_groups, owner_ranks in owner.stages:
             for owner_group, other in enumerate(owner_groups):
-                shared = [name for name in group.layer_names if name in other.layer_names]
+                names = set(other.layer_names)
+                shared = [name for name in group.layer_names if name in names]
                 if not shared:
                     continue
                 check_kind(group.spec, shared[0])

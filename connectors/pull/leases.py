@@ -7,7 +7,7 @@ that holds when a reader asks after its read has held during the whole read, on 
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from longshore.connectors.pull.messages import (
     Claim,
@@ -18,6 +18,10 @@ from longshore.connectors.pull.messages import (
     Renew,
     digest_blocks,
 )
+
+MAX_TOTAL_S: Final = 600.0
+"""How long a lease may be renewed: requests that wait on two engines for blocks which each of them
+leases to the other would renew forever."""
 
 
 class LeaseTable(Protocol):
@@ -44,9 +48,11 @@ class LeaseTable(Protocol):
 
 @dataclass(slots=True)
 class _Lease:
-    """reader: engine id of the first reader that has used it; nobody else may."""
+    """reader: engine id of the first reader that has used it; no other reader may.
+    ends_at: even if it is renewed."""
 
     offer: Offer
+    ends_at: float
     expires_at: float
     reader: str | None = None
 
@@ -57,6 +63,7 @@ class Leases:
     def __init__(self, engine_id: str, duration_s: float) -> None:
         self._engine_id = engine_id
         self._duration_s = duration_s
+        self._max_total_s = max(MAX_TOTAL_S, duration_s)
         self._leases: dict[str, _Lease] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; an entry may be out of date
 
@@ -68,7 +75,7 @@ class Leases:
 
     def offer(self, offer: Offer, now: float) -> None:
         assert offer.transfer_id not in self._leases
-        lease = self._leases[offer.transfer_id] = _Lease(offer, 0.0)
+        lease = self._leases[offer.transfer_id] = _Lease(offer, now + self._max_total_s, 0.0)
         self._extend(lease, now)
 
     def claim(self, claim: Claim, reader: str, now: float) -> Granted | Refused:
@@ -146,6 +153,6 @@ class Leases:
 
     def _extend(self, lease: _Lease, now: float) -> None:
         is_new = lease.expires_at == 0.0
-        lease.expires_at = now + self._duration_s
+        lease.expires_at = min(now + self._duration_s, lease.ends_at)
         if is_new:
             heapq.heappush(self._deadlines, (lease.expires_at, lease.offer.transfer_id))

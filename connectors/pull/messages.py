@@ -23,18 +23,23 @@ SIDE_CHANNEL_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Limit of a message between reader and owner: block tables of some million tokens."""
 
+MAX_RANKS: Final = 1024
+"""Limit of the ranks of an engine: routes between all of two engines are computed."""
+
 MAX_TRANSFER_IDS: Final = 4096
 """Limit of the ids in one message."""
 
 NOT_READY: Final = "the owner is not ready yet: not all of its ranks have reported"
 GREET_FIRST: Final = "the owner has no handshake with this connection; it was restarted"
-"""Reasons of a `Refused` after which a reader greets again."""
+"""Reasons of a `Refused`. After the first, a reader greets again; after the second it connects
+again, as soon as it has something to pull or a lease to renew."""
 
 NOT_STORED: Final = "it has no such output"
 """Reason of a `Refused` that is a miss, not a failure."""
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=32)]
 Tables: TypeAlias = tuple[bytes, ...]
 TransferIds: TypeAlias = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TRANSFER_IDS)]
 
@@ -71,7 +76,7 @@ class KVDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_dtype: Name
     kv_layout: Name
     kv_rotation: str
-    ranks: tuple[RankLayout, ...]
+    ranks: Annotated[tuple[RankLayout, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
     def difference(self, other: "KVDescription") -> str | None:
         """The first field in which the engines do not fit."""
@@ -119,7 +124,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     kv: KVDescription
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True, forbid_unknown_fields=True):
+class Accepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):
     """agents: by rank, what the transport needs to connect to it."""
 
     engine_id: Name
@@ -138,8 +143,8 @@ class Claim(msgspec.Struct, tag="claim", frozen=True, forbid_unknown_fields=True
     transfer_id: Name
     engine_id: Name
     request_id: Name
-    token_digest: bytes
-    blocks_digest: bytes
+    token_digest: Digest
+    blocks_digest: Digest
 
 
 class Granted(msgspec.Struct, tag="granted", frozen=True, forbid_unknown_fields=True):
@@ -178,7 +183,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 ToOwner: TypeAlias = Hello | Claim | Renew | Done
-ToReader: TypeAlias = Welcome | Granted | Held | Refused
+ToReader: TypeAlias = Accepted | Granted | Held | Refused
 
 
 # From the scheduler half to the worker halves, in plans
@@ -198,7 +203,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """The owner holds these blocks (`hold_id`) for whoever knows `transfer_id`."""
+    """The owner holds these blocks (`hold_id`) for the reader that knows `transfer_id`."""
 
     transfer_id: str
     request_id: str

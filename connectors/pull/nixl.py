@@ -10,7 +10,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -32,6 +32,9 @@ MAX_POSTED: Final = 4096
 _IN_PROGRESS: Final = "PROC"
 _DONE: Final = "DONE"
 _FAILED: Final = "ERR"
+_UNCONFIRMED: Final = "unconfirmed"
+"""NIXL 1.5 reports the first error of a read, whose other parts may still be in progress."""
+
 _OWN: Final = "NIXL_INIT_AGENT"
 _MAX_METADATA_BYTES: Final = 1 << 20
 _numbers: Final = itertools.count()
@@ -137,18 +140,18 @@ class NixlTransport:
         posted: list[_NixlRead] = []
         for read in reads:
             for part in _parts(read):
-                handle = None
                 try:
                     handle = self._make(peer, part)
-                    state = self._agent.transfer(handle)
                 except self._errors as error:
                     if not posted:
                         raise TransportError(
                             f"NIXL cannot read: {shortened(str(error))}"
                         ) from error
-                    state = _FAILED
+                    posted.append(_NixlRead(self._nixl, self._agent, None, _FAILED, self._reads))
+                    return posted
+                state = _state_of(self._nixl, self._agent.transfer, handle)
                 posted.append(_NixlRead(self._nixl, self._agent, handle, state, self._reads))
-                if state == _FAILED:
+                if state not in (_IN_PROGRESS, _DONE):
                     return posted
         return posted
 
@@ -205,19 +208,18 @@ class _NixlRead:
     def __init__(
         self, nixl: NixlLibrary, agent: Any, handle: Any, state: str, reads: set["_NixlRead"]
     ) -> None:
-        self._errors = nixl.errors
+        self._nixl = nixl
         self._agent, self._handle, self._state = agent, handle, state
         self._reads = reads
         reads.add(self)
 
     def poll(self) -> ReadState:
         if self._state == _IN_PROGRESS:
-            try:
-                self._state = self._agent.check_xfer_state(self._handle)
-            except self._errors:
-                self._state = _FAILED
+            self._state = _state_of(self._nixl, self._agent.check_xfer_state, self._handle)
         if self._state == _IN_PROGRESS:
             return ReadState.IN_PROGRESS
+        if self._state == _UNCONFIRMED:
+            return ReadState.UNCONFIRMED
         self._reads.discard(self)
         self._release()
         return ReadState.DONE if self._state == _DONE else ReadState.FAILED
@@ -229,9 +231,21 @@ class _NixlRead:
 
     def _release(self) -> None:
         if self._handle is not None:
-            with contextlib.suppress(*self._errors):  # it is released with the agent
+            with contextlib.suppress(*self._nixl.errors):  # it is released with the agent
                 self._agent.release_xfer_handle(self._handle)
         self._handle = self._agent = None  # or the agent could not be destroyed
+
+
+def _state_of(nixl: NixlLibrary, call: Callable[[Any], str], handle: Any) -> str:
+    """What a call says about a read. After another error than that its connection is closed, parts
+    of it may still be in progress."""
+    try:
+        state = call(handle)
+    except nixl.disconnected:
+        return _FAILED
+    except nixl.errors:
+        return _UNCONFIRMED
+    return state if state in (_IN_PROGRESS, _DONE) else _UNCONFIRMED
 
 
 def _destroy(agent: Any) -> None:

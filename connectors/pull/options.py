@@ -32,7 +32,7 @@ class PullOptions(msgspec.Struct, frozen=True):
     """host:   address at which other engines reach this one, and on which it listens.
     port:          of the side channel; 0: any free one.
     remote_hosts:  from which blocks may be pulled.
-    secret:        which both engines must know; None: who reaches the port may ask.
+    secret:        which both engines must know; None: every process that connects is answered.
     lease_s:       how long blocks are kept for a reader that does not renew its lease.
     max_leased_share: of the pool, in leased blocks.
     read_timeout_s: a pull that takes longer has failed.

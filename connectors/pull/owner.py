@@ -19,6 +19,7 @@ from longshore.connectors.pull.messages import (
     NOT_READY,
     NOT_STORED,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Done,
     Granted,
@@ -30,10 +31,10 @@ from longshore.connectors.pull.messages import (
     Renew,
     ToOwner,
     ToReader,
-    Welcome,
 )
 from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.socket_thread import SocketThread
+from longshore.connectors.pull.transport import PullStuck
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.logs.records import fields
@@ -49,6 +50,7 @@ EARLY_CLAIM_S: Final = 2.0
 
 MAX_EARLY_CLAIMS: Final = 4096
 MAX_MESSAGES_PER_STEP: Final = 64
+CLOSE_TIMEOUT_S: Final = 10.0
 
 _decoder: Final = msgspec.msgpack.Decoder(ToOwner)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -127,8 +129,13 @@ class Owner:
         return self._thread.failure
 
     def close(self) -> None:
-        if self._thread.close(timeout_s=10.0):
-            self._context.destroy()
+        """Raises PullStuck if readers may still be told that leases hold."""
+        if not self._thread.close(timeout_s=CLOSE_TIMEOUT_S):
+            raise PullStuck(
+                f"the thread that answers readers did not end within {CLOSE_TIMEOUT_S:g} s, so "
+                "they may still read blocks of this engine"
+            )
+        self._context.destroy()
 
     # On the thread
 
@@ -142,14 +149,14 @@ class Owner:
                         self._on_end(ended, [])
                 case _:
                     self._ranks = item
-        for _ in range(MAX_MESSAGES_PER_STEP):
+        num_received = 0
+        while num_received < MAX_MESSAGES_PER_STEP:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._receive(frames)
-        else:
-            return 0.0  # there may be more
+            num_received += 1
         now = time.monotonic()
         self._answer_early(now)
         expired = self._leases.expire(now)
@@ -160,6 +167,8 @@ class Owner:
                 extra=fields(request_id=expired[0].request_id),
             )
             self._on_end([], expired)
+        if num_received == MAX_MESSAGES_PER_STEP:
+            return 0.0  # there may be more
         times = [each.deadline for each in self._early]
         if self._leases.next_deadline is not None:
             times.append(self._leases.next_deadline)
@@ -229,7 +238,7 @@ class Owner:
         if len(self._readers) > MAX_READERS:
             self._readers.popitem(last=False)
         agents = tuple(info.agent for info in self._ranks)
-        self._send(reader_id, Welcome(self._engine_id, self._full_kv, agents))
+        self._send(reader_id, Accepted(self._engine_id, self._full_kv, agents))
 
     @cached_property
     def _full_kv(self) -> KVDescription:

@@ -43,7 +43,6 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_block_ids: tuple[tuple[BlockId, ...], ...]
     transfer_id: Name
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
-    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def source(self, request: RequestView) -> Source:
         tables = tables_of([int32_array(table) for table in self.remote_block_ids])

@@ -2,13 +2,15 @@
 
 A pull goes through four phases: GREETING (the owner's layout and agents), CLAIMING (which blocks of
 the owner), READING, and CHECKING: only if the lease still holds after the read do the bytes count.
-A read cannot be cancelled, so a pull that nobody waits for any more ends like any other.
+A read cannot be cancelled: the pull of a request that was aborted ends like any other.
 """
 
 import enum
+import heapq
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, assert_never
@@ -32,6 +34,7 @@ from longshore.connectors.pull.messages import (
     NOT_READY,
     NOT_STORED,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Done,
     Granted,
@@ -45,7 +48,6 @@ from longshore.connectors.pull.messages import (
     Source,
     ToOwner,
     ToReader,
-    Welcome,
     block_ids_of,
 )
 from longshore.connectors.pull.options import PullOptions, url_host
@@ -53,14 +55,16 @@ from longshore.connectors.pull.socket_thread import SocketThread
 from longshore.connectors.pull.transport import (
     CONFIRM_TIMEOUT_S,
     BlockReads,
+    PullStuck,
     Read,
     ReadState,
     Transport,
     TransportError,
 )
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.errors import LongshoreError
+from longshore.protocol.errors import LongshoreError, shortened
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.logs.records import fields
 from longshore.protocol.transport.security import use_secret
 
@@ -77,7 +81,7 @@ ANY_ENGINE: Final = "*"
 
 GREET_AGAIN_S: Final = 0.05
 IDLE_OWNER_S: Final = 600.0
-"""An owner that is not needed for so long is forgotten; it may have been replaced."""
+"""After this time without use, an owner is disconnected; it may have been replaced."""
 
 RENEWALS_PER_LEASE: Final = 3
 MAX_MESSAGES_PER_STEP: Final = 64
@@ -128,7 +132,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False)
-class _Owner:
+class _Connection:
     """The connection to one owner.
 
     routes, layout: None until it has answered. peers: by rank of the owner.
@@ -159,7 +163,7 @@ class _Pull:
     """
 
     command: Pull
-    owner: _Owner
+    owner: _Connection
     deadline: float
     tables: tuple[Int32Array, ...]
     targets: set[int]
@@ -193,9 +197,13 @@ class Reader:
         self._engine_id, self._rank, self._on_end = engine_id, rank, on_end
         self._kv: KVDescription | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._owners: dict[tuple[str, int, str], _Owner] = {}
+        self._owners: dict[tuple[str, int, str], _Connection] = {}
         self._pulls: dict[str, _Pull] = {}
+        self._pulls_of: dict[str, list[_Pull]] = {}  # by transfer
         self._kept: dict[str, tuple[Source, float]] = {}  # with the next renewal, by transfer
+        self._renewals: list[tuple[float, str]] = []  # a heap; an entry may be out of date
+        self._num_uses: Counter[str] = Counter()  # owners by peer: two can be one engine
+        self._warnings = LogLimit(logger)
         self._numbers = itertools.count(1)
         self.resetting_since: float | None = None
         self._thread: SocketThread[ReaderItem] = SocketThread("pull-reader", self._step)
@@ -211,13 +219,20 @@ class Reader:
         return self._thread.failure
 
     def close(self) -> None:
-        """End all pulls, and the transport. Raises TransportError if a read may still write."""
-        since = self.resetting_since
+        """End all pulls, and the transport. Raises PullStuck if a read may still write."""
+        about = "so a read may still write to blocks of this rank"
+        since = self.resetting_since  # waiting once is enough
         passed_s = 0.0 if since is None else time.monotonic() - since
-        has_ended = self._thread.close(timeout_s=max(CONFIRM_TIMEOUT_S - passed_s, 0.0))
-        if not has_ended or self.failure is not None:  # waiting once is enough
-            raise TransportError("reads in progress could not be ended")
-        self._transport.close()
+        if not self._thread.close(timeout_s=max(CONFIRM_TIMEOUT_S - passed_s, 0.0)):
+            raise PullStuck(
+                f"the thread of reads did not end within {CONFIRM_TIMEOUT_S:g} s, {about}"
+            )
+        if self.failure is not None:
+            raise PullStuck(f"the thread of reads has failed, {about}: {self.failure}")
+        try:
+            self._transport.close()
+        except Exception as error:
+            raise PullStuck(f"the transport cannot be closed, {about}: {error}") from error
         self._context.destroy(linger=0)
 
     # On the thread
@@ -235,7 +250,7 @@ class Reader:
         if any(has_more):
             return 0.0
         times = [pull.deadline for pull in self._pulls.values()]
-        times += [renew_at for _, renew_at in self._kept.values()]
+        times += [renew_at for renew_at, _ in self._renewals[:1]]
         if self._kv is not None:
             times += [each.greet_at for each in self._owners.values() if each.routes is None]
         times += [each.used_at + IDLE_OWNER_S for each in self._owners.values()]
@@ -248,8 +263,7 @@ class Reader:
             case KVDescription():
                 self._kv = item
             case Keep(source=source):
-                self._owner_of(source, now)
-                self._kept[source.transfer_id] = source, now
+                self._keep(source, now)
             case Drop(source=source):
                 self._kept.pop(source.transfer_id, None)
                 owner = self._owner_of(source, now)  # again, if a read has failed
@@ -277,12 +291,13 @@ class Reader:
         targets.discard(NULL_BLOCK)
         pull = _Pull(command, owner, now + self._answer_timeout_s, tables, targets)
         self._pulls[command.request_id] = pull
+        self._pulls_of.setdefault(command.source.transfer_id, []).append(pull)
         if owner.routes is not None:
             self._claim(pull)
 
     # Owners
 
-    def _owner_of(self, source: Source, now: float) -> _Owner:
+    def _owner_of(self, source: Source, now: float) -> _Connection:
         key = _key(source)
         owner = self._owners.get(key)
         if owner is None:
@@ -294,7 +309,7 @@ class Reader:
                 use_secret(socket, self._options.secret, bind=False)
             socket.connect(f"tcp://{url_host(source.host)}:{source.port}")
             self._thread.poller.register(socket, zmq.POLLIN)
-            owner = self._owners[key] = _Owner(key, socket, now, now)
+            owner = self._owners[key] = _Connection(key, socket, now, now)
         owner.used_at = now
         return owner
 
@@ -305,10 +320,20 @@ class Reader:
                 self._send(owner, hello)
                 owner.greet_at = now + self._answer_timeout_s
 
-    def _forget(
-        self, owner: _Owner, reason: str, outcome: PullOutcome = PullOutcome.FAILED
+    def _disconnect(
+        self,
+        owner: _Connection,
+        reason: str,
+        outcome: PullOutcome = PullOutcome.FAILED,
+        *,
+        ends_leases: bool = False,
     ) -> None:
-        """End the connection; pulls from the owner that do not read have failed."""
+        """End the connection; pulls from the owner that do not read have failed. The next renewal
+        of a lease connects again, unless the owner has none of them any more (`ends_leases`)."""
+        if ends_leases:
+            for transfer_id, (source, _) in list(self._kept.items()):
+                if _key(source) == owner.key:
+                    del self._kept[transfer_id]
         for pull in [each for each in self._pulls.values() if each.owner is owner]:
             if pull.phase is not Phase.READING:
                 self._fail(pull, outcome, reason)
@@ -318,24 +343,24 @@ class Reader:
         owner.socket.close()
         del self._owners[owner.key]
         for peer in owner.peers.values():
-            self._transport.disconnect(peer)
+            self._num_uses[peer] -= 1
+            if not self._num_uses[peer]:
+                del self._num_uses[peer]
+                self._transport.disconnect(peer)
         owner.peers.clear()
-        for transfer_id, (source, _) in list(self._kept.items()):
-            if _key(source) == owner.key:
-                del self._kept[transfer_id]
 
-    def _send(self, owner: _Owner, message: ToOwner) -> None:
+    def _send(self, owner: _Connection, message: ToOwner) -> None:
         try:
             owner.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("%s cannot be reached: %s", owner.key, error)
 
-    def _send_done(self, owner: _Owner) -> None:
+    def _send_done(self, owner: _Connection) -> None:
         if owner.routes is not None and owner.done:
             self._send(owner, Done(tuple(owner.done[:MAX_TRANSFER_IDS])))
             owner.done.clear()  # what has no room expires
 
-    def _receive(self, owner: _Owner) -> bool:
+    def _receive(self, owner: _Connection) -> bool:
         """Handle messages of an owner; returns whether there may be more."""
         for _ in range(MAX_MESSAGES_PER_STEP):
             if self._owners.get(owner.key) is not owner:
@@ -348,21 +373,23 @@ class Reader:
                 (data,) = frames
                 self._handle(owner, _decoder.decode(data))
             except (ValueError, RecursionError) as error:  # of msgspec, too
-                self._forget(owner, f"its owner sent an invalid message: {error}")
+                about = f"its owner sent an invalid message: {error}"
+                self._disconnect(owner, about, ends_leases=True)
         return True
 
-    def _handle(self, owner: _Owner, message: ToReader) -> None:
+    def _handle(self, owner: _Connection, message: ToReader) -> None:
         match message:
-            case Welcome():
-                self._welcomed(owner, message)
+            case Accepted():
+                self._connect(owner, message)
             case Refused(transfer_id="", reason=reason):
                 if reason == NOT_READY:
                     owner.greet_at = time.monotonic() + GREET_AGAIN_S
                 else:
                     about = f"its owner refuses this engine: {reason}"
-                    self._forget(owner, about, PullOutcome.REFUSED)
+                    self._disconnect(owner, about, PullOutcome.REFUSED, ends_leases=True)
             case Refused(reason=reason) if reason == GREET_FIRST:
-                self._forget(owner, "its owner was restarted", PullOutcome.REFUSED)
+                about = "its owner was restarted, or the connection was interrupted"
+                self._disconnect(owner, about, PullOutcome.REFUSED)
             case Refused(transfer_id=transfer_id, reason=reason):
                 why = reason if reason == NOT_STORED else f"its owner refuses it: {reason}"
                 for pull in self._of_transfer(owner, transfer_id, Phase.CLAIMING):
@@ -386,54 +413,63 @@ class Reader:
             case _:
                 assert_never(message)
 
-    def _of_transfer(self, owner: _Owner, transfer_id: str, phase: Phase) -> list[_Pull]:
+    def _of_transfer(self, owner: _Connection, transfer_id: str, phase: Phase) -> list[_Pull]:
         return [
             pull
-            for pull in self._pulls.values()
-            if pull.owner is owner
-            and pull.phase is phase
-            and pull.command.source.transfer_id == transfer_id
+            for pull in self._pulls_of.get(transfer_id, ())
+            if pull.owner is owner and pull.phase is phase
         ]
 
-    def _welcomed(self, owner: _Owner, welcome: Welcome) -> None:
+    def _connect(self, owner: _Connection, accepted: Accepted) -> None:
         assert self._kv is not None
         if owner.routes is not None:
             return
         try:
-            reason = self._kv.difference(welcome.kv)
-            if owner.key[2] not in (ANY_ENGINE, welcome.engine_id):
-                reason = f"it is {welcome.engine_id} now, not {owner.key[2]}: it was restarted"
-            if reason is not None or len(welcome.agents) != len(welcome.kv.ranks):
+            reason = self._kv.difference(accepted.kv)
+            if owner.key[2] not in (ANY_ENGINE, accepted.engine_id):
+                reason = f"it is {accepted.engine_id} now, not {owner.key[2]}: it was restarted"
+            if reason is not None or len(accepted.agents) != len(accepted.kv.ranks):
                 raise LayoutMismatch(reason or "it has not as many agents as ranks")
-            layout = EngineLayout(welcome.kv.ranks)
+            if len(set(accepted.agents)) != len(accepted.agents):
+                raise LayoutMismatch("two of its ranks have the same agent")
+            layout = EngineLayout(accepted.kv.ranks)
             routes = find_routes(EngineLayout(self._kv.ranks), self._rank, layout)
             for rank in sorted({route.owner_rank for route in routes}):
-                owner.peers[rank] = self._transport.connect(welcome.agents[rank])
+                peer = self._transport.connect(accepted.agents[rank])
+                owner.peers[rank] = peer
+                self._num_uses[peer] += 1
         except LongshoreError as error:
             about = f"it cannot be pulled from its owner: {error}"
-            self._forget(owner, about, PullOutcome.REFUSED)
+            self._disconnect(owner, about, PullOutcome.REFUSED, ends_leases=True)
             return
         owner.routes, owner.layout = routes, layout
-        logger.info("connected to %s at %s:%d", welcome.engine_id, *owner.key[:2])
+        logger.info("connected to %s at %s:%d", accepted.engine_id, *owner.key[:2])
         self._send_done(owner)
+        now = time.monotonic()
+        for source, _ in list(self._kept.values()):
+            if _key(source) == owner.key:
+                self._keep(source, now)
         for pull in list(self._pulls.values()):
             if pull.owner is owner:
                 self._claim(pull)
 
     # Leases
 
+    def _keep(self, source: Source, renew_at: float) -> None:
+        self._kept[source.transfer_id] = source, renew_at
+        heapq.heappush(self._renewals, (renew_at, source.transfer_id))
+
     def _renew(self, now: float) -> None:
         due: dict[tuple[str, int, str], list[str]] = {}
-        for transfer_id, (source, renew_at) in self._kept.items():
-            owner = self._owners.get(_key(source))
-            if renew_at > now:
+        while self._renewals and self._renewals[0][0] <= now:
+            renew_at, transfer_id = heapq.heappop(self._renewals)
+            source, next_at = self._kept.get(transfer_id, (None, 0.0))
+            if source is None or next_at != renew_at:
                 continue
-            # Not yet connected: a first renewal as soon as it is.
-            is_connected = owner is not None and owner.routes is not None
-            wait_s = source.lease_s / RENEWALS_PER_LEASE if is_connected else GREET_AGAIN_S
-            self._kept[transfer_id] = source, now + wait_s
-            if is_connected:
-                due.setdefault(_key(source), []).append(transfer_id)
+            owner = self._owner_of(source, now)  # again, if it was disconnected
+            self._keep(source, now + source.lease_s / RENEWALS_PER_LEASE)
+            if owner.routes is not None:  # else as soon as it is connected
+                due.setdefault(owner.key, []).append(transfer_id)
         for key, transfer_ids in due.items():
             for first in range(0, len(transfer_ids), MAX_TRANSFER_IDS):
                 some = tuple(transfer_ids[first : first + MAX_TRANSFER_IDS])
@@ -484,7 +520,7 @@ class Reader:
         except (ValueError, TransportError) as error:
             if not pull.reads:
                 self._fail(pull, PullOutcome.FAILED, str(error))
-                self._forget(owner, "another read from its owner failed")
+                self._disconnect(owner, "another read from its owner failed")
                 return
             pull.is_broken = True
         self._enter(pull, Phase.READING, self._options.read_timeout_s)
@@ -504,13 +540,17 @@ class Reader:
     def _poll_reads(self) -> None:
         for pull in [each for each in self._pulls.values() if each.phase is Phase.READING]:
             states = [(read, read.poll()) for read in pull.reads]
-            pull.reads = [read for read, state in states if state is ReadState.IN_PROGRESS]
-            pull.is_broken |= any(state is ReadState.FAILED for _, state in states)
+            ended = ReadState.DONE, ReadState.FAILED
+            pull.reads = [read for read, state in states if state not in ended]
+            failed = ReadState.FAILED, ReadState.UNCONFIRMED
+            pull.is_broken |= any(state in failed for _, state in states)
+            if any(state is ReadState.UNCONFIRMED for _, state in states):
+                pull.deadline = 0.0  # end it by force at once
             if pull.reads:
                 continue
             if pull.is_broken:
                 self._fail(pull, PullOutcome.FAILED, "reading from its owner failed")
-                self._forget(pull.owner, "another read from its owner failed")
+                self._disconnect(pull.owner, "another read from its owner failed")
                 continue
             self._enter(pull, Phase.CHECKING, self._answer_timeout_s)
             pull.check = next(self._numbers)
@@ -522,49 +562,60 @@ class Reader:
             self._reset(now)
             return
         for pull in late:
-            if pull.command.request_id in self._pulls:  # not forgotten with its owner
+            if pull.command.request_id in self._pulls:  # did not fail with its owner
                 about = f"its owner did not answer within {self._answer_timeout_s:g} s"
                 self._fail(pull, PullOutcome.UNREACHABLE, about)
-                self._forget(pull.owner, "its owner does not answer", PullOutcome.UNREACHABLE)
+                self._disconnect(pull.owner, "its owner does not answer", PullOutcome.UNREACHABLE)
         in_use = {pull.owner for pull in self._pulls.values()}
         for owner in list(self._owners.values()):
             if owner in in_use:
                 owner.used_at = now
             elif owner.used_at + IDLE_OWNER_S <= now:
-                self._forget(owner, "")
+                self._disconnect(owner, "")
 
     def _reset(self, now: float) -> None:
-        """End the reads that are late. They cannot be ended one by one, so all others fail too."""
-        logger.warning("a read is late: closing the connections to all owners by force")
+        """End the reads that are late, or may go on after an error. They cannot be ended one by
+        one, so all others fail too."""
+        logger.warning("a read must be ended: closing the connections to all owners by force")
         self.resetting_since = time.monotonic()
         self._transport.reset()
         self.resetting_since = None
         for pull in [each for each in self._pulls.values() if each.phase is Phase.READING]:
-            if pull.deadline <= now:
+            if pull.is_broken:
+                self._fail(pull, PullOutcome.FAILED, "reading from its owner failed")
+            elif pull.deadline <= now:
                 timeout_s = self._options.read_timeout_s
                 self._fail(pull, PullOutcome.LATE, f"its read took longer than {timeout_s:g} s")
             else:
-                self._fail(pull, PullOutcome.FAILED, "another read was late")
+                self._fail(pull, PullOutcome.FAILED, "another read was ended by force")
+        self._num_uses.clear()
         for owner in list(self._owners.values()):
-            owner.peers.clear()  # the transport has forgotten them
-            self._forget(owner, "the connections to all owners were closed by force")
+            owner.peers.clear()  # the transport has disconnected them
+            self._disconnect(owner, "the connections to all owners were closed by force")
 
     def _fail(self, pull: _Pull, outcome: PullOutcome, reason: str) -> None:
         """None of its reads is in progress."""
-        logger.log(
-            logging.DEBUG
-            if outcome is PullOutcome.CANCELLED or reason == NOT_STORED
-            else logging.WARNING,
-            "a pull from %s failed: %s",
-            _name(pull.owner),
-            reason,
-            extra=fields(request_id=pull.command.request_id, outcome=outcome.value),
-        )
+        request_id, owner_id = pull.command.request_id, _name(pull.owner)
+        if outcome is PullOutcome.CANCELLED or reason == NOT_STORED:
+            about = fields(request_id=request_id)
+            logger.debug("a pull from %s was cancelled: %s", owner_id, reason, extra=about)
+        else:
+            self._warnings.warning(
+                "a pull from %s failed: %s",
+                owner_id,
+                shortened(reason),
+                request_id=request_id,
+                outcome=outcome.value,
+            )
         pull.failed |= pull.targets
         self._end(pull, outcome)
 
     def _end(self, pull: _Pull, outcome: PullOutcome) -> None:
         del self._pulls[pull.command.request_id]
+        transfer_id = pull.command.source.transfer_id
+        self._pulls_of[transfer_id].remove(pull)
+        if not self._pulls_of[transfer_id]:
+            del self._pulls_of[transfer_id]
         failed = sorted(pull.failed)
         num_blocks = len(pull.targets) - len(failed)
         num_bytes = pull.num_bytes if num_blocks else 0
@@ -573,7 +624,7 @@ class Reader:
         self._on_end(EndedPull(request_id, failed, num_blocks, num_bytes, seconds, outcome))
 
 
-def _name(owner: _Owner) -> str:
+def _name(owner: _Connection) -> str:
     host, port, engine_id = owner.key
     return f"{host}:{port}" if engine_id == ANY_ENGINE else engine_id
 

@@ -196,7 +196,7 @@ class PullConnector(SchedulerConnector):
     ) -> FinishAction:
         self._drop(request.request_id)
         params = request.kv_transfer_params or {}
-        # With another reason there is nothing left to decode, or nobody to decode for.
+        # With another reason there is nothing left to decode, or no client to decode for.
         is_continued = request.finish_reason is FinishReason.LENGTH_CAPPED
         if not (params.get("do_remote_decode") and is_continued and any(map(len, block_ids))):
             return FinishAction()
@@ -220,7 +220,8 @@ class PullConnector(SchedulerConnector):
         if len(self._ranks) < self.config.num_ranks:
             return "not all ranks have reported yet"
         limit = int(self._options.max_leased_share * self.config.num_blocks)
-        num_leased = len(held | self._num_leases.keys())
+        num_leased = len(self._num_leases)
+        num_leased += sum(block_id not in self._num_leases for block_id in held)
         if num_leased > limit:
             return (
                 f"{num_leased} blocks would be leased, and max_leased_share="
@@ -255,8 +256,10 @@ class PullConnector(SchedulerConnector):
         if lease is None:
             return  # a repeated report
         self._offered.discard(lease.transfer_id)
-        self._num_leases.subtract(lease.block_ids)
-        self._num_leases = +self._num_leases
+        for block_id in lease.block_ids:
+            self._num_leases[block_id] -= 1
+            if not self._num_leases[block_id]:
+                del self._num_leases[block_id]
         self._holds.release(hold_id)
 
     # Both

@@ -17,6 +17,10 @@ class TransportError(LongshoreError):
     """The library rejected a peer or a read; nothing was begun."""
 
 
+class PullStuck(LongshoreError):
+    """What reads or writes the blocks of a pull cannot be ended; only a new process ends it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The KV cache of one rank.
@@ -46,6 +50,8 @@ class ReadState(enum.Enum):
     DONE = enum.auto()
     FAILED = enum.auto()
     """It has ended without success; nothing is written any more."""
+    UNCONFIRMED = enum.auto()
+    """It has failed, but may write until `reset`."""
 
 
 class Read(Protocol):
@@ -68,7 +74,7 @@ class Transport(Protocol):
         the peer for the other calls. Raises TransportError."""
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer of which no read is in progress."""
+        """Of this peer no read is in progress."""
 
     def post(self, peer: str, reads: Sequence[BlockReads]) -> Sequence[Read]:
         """Begin to read from a peer. Raises TransportError; then nothing has begun."""

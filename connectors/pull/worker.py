@@ -19,15 +19,10 @@ from longshore.connectors.pull.messages import Commands, Offer, RankInfo, Report
 from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.owner import Owner, Release
 from longshore.connectors.pull.reader import Cancel, Drop, EndedPull, Keep, Reader
-from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory
+from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory, PullStuck
 from longshore.connectors.pull.transports import TRANSPORTS
-from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheGroup
 from longshore.protocol.statistics import TransferOperation
-
-
-class PullStuck(LongshoreError):
-    """What writes the blocks of a pull cannot be ended; only a new process ends it."""
 
 
 class PullWorker(WorkerConnector[Commands]):
@@ -60,8 +55,7 @@ class PullWorker(WorkerConnector[Commands]):
             self._owner = Owner(self._options, self.config.engine_id, kv, self._leases_ended)
             self._owner.start()
             port = self._owner.port
-        # Without the epoch: leases of requests that have not been pulled outlive it.
-        name = self.config.engine_id.rpartition(".")[0]
+        name = reader_name(self.config.engine_id, self._options.host)
         self._reader = Reader(transport, self._options, name, self._rank, self._pull_ended)
         self._reader.start()
         self._report = Report(info=RankInfo(layout, agent, port))
@@ -153,10 +147,12 @@ class PullWorker(WorkerConnector[Commands]):
         return operations
 
     def shutdown(self) -> None:
-        if self._owner is not None:
-            self._owner.close()
-        if self._reader is not None:
-            self._reader.close()
+        try:
+            if self._owner is not None:
+                self._owner.close()
+        finally:
+            if self._reader is not None:
+                self._reader.close()
 
 
 class MooncakeWorker(PullWorker):
@@ -169,6 +165,12 @@ class MoRIIOWorker(PullWorker):
 
 class NixlWorker(PullWorker):
     transport = "nixl"
+
+
+def reader_name(engine_id: str, host: str) -> str:
+    """Identifies a reader to owners. Without the epoch, because leases of requests that have not
+    been pulled outlive it; with the host, because engines of several hosts have the same ids."""
+    return f"{engine_id.rpartition('.')[0]}@{host}"
 
 
 def _memory_of(kv_caches: KVCaches) -> tuple[Memory, RankLayout]:

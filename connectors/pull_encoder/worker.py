@@ -22,9 +22,8 @@ from longshore.connectors.pull.messages import (
 )
 from longshore.connectors.pull.owner import Owner, Release
 from longshore.connectors.pull.reader import ANY_ENGINE, Drop, EndedPull, Reader
-from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory
+from longshore.connectors.pull.transport import CONFIRM_TIMEOUT_S, Memory, PullStuck
 from longshore.connectors.pull.transports import TRANSPORTS
-from longshore.connectors.pull.worker import PullStuck
 from longshore.connectors.pull_encoder.messages import Commands, Report, SlotPull
 from longshore.connectors.pull_encoder.options import read_encoder_options
 from longshore.connectors.pull_encoder.shelf import Shelf

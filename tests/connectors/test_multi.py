@@ -380,6 +380,18 @@ def test_metadata_reaches_the_child_that_it_belongs_to() -> None:
     assert all(child.calls[-1] == "shutdown" for child in of_worker)
 
 
+def test_all_children_are_shut_down_although_one_raises() -> None:
+    worker, of_worker = worker_half("a", "b", "c")
+
+    def shutdown() -> None:
+        raise RuntimeError("a read goes on")
+
+    of_worker[0].shutdown = shutdown  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a read goes on"):
+        worker.shutdown()
+    assert [each.calls for each in of_worker[1:]] == [["shutdown"], ["shutdown"]]
+
+
 def test_messages_of_children_reach_their_scheduler_halves() -> None:
     half, children = scheduler_half("a", "b")
     worker, of_worker = worker_half("a", "b")

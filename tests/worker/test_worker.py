@@ -8,6 +8,7 @@ import pytest
 
 from longshore.worker.config import WorkerConfig
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.transfer.connector import HookFailed
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
 from tests.worker.recording_connector import RecordingConnector
@@ -59,6 +60,29 @@ def test_a_new_epoch_has_a_connector_of_its_own(worker: Worker) -> None:
     assert worker.connector is not None
     assert worker.connector.connector is second
     assert second.kv_caches is not None
+
+
+def test_an_epoch_whose_transfers_go_on_is_the_last(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something may still write to the blocks, so they are neither used again nor freed."""
+    connector = RecordingConnector()
+    worker.start(epoch=1, connector=connector)
+    calls: list[str] = []
+
+    def shutdown() -> None:
+        calls.append("shutdown")
+        raise RuntimeError("a read goes on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connector, "shutdown", shutdown)
+        for _ in range(2):
+            with pytest.raises(HookFailed, match="a read goes on"):
+                worker.end_epoch()
+        worker.close()
+    assert calls == ["shutdown"]
+    assert worker._cache is not None
+    worker.connector = None  # for the fixture
 
 
 def test_a_new_epoch_with_another_number_of_blocks_has_a_cache_of_that_size(

@@ -58,6 +58,7 @@ class ConnectorRunner:
         self._request_ids = [""] * num_rows
         self._finished: list[str] = []
         self._layers: dict[str, LayerBlocks] = {}
+        self._stuck: HookFailed | None = None
 
     @property
     def has_layer_hooks(self) -> bool:
@@ -144,9 +145,14 @@ class ConnectorRunner:
 
     def close(self) -> None:
         """End all transfers. No other call may follow. Raises HookFailed if the connector could
-        not; everything else has ended then."""
+        not, then and at every later call."""
+        if self._stuck is not None:
+            raise self._stuck
         try:
             end_transfers(self.connector.shutdown, type(self.connector).__name__)
+        except HookFailed as error:
+            self._stuck = error
+            raise
         finally:
             self._queues.close()
 
@@ -156,7 +162,7 @@ def end_transfers(shutdown: Callable[[], None], name: str) -> None:
     try:
         shutdown()
     except Exception as error:
-        logger.exception("shutdown of the connector %s raised; stopping without it", name)
+        logger.exception("shutdown of the connector %s raised", name)
         raise HookFailed(
             f"shutdown of the connector {name} raised {type(error).__name__}: {error}. Its "
             "transfers may still write to memory until this process has ended."

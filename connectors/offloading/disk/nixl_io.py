@@ -42,7 +42,7 @@ class NixlIo:
 
     def __init__(self) -> None:
         try:
-            api, self._errors = load_nixl()
+            api, self._errors, _ = load_nixl()
         except ImportError as error:
             raise NixlUnusable(str(error)) from error
         self._lock = threading.Lock()  # an agent is not thread-safe

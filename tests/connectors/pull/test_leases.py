@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from longshore.connectors.base import RequestView
-from longshore.connectors.pull.leases import Leases
+from longshore.connectors.pull.leases import MAX_TOTAL_S, Leases
 from longshore.connectors.pull.messages import (
     Claim,
     Granted,
@@ -90,7 +90,7 @@ def test_prompts_with_the_same_placeholders_and_other_images_differ() -> None:
 
 
 @pytest.mark.req("CON-08")
-def test_the_owner_may_end_a_lease_whoever_uses_it() -> None:
+def test_the_owner_may_end_a_lease_that_is_in_use() -> None:
     table = leases()
     assert table.release(["t", "unknown"]) == [offer()]
     assert table.release(["t"]) == []
@@ -125,6 +125,17 @@ def test_a_lease_ends_when_it_is_not_renewed() -> None:
     assert table.expire(19.0) == [offer()]
     assert table.renew(Renew(("t",), 1), "reader.1", 19.0).ended == ("t",)
     assert table.next_deadline is None
+
+
+def test_a_lease_ends_even_if_it_is_renewed_for_ever() -> None:
+    """Or requests on two engines that wait for each other's blocks would wait for ever."""
+    table, now = leases(), 0.0
+    while now + 5.0 < MAX_TOTAL_S:
+        now += 5.0
+        assert table.expire(now) == []
+        assert table.renew(Renew(("t",), 1), "reader.1", now).transfer_ids == ("t",)
+    assert table.expire(MAX_TOTAL_S) == [offer()]
+    assert table.renew(Renew(("t",), 1), "reader.1", MAX_TOTAL_S).ended == ("t",)
 
 
 class LeaseMachine(RuleBasedStateMachine):

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from longshore.connectors.base import (
+    AdmittedRequest,
     BlockHolds,
     ConnectorConfig,
     ConnectorOutput,
     FinishAction,
     Matched,
     RequestView,
+    StepView,
 )
 from longshore.connectors.pull.layout import RankLayout
-from longshore.connectors.pull.messages import PullOutcome, RankInfo, Report
+from longshore.connectors.pull.messages import Commands, PullOutcome, RankInfo, Report
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup
@@ -104,6 +106,34 @@ def test_a_prompt_of_embeddings_is_not_pulled(caplog: pytest.LogCaptureFixture) 
     half.on_new_request(RequestView("third", TOKENS, 32, (), params))
     third = RequestView("third", TOKENS, 32, (), params)
     assert half.get_num_new_matched_tokens(third, 0) == Matched(32, is_async=True)
+
+
+@pytest.mark.parametrize("num_computed", [0, 8, 32])
+def test_a_lease_without_a_pull_ends_when_its_request_is_admitted(num_computed: int) -> None:
+    """It may be asked for a match and not pull, because its blocks are partly computed, or because
+    another connector loads them."""
+    half = half_of(1)
+    view = RequestView("second", TOKENS, 32, (), offer(half).params)
+    half.on_new_request(view)
+    half.get_num_new_matched_tokens(view, num_computed)
+    half.build_connector_meta(StepView(1, 0))
+    admitted = AdmittedRequest("second", BLOCKS)
+    data = half.build_connector_meta(StepView(2, 1, admitted=(admitted,)))
+    (drop,) = msgspec.msgpack.decode(data, type=Commands).drops
+    assert drop.request_id == "first"
+    assert half._remote == {}
+
+
+def test_leases_that_share_blocks_are_counted_once() -> None:
+    half = half_of(1)
+    for _ in range(2):
+        assert offer(half).params is not None
+    half._leased = {number: next(iter(half._leased.values())) for number in (1, 2)}
+    for hold_id, num_blocks in ((1, 3), (2, 0)):
+        report(half, 0, Report(ended=[hold_id]))
+        pulls = half.get_kv_connector_stats().pulls
+        assert pulls is not None
+        assert pulls.num_leased_blocks == num_blocks
 
 
 def test_leases_are_counted() -> None:

@@ -1,5 +1,6 @@
 """What an owner answers to readers that are of another model, not valid, or not known."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from longshore.connectors.pull.messages import (
     GREET_FIRST,
     NOT_READY,
     SIDE_CHANNEL_VERSION,
+    Accepted,
     Claim,
     Granted,
     Hello,
@@ -22,7 +24,6 @@ from longshore.connectors.pull.messages import (
     Renew,
     ToOwner,
     ToReader,
-    Welcome,
     digest_blocks,
     tables_of,
 )
@@ -121,12 +122,12 @@ def test_another_model_or_layout_is_refused_by_name(
     assert reason in answer.reason
 
 
-def test_other_block_sizes_and_numbers_are_welcome(
+def test_other_block_sizes_and_numbers_are_accepted(
     start: Callable[..., tuple[Owner, Client]],
 ) -> None:
     _, client = start()
     answer = client.ask(changed(ranks=(layout_of(FullAttentionSpec(32, 2, 8, 4)),)))
-    assert answer == Welcome("owner.1", KV, (b"agent",))
+    assert answer == Accepted("owner.1", KV, (b"agent",))
 
 
 def test_an_owner_that_is_not_ready_says_so(start: Callable[..., tuple[Owner, Client]]) -> None:
@@ -134,7 +135,7 @@ def test_an_owner_that_is_not_ready_says_so(start: Callable[..., tuple[Owner, Cl
     assert client.ask(HELLO) == Refused("", NOT_READY)
 
 
-def test_nobody_gets_blocks_without_a_handshake(
+def test_no_reader_gets_blocks_without_a_handshake(
     start: Callable[..., tuple[Owner, Client]],
 ) -> None:
     owner, client = start()
@@ -154,6 +155,13 @@ def test_a_claim_may_come_before_its_offer(start: Callable[..., tuple[Owner, Cli
     assert client.receive() == Granted("t", 30, TABLES)
 
 
+WIDE: Final = {
+    "groups": [{"layer_names": ["layer"] * 1025, "spec": FULL}],
+    "block_bytes": 1 << 30,
+    "num_blocks": 1,
+}
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -164,16 +172,42 @@ def test_a_claim_may_come_before_its_offer(start: Callable[..., tuple[Owner, Cli
         msgspec.msgpack.encode({"type": "renew", "transfer_ids": ["t"] * 5000}),
         msgspec.msgpack.encode({"type": "hello", "version": 1, "engine_id": "x" * 300, "kv": {}}),
         b"\x91" * 5000,
+        msgspec.msgpack.encode(msgspec.structs.replace(CLAIM, token_digest=b"x" * 33)),
+        msgspec.msgpack.encode(
+            changed(dtype="bfloat16", ranks=(msgspec.structs.replace(LAYOUT, groups=()),) * 1025)
+        ),
+        msgspec.msgpack.encode(changed(ranks=(WIDE,) * 2)),
     ],
-    ids=range(7),
+    ids=range(10),
 )
 def test_invalid_messages_are_dropped(
     data: bytes, start: Callable[..., tuple[Owner, Client]]
 ) -> None:
     owner, client = start()
     client.send(data)
-    assert isinstance(client.ask(HELLO), Welcome)
+    assert isinstance(client.ask(HELLO), Accepted)  # as the first answer
     assert owner.failure is None
+
+
+def test_a_flood_of_messages_delays_no_end_of_a_lease(
+    start: Callable[..., tuple[Owner, Client]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More messages wait at each step than a step handles."""
+    owner, _ = start(lease_s=0.1)
+    has_ended = threading.Event()
+    monkeypatch.setattr(owner, "_on_end", lambda ended, expired: has_ended.set())
+    monkeypatch.setattr(owner, "_receive", lambda frames: None)
+    owner.put(OFFER)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "_socket", Flood())
+        assert has_ended.wait(60)
+
+
+class Flood:
+    """A socket that always has a message."""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        return [b"reader", b""]
 
 
 def test_with_a_secret_only_those_who_know_it_are_answered(
@@ -182,7 +216,7 @@ def test_with_a_secret_only_those_who_know_it_are_answered(
     path = tmp_path / "secret"
     path.write_text(new_secret())
     owner, client = start(secret_file=str(path))
-    assert isinstance(client.ask(HELLO), Welcome)
+    assert isinstance(client.ask(HELLO), Accepted)
     for secret in (None, new_secret()):
         other = Client(owner.port, secret)
         other.send(HELLO)

@@ -11,7 +11,7 @@ import pytest
 
 from longshore.connectors.pull.layout import PullPlan, plan_pull
 from longshore.connectors.pull.scheduler import PullConnector
-from longshore.connectors.pull.transport import ReadState
+from longshore.connectors.pull.transport import PullStuck, ReadState, TransportError
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AbortRequests
@@ -19,7 +19,7 @@ from longshore.testing.engines import settle
 from longshore.worker.transfer.connector import HookFailed
 from tests.connectors.conftest import KINDS
 from tests.connectors.engine import Answer, Engine, prompts_of
-from tests.connectors.pull.local import Network, network
+from tests.connectors.pull.local import LocalTransport, Network, network
 
 ModelOf = Callable[[str], tuple[Path, Any]]
 LOCAL: Final = "tests.connectors.pull.local:LocalConnector"
@@ -552,6 +552,43 @@ def test_a_transport_that_does_not_confirm_ends_the_worker(
         with pytest.raises(HookFailed, match="did not close its connections within"):
             pair.until(lambda: answer.end is not None)
         network.may_reset.set()
+
+
+def test_a_scheduler_that_dies_during_a_read_ends_the_worker(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next scheduler would use the blocks to which the read writes."""
+    monkeypatch.setattr("longshore.connectors.pull.reader.CONFIRM_TIMEOUT_S", 0.2)
+    model, _ = model_of("full")
+    network.state = lambda number: ReadState.IN_PROGRESS
+    with Pair(model, options={"read_timeout_s": 0.2}) as pair:
+        network.may_reset.clear()
+        pair.go_on(PROMPTS[0], pair.begin(PROMPTS[0]))
+        pair.until(lambda: network.num_resets == 1)
+        worker = pair.decode.engine.worker  # type: ignore[union-attr]
+        with pytest.raises(PullStuck, match="a read may still write"):
+            worker.end_epoch()
+        network.may_reset.set()
+        assert worker.connector is not None
+        worker.connector.connector._reader.close()  # type: ignore[attr-defined]
+        worker.connector = None
+
+
+def test_a_transport_that_cannot_be_closed_ends_the_worker(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(transport: LocalTransport) -> None:
+        raise TransportError("1 reads cannot be ended")
+
+    model, _ = model_of("full")
+    with Pair(model) as pair, monkeypatch.context() as patch:
+        patch.setattr(LocalTransport, "close", close)
+        worker = pair.decode.engine.worker  # type: ignore[union-attr]
+        with pytest.raises(PullStuck, match="1 reads cannot be ended"):
+            worker.end_epoch()
+        assert worker.connector is not None
+        worker.connector.connector._reader._context.destroy()  # type: ignore[attr-defined]
+        worker.connector = None
 
 
 def test_an_owner_that_is_gone_is_not_waited_for(
