@@ -4,6 +4,7 @@ installed connectors cost nothing and may lack their dependencies.
 
 import hashlib
 import importlib
+import logging
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +31,19 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheConfig, of_all_ranks
 
+logger = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP: Final = "longshore.connectors"
 
 BUILT_IN: Final = {
     "decode_bench": "longshore.connectors.decode_bench.scheduler:DecodeBenchConnector",
     "example": "longshore.connectors.example.scheduler:ExampleConnector",
+    "flexkv": "longshore.connectors.flexkv.scheduler:FlexKVConnector",
     "hidden_states": "longshore.connectors.hidden_states.scheduler:HiddenStatesConnector",
     "lmcache": "longshore.connectors.lmcache.scheduler:LMCacheConnector",
+    "lmcache_mp": "longshore.connectors.lmcache_mp.scheduler:LMCacheMPConnector",
     "mooncake": "longshore.connectors.pull.scheduler:MooncakeConnector",
+    "moriio": "longshore.connectors.pull.scheduler:MoRIIOConnector",
     "multi": "longshore.connectors.multi.scheduler:MultiConnector",
     "nixl": "longshore.connectors.pull.scheduler:NixlConnector",
     "offloading": "longshore.connectors.offloading.connector:OffloadingConnector",
@@ -45,6 +51,10 @@ BUILT_IN: Final = {
 }
 """Connectors of this package: name -> package.module:Class of the scheduler half. Other packages
 cannot take these names."""
+
+UNVERIFIED: Final = frozenset({"flexkv", "moriio"})
+"""Written from the published interface of a library and tested with a fake of it: the library
+itself needs hardware that the tests have not had."""
 
 EXTRAS: Final[dict[str, str]] = {}
 """The extra of this package that installs a connector's optional dependency, by module."""
@@ -64,6 +74,12 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
     several KV cache groups. Other errors of the class are not caught.
     """
     chosen = _scheduler_class(name)
+    if name in UNVERIFIED:
+        logger.warning(
+            "--kv-connector %s is not verified against the library: it was tested only with a fake "
+            "of its interface. Compare outputs before you rely on it.",
+            name,
+        )
     connector: SchedulerConnector
     with _naming_missing_packages(name, chosen.__module__):
         if issubclass(chosen, OneClassConnector):
@@ -207,7 +223,10 @@ def _entry_point(name: str) -> EntryPoint:
             f"--kv-connector {name} is provided by several packages: {', '.join(sorted(found))}. "
             "Use one of these package.module:Class names."
         )
-    installed = ", ".join(installed_connectors()) or "none"
+    installed = ", ".join(
+        f"{each} (not verified against the library)" if each in UNVERIFIED else each
+        for each in installed_connectors()
+    )
     raise ConfigError(
         f"--kv-connector {name} is unknown. Installed connectors: {installed}. "
         "For a class of your own use package.module:Class."

@@ -24,7 +24,8 @@ _KEYS: Final = (
     "max_leased_share",
     "read_timeout_s",
 )
-_MOONCAKE_KEYS: Final = ("protocol", "device_name")
+_OWN_KEYS: Final = {"mooncake": ("protocol", "device_name"), "moriio": ("protocol",)}
+_PROTOCOLS: Final = {"mooncake": ("tcp", "rdma"), "moriio": ("rdma", "tcp")}
 
 
 class PullOptions(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ class PullOptions(msgspec.Struct, frozen=True):
     lease_s:       how long blocks are kept for a reader that does not renew its lease.
     max_leased_share: of the pool, in leased blocks.
     read_timeout_s: a pull that takes longer has failed.
-    protocol, device_name: of Mooncake.
+    protocol: of Mooncake and MoRI. device_name: of Mooncake.
     """
 
     host: str
@@ -60,8 +61,7 @@ def url_host(host: str) -> str:
 
 def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
     """Raises ConfigError, which names the option."""
-    is_mooncake = connector == "mooncake"
-    options = Options(connector, values, (*_KEYS, *(_MOONCAKE_KEYS if is_mooncake else ())))
+    options = Options(connector, values, (*_KEYS, *_OWN_KEYS.get(connector, ())))
     host = options.text("host", LOOPBACK) if "host" in values else LOOPBACK
     if host in ("0.0.0.0", "::", "*"):
         raise options.error(f"'host' to be an address that other engines can reach; it is {host!r}")
@@ -93,7 +93,7 @@ def read_options(connector: str, values: Mapping[str, Any]) -> PullOptions:
         options.number("lease_s", 10.0, minimum=0.1),
         share,
         read_timeout_s,
-        options.choice("protocol", ("tcp", "rdma")) if is_mooncake else "",
+        options.choice("protocol", _PROTOCOLS[connector]) if connector in _PROTOCOLS else "",
         options.text("device_name", "mlx5_0") if "device_name" in values else "",
     )
 

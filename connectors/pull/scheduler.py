@@ -328,6 +328,11 @@ class MooncakeConnector(PullConnector):
     worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MooncakeWorker"
 
 
+class MoRIIOConnector(PullConnector):
+    transport = "moriio"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:MoRIIOWorker"
+
+
 class NixlConnector(PullConnector):
     transport = "nixl"
     worker_half: ClassVar[str] = "longshore.connectors.pull.worker:NixlWorker"

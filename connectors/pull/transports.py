@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Final
 
 from longshore.connectors.pull.mooncake import MooncakeTransport
+from longshore.connectors.pull.moriio import MoRIIOTransport
 from longshore.connectors.pull.nixl import NixlTransport
 from longshore.connectors.pull.options import PullOptions
 from longshore.connectors.pull.transport import Transport
 
 TRANSPORTS: Final[dict[str, Callable[[PullOptions], Transport]]] = {
     "mooncake": MooncakeTransport,
+    "moriio": MoRIIOTransport,
     "nixl": lambda options: NixlTransport(),
 }

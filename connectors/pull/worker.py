@@ -159,6 +159,10 @@ class MooncakeWorker(PullWorker):
     transport = "mooncake"
 
 
+class MoRIIOWorker(PullWorker):
+    transport = "moriio"
+
+
 class NixlWorker(PullWorker):
     transport = "nixl"
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from longshore.connectors.adapter import OneClassAdapter, OneClassWorkerAdapter
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector, WorkerConnectorConfig
 from longshore.connectors.registry import (
+    UNVERIFIED,
     check_connector,
     check_worker_half,
     installed_connectors,
@@ -309,3 +311,14 @@ def test_no_connector_of_this_package_is_imported_before_it_is_chosen() -> None:
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60
     )
     assert run.stdout == "False\n", run.stderr
+
+
+@pytest.mark.parametrize("name", sorted(UNVERIFIED))
+def test_a_connector_that_was_tested_with_a_fake_only_says_so(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with suppress(Exception):  # it lacks options and a model, but has warned before
+        load_scheduler_connector(name, ConnectorConfig())
+    assert f"{name} is not verified against the library" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{name} \(not verified against the library\)"):
+        check_connector("unheard-of")

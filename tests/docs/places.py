@@ -31,6 +31,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     "openssl rand": "makes a key for the next command",
     'curl -H "authorization: Bearer $(cat admin-key)"': "tests/integration/test_admin.py does it",
     "grep ": "reads a file that the tests do not have",
+    "lmcache server": "tests/connectors/adapters/ has a server that speaks its protocol",
     "prometheus ": "tests/integration/test_prometheus.py runs one with this configuration",
     "benchmarks/peers/": "needs other projects, which it downloads",
 }
