@@ -177,7 +177,7 @@ class _Pull:
 
 
 class Reader:
-    """on_end: called on the thread with each pull that has ended. answer_timeout_s: see
+    """on_end: called on the thread with each pull that has ended. answer_timeout_s: None:
     ANSWER_TIMEOUT_S.
 
     resetting_since: when the thread began to close all connections by force; None: it is not.
@@ -190,9 +190,9 @@ class Reader:
         engine_id: str,
         rank: int,
         on_end: Callable[[EndedPull], None],
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        answer_timeout_s: float | None = None,
     ) -> None:
-        self._answer_timeout_s = answer_timeout_s
+        self._answer_timeout_s = ANSWER_TIMEOUT_S if answer_timeout_s is None else answer_timeout_s
         self._transport, self._options = transport, options
         self._engine_id, self._rank, self._on_end = engine_id, rank, on_end
         self._kv: KVDescription | None = None

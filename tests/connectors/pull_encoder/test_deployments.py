@@ -50,8 +50,12 @@ def count(deployment: Deployment, name: str) -> float:
 
 @pytest.mark.req("FEA-09")
 @pytest.mark.parametrize(("connector", "num_ranks"), [("nixl", 2), ("mooncake", 1)])
-def test_the_second_deployment_does_not_encode(
-    connector: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_audio_is_encoded_once(
+    connector: str,
+    num_ranks: int,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     model = tmp_path / "whisper"
@@ -62,9 +66,7 @@ def test_the_second_deployment_does_not_encode(
     owner = [*settings, "--ec-role", "ec_producer", "--ec-connector-config", f'{{"port": {port}}}']
     reader = [*settings, "--ec-role", "ec_consumer", "--tensor-parallel-size", str(num_ranks)]
     reader += ["--ec-connector-config", f'{{"peers": ["127.0.0.1:{port}"]}}']
-    folders = [tmp_path / name for name in ("owner", "reader")]
-    for folder in folders:
-        folder.mkdir()
+    folders = [tmp_path_factory.mktemp(name) for name in ("owner", "reader")]
     with (
         Deployment(model, folders[0], *owner) as producer,
         Deployment(model, folders[1], *reader) as consumer,
