@@ -73,7 +73,7 @@ def test_stopped_scheduler_is_a_stall_until_it_goes_on(deployment: Deployment) -
     finally:
         scheduler.send_signal(signal.SIGCONT)
     assert run.returncode == 1
-    assert "the scheduler has not answered" in " ".join(run.stdout.split())
+    assert "the scheduler of engine 0 has not answered" in " ".join(run.stdout.split())
     assert doctor(deployment.url).returncode == 0
 
 
