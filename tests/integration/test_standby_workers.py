@@ -18,7 +18,9 @@ def ready_pids(deployment: Deployment) -> dict[str, int]:
     """The process ids that `longshore admin status` shows, of the processes that are ready."""
     (runtime_dir,) = deployment.runtime_dirs
     with perform(runtime_dir / f"{SOCKET_NAME}.sock", Status()) as (answer, _):
-        return {each.process: each.values["pid"] for each in answer.results if each.ok}
+        return {
+            each.process: each.values["pid"] for each in answer.results if each.ok and each.values
+        }
 
 
 def wait_for_standby(deployment: Deployment, name: str = STANDBY, *, other_than: int = 0) -> int:
