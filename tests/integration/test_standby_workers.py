@@ -19,7 +19,9 @@ def ready_pids(deployment: Deployment) -> dict[str, int]:
     (runtime_dir,) = deployment.runtime_dirs
     with perform(runtime_dir / f"{SOCKET_NAME}.sock", Status()) as (answer, _):
         return {
-            each.process: each.values["pid"] for each in answer.results if each.ok and each.values
+            each.process: each.values["pid"]
+            for each in answer.results
+            if "pid" in each.values and each.ok
         }
 
 
