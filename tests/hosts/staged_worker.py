@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from longshore.connectors.pull import worker
 from longshore.connectors.pull.layout import Piece
 from longshore.connectors.pull.messages import Claim, Done, Hello, Renew, ToOwner
-from longshore.connectors.pull.reader import Reader, _Owner, _Pull
+from longshore.connectors.pull.reader import Reader, _Connection, _Pull
 from tests.hosts.staged import reached
 
 
 class _StagedReader(Reader):
-    def _send(self, owner: _Owner, message: ToOwner) -> None:
+    def _send(self, owner: _Connection, message: ToOwner) -> None:
         match message:
             case Hello():
                 reached("handshake")
