@@ -81,7 +81,7 @@ def full_index(num_engines: int, num_blocks: int) -> BlockIndex:
     draws = random.Random(0)
     index = BlockIndex(num_engines, tokens_per_hash=SIZE, max_hashes=2 * num_blocks)
     index.describe_group(0, GroupInfo(SIZE))
-    index.is_known[:] = [True] * num_engines
+    index.is_known.update(dict.fromkeys(range(num_engines), True))
     for first in range(0, num_blocks, RUN):
         hashes = [draws.randbytes(32) for _ in range(RUN)]
         index.store(first // RUN % num_engines, hashes, 0, "GPU")

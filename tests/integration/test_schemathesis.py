@@ -13,6 +13,7 @@ PROGRAM = Path(sys.executable).parent / "schemathesis"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_server_does_what_its_document_says(deployment: Deployment, tmp_path: Path) -> None:
     """All checks of schemathesis except one: a valid request may be rejected, because the schema
     cannot describe what fits the model (its vocabulary, its length, text or audio)."""
@@ -26,7 +27,7 @@ def test_the_server_does_what_its_document_says(deployment: Deployment, tmp_path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Traceback" not in deployment.output
