@@ -212,6 +212,10 @@ class EngineClient:
         if message is not None:
             self._send(message)
 
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        """No engine will pull the KV of these ended requests."""
+        self._send(AbortRequests(int32_array([]), tuple(transfer_ids)))
+
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """End a request with its first `num_tokens` output tokens; see `LiveRequests.stop`."""
         message = self._requests.stop(live, num_tokens)

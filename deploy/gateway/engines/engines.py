@@ -114,7 +114,7 @@ class Engines:
         client = self.clients.pop(engine)
         self._on_ready(engine, False)
         if self.split is not None:
-            self.split.remove_engine(engine)
+            self.split.engines_changed()
         self._resume_elsewhere(client.release_all())
         client.close()
 

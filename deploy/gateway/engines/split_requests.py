@@ -15,7 +15,6 @@ Forks (samples of one prompt) wait until the decode engine has their parent, and
 that it pulls: one transfer per prompt.
 """
 
-import dataclasses
 import enum
 import random
 import sys
@@ -103,7 +102,7 @@ class LegEngine(Protocol):
         self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
     ) -> None: ...
 
-    def abort(self, requests: Sequence[LiveRequest]) -> None: ...
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None: ...
 
 
 class _Phase(enum.Enum):
@@ -122,6 +121,7 @@ class _Split:
     reserved:   the decode engine at which it has room, until it is sent there.
     decision:   by which that was chosen.
     params:     of an offer that has not been sent to a decode engine.
+    owner:      the engine that has made it.
     first_end:  how its prefill leg has ended.
     offered_at: when that was, until its first token of the decode engine.
     awaits_token: it has got no token of its engine.
@@ -135,6 +135,7 @@ class _Split:
     reserved: int | None = None
     decision: Decision | None = None
     params: dict[str, Any] | None = None
+    owner: int = AT_NO_ENGINE
     first_end: FinishedRequest | None = None
     offered_at: float | None = None
     awaits_token: bool = False
@@ -172,10 +173,9 @@ class SplitRequests:
         self._usable, self._now = usable, now
         self._new = LiveRequests(seeds)
         self._requests: dict[LiveRequest, _Split] = {}
-        self._held: set[_Split] = set()  # which no engine has
+        self._held: dict[_Split, None] = {}  # which no engine has, in order
         self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
         self._rooms: dict[int, int] = {}
-        self._aborted: dict[tuple[int, int], LiveRequest] = {}  # by engine and handle
         self._decode: RoleQueue[_Split] = RoleQueue(
             self._choose_decode, max_waiting=config.max_waiting
         )
@@ -252,9 +252,6 @@ class SplitRequests:
             return
         if split.phase is _Phase.PREFILL:
             self.outcomes["aborted"] += 1
-            if self._engines[live.engine].is_running:
-                self._aborted[live.engine, live.handle] = live
-        self._end_transfer(split)
         self._end(split)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> bool:
@@ -267,11 +264,10 @@ class SplitRequests:
         return True
 
     def late_end(self, engine: int, finished: FinishedRequest) -> None:
-        """An engine has ended a request that is not live any more, because it was aborted. It may
-        offer KV."""
-        live = self._aborted.pop((engine, finished.handle), None)
-        if live is not None and finished.kv_transfer_params:
-            self._decline(live, finished.kv_transfer_params)
+        """An engine has ended a request that is not live any more, because it was aborted or moved.
+        It may offer KV, which no engine will pull."""
+        if finished.kv_transfer_params:
+            self._release_transfer(engine, finished.kv_transfer_params)
 
     def fail_held(self, failure: EngineDead) -> None:
         """No engine will return: fail the requests that none has."""
@@ -284,13 +280,13 @@ class SplitRequests:
     # Engines
 
     def engines_changed(self) -> None:
-        """An engine is ready, lost, paused, closed or open. To be called before `moved`."""
+        """An engine is ready, lost, paused, closed, open or removed. To be called before
+        `moved`."""
+        self._take_out([each for each in self._rooms if not self._is_open(each)])
         queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
         for role, queue in queues.items():
-            for engine in self._engines_of(role):
-                if not self._is_open(engine):
-                    self._closed(engine, queue)
-                elif self._rooms.get(engine) != (room := self._room(engine)):
+            for engine in filter(self._is_open, self._engines_of(role)):
+                if self._rooms.get(engine) != (room := self._room(engine)):
                     self._rooms[engine] = room
                     self._placed(queue, queue.set_capacity(engine, room))
         if not self._any_open("decode"):
@@ -303,30 +299,25 @@ class SplitRequests:
                     self._placed(self._prefill, self._prefill.release(split))
                     self._begin(split)
 
-    def _closed(self, engine: int, queue: RoleQueue[_Split]) -> None:
-        if not self._engines[engine].is_running:
-            for key in [key for key in self._aborted if key[0] == engine]:
-                del self._aborted[key]
-        if self._rooms.pop(engine, None) is None:
-            return
-        there = queue.remove_engine(engine)
-        if queue is self._decode:
-            for split in there:
-                if split.reserved == engine:
-                    self._reserve(split, None)
-                    self._queue_again(split)
-
-    def remove_engine(self, engine: int) -> None:
-        """The engine is gone, and the router has lost it. To be called before `moved`."""
-        for key in [key for key in self._aborted if key[0] == engine]:
-            del self._aborted[key]
-        if self._rooms.pop(engine, None) is None:
-            return
-        self._prefill.remove_engine(engine)
-        for split in self._decode.remove_engine(engine):
-            if split.reserved == engine:
-                self._reserve(split, None)
-                self._queue_again(split)
+    def _take_out(self, engines: Sequence[int]) -> None:
+        """These engines get no further requests. Those that were to continue there are queued
+        again. They keep no room at a prefill engine meanwhile: a request for which a decode engine
+        has room may wait for that."""
+        lost: list[_Split] = []
+        for engine in engines:
+            del self._rooms[engine]
+            self._prefill.remove_engine(engine)
+            there = self._decode.remove_engine(engine)
+            lost += [split for split in there if split.reserved == engine]
+        for split in lost:
+            self._reserve(split, None)
+            if split.phase is _Phase.ADMITTED:
+                split.phase = _Phase.QUEUED
+        queued = [split for split in lost if split.phase is _Phase.QUEUED]
+        self._placed(self._prefill, self._prefill.release(*queued))
+        for split in lost:
+            if split.reserved is None and split in self._decode:
+                self._queue_again(split, has_failed=False)
 
     def moved(self, live: LiveRequest) -> bool:
         """The engine that had this request was lost. False if the request is none of these."""
@@ -341,8 +332,10 @@ class SplitRequests:
         self._placed(self._prefill, self._prefill.release(split))
         if was_prefill:
             self.outcomes["failed"] += 1
+        if split not in self._held:
+            return True  # sent, because other requests were
         if not was_prefill:
-            self._queue_again(split)
+            self._queue_again(split, has_failed=True)
         elif split.reserved is not None:
             self._begin(split)
         elif split not in self._decode:  # it has failed too often to wait again
@@ -355,8 +348,10 @@ class SplitRequests:
         ]
 
     def _is_open(self, engine: int) -> bool:
-        client = self._engines[engine]
-        return client.is_running and client.ready is not None and client.closed_reason is None
+        client = self._engines.get(engine)
+        if client is None or client.ready is None:
+            return False
+        return client.is_running and client.closed_reason is None
 
     def _any_open(self, role: Role) -> bool:
         return any(map(self._is_open, self._engines_of(role)))
@@ -388,14 +383,14 @@ class SplitRequests:
         self._placed(self._decode, outcome)
         return True
 
-    def _queue_again(self, split: _Split) -> None:
-        """As `_queue`, for a request that was accepted before."""
+    def _queue_again(self, split: _Split, *, has_failed: bool) -> None:
+        """As `_queue`, for a request that was accepted before. has_failed: at its engine."""
         if split in self._held and not self._any_open("decode"):
             self._send_anywhere(split)
             return
         outcome: list[Placed[_Split]] | Refusal
         if split in self._decode:
-            outcome = self._decode.retry(split)
+            outcome = self._decode.retry(split, has_failed=has_failed)
         else:
             outcome = self._decode.add(split, self._decode_tokens(split))
         if not isinstance(outcome, Refusal):
@@ -448,19 +443,20 @@ class SplitRequests:
         """Requests have room at engines. Sending one may lose the engine of a later one."""
         if queue is self._prefill:
             for split, engine in placed:
-                if split.phase is not _Phase.ADMITTED or not split.live.is_live:
+                if split.phase is not _Phase.ADMITTED or queue.engine_of(split) != engine:
                     continue
                 if self._is_open(engine):
                     self._send_prefill(split, engine)
-                else:
-                    self._placed(queue, queue.release(split))
-                    self._begin(split)
+                    continue
+                if engine in self._rooms:
+                    self._take_out([engine])
+                self._placed(queue, queue.release(split))
+                self._begin(split)
             return
         for split, engine in placed:
             self._reserve(split, engine)
         for split, _ in placed:
-            if split.reserved is not None and split in self._held and split.live.is_live:
-                self._begin(split)
+            self._begin(split)
 
     def _reserve(self, split: _Split, engine: int | None) -> None:
         if split.reserved is not None:
@@ -472,7 +468,10 @@ class SplitRequests:
     # The legs
 
     def _begin(self, split: _Split) -> None:
-        """The request has room at a decode engine."""
+        """The request has room at a decode engine, unless it has lost it meanwhile. It may still
+        be at a prefill engine."""
+        if split.reserved is None or split not in self._held:
+            return
         if split.phase is _Phase.OFFERED:
             self._send_decode(split)
             return
@@ -523,17 +522,23 @@ class SplitRequests:
         self._release_forks(split)
 
     def _send_anywhere(self, split: _Split) -> None:
-        """As a whole to any engine: no decode engine is usable, or there were too many retries."""
+        """To any engine: no decode engine is open, or there were too many retries. Only a decode
+        engine pulls the KV of an offer."""
         self._leave_queues(split)
+        if split not in self._held:
+            return  # sent, because other requests were
         live = split.live
-        live.is_prefill_leg, live.kv_transfer_params = False, None
-        split.params = split.offered_at = None
         num_own = {each: client.num_live_requests for each, client in self._engines.items()}
         decision = self._router.choose(routed_prompt(live), num_own, self._usable(), self._now())
         if decision is None:
             live.failure = EngineDead("no engine is left")
             live.on_change()
             return
+        if self._roles[decision.engine] != "decode":
+            self._end_transfer(split)
+            split.offered_at = None
+        live.is_prefill_leg = False
+        live.kv_transfer_params, split.params = split.params, None
         self._router.note_sent(decision, live)
         self._send(split, decision.engine, _Phase.SENT)
         self._release_forks(split)
@@ -542,14 +547,14 @@ class SplitRequests:
         self, split: _Split, engine: int, phase: _Phase, fork_of: LiveRequest | None = None
     ) -> None:
         """Nothing may be done with the request after this: it may have lost the engine."""
-        self._held.discard(split)
+        self._held.pop(split, None)
         split.phase, split.awaits_token = phase, True
         self._engines[engine].resume([split.live], fork_of=fork_of)
 
     def _hold(self, split: _Split, phase: _Phase) -> None:
         split.phase = phase
         split.live.engine = AT_NO_ENGINE
-        self._held.add(split)
+        self._held[split] = None
 
     def _changed(self, split: _Split) -> None:
         live = split.live
@@ -574,14 +579,14 @@ class SplitRequests:
         live = split.live
         live.finished, live.is_prefill_leg, live.kv_transfer_params = None, False, None
         split.first_end = end if split.first_end is None else split.first_end
-        split.params, split.offered_at = end.kv_transfer_params, self._now()
+        split.params, split.owner = end.kv_transfer_params, live.engine
+        split.offered_at = self._now()
         self._hold(split, _Phase.OFFERED)
         self.outcomes["offered" if split.params else "refused"] += 1
         split.on_change()
         if split.phase is not _Phase.OFFERED:
             return
         if split.stopped_at is not None:
-            self._end_transfer(split)
             live.finished = msgspec.structs.replace(
                 end,
                 reason=FinishReason.STOPPED,
@@ -594,6 +599,8 @@ class SplitRequests:
             self._send_decode(split)
         elif split not in self._decode or not self._any_open("decode"):
             self._send_anywhere(split)
+        else:  # it may wait for room of requests that wait for its room at the prefill engine
+            self._placed(self._prefill, self._prefill.release(split))
 
     def _settled(self, split: _Split) -> None:
         """The engine that computes the rest has sent a token: it has the KV of the prompt."""
@@ -606,9 +613,10 @@ class SplitRequests:
 
     def _end(self, split: _Split) -> None:
         self._requests.pop(split.live, None)
-        self._held.discard(split)
+        self._held.pop(split, None)
         split.phase = _Phase.ENDED
         self._router.note_answer(split.live, self._now())
+        self._end_transfer(split)
         self._leave_queues(split)
         self._release_forks(split)
 
@@ -624,7 +632,7 @@ class SplitRequests:
             self._send(split, parent.live.engine, _Phase.SENT, fork_of=parent.live)
         elif parent.phase is _Phase.ENDED:
             self._hold(split, _Phase.QUEUED)
-            self._queue_again(split)
+            self._queue_again(split, has_failed=False)
         else:
             self._hold(split, _Phase.FORK)
             parent.forks.append(split)
@@ -644,23 +652,13 @@ class SplitRequests:
     def _end_transfer(self, split: _Split) -> None:
         params, split.params = split.params, None
         if params:
-            self._decline(split.live, params)
+            self._release_transfer(split.owner, params)
 
-    def _decline(self, live: LiveRequest, params: Mapping[str, Any]) -> None:
-        """End the lease of an offer: a decode engine ends it with the request that it is given and
-        that is aborted at once. Without one, the lease expires."""
-        for engine in filter(self._is_open, self._engines_of("decode")):
-            ended = FinishedRequest(live.handle, FinishReason.ABORTED, 0)
-            unused = dataclasses.replace(
-                live,
-                finished=ended,  # so it is not resumed elsewhere
-                is_prefill_leg=False,
-                kv_transfer_params=dict(params),
-                on_change=lambda: None,
-            )
-            self._engines[engine].resume([unused])
-            self._engines[engine].abort([unused])
-            return
+    def _release_transfer(self, owner: int, params: Mapping[str, Any]) -> None:
+        """No engine will pull the KV: end its lease. An engine that was restarted has none."""
+        transfer_id = params.get("transfer_id")
+        if isinstance(transfer_id, str) and (engine := self._engines.get(owner)) is not None:
+            engine.release_transfers([transfer_id])
 
 
 def stage_of(sampling: SamplingParams, fields: RequestFields) -> Stage:

@@ -64,6 +64,11 @@ class RoleQueue(Generic[RequestT]):
     def __contains__(self, request: RequestT) -> bool:
         return request in self._entries
 
+    def engine_of(self, request: RequestT) -> int | None:
+        """At which a request has room; None if it waits, or is not in the queue."""
+        entry = self._entries.get(request)
+        return None if entry is None else entry.engine
+
     def num_used(self, engine: int) -> int:
         """Units of an engine that requests have."""
         return self._num_used.get(engine, 0)
@@ -91,21 +96,22 @@ class RoleQueue(Generic[RequestT]):
             return Refusal.FULL
         return placed
 
-    def release(self, request: RequestT) -> list[Placed[RequestT]]:
-        """A request has ended, or does not wait any more; may be called repeatedly. Returns the
+    def release(self, *requests: RequestT) -> list[Placed[RequestT]]:
+        """These requests have ended, or do not wait any more; may be called repeatedly. Returns the
         requests that are placed now."""
-        entry = self._entries.pop(request, None)
-        if entry is None:
-            return []
-        self._take_back(entry)
-        return self._place_waiting()
+        entries = [entry for each in requests if (entry := self._entries.pop(each, None))]
+        for entry in entries:
+            self._take_back(entry)
+        return self._place_waiting() if entries else []
 
-    def retry(self, request: RequestT) -> list[Placed[RequestT]] | Refusal:
-        """A request that was placed has failed there. It gets room at an engine on which it has not
-        failed, or else at any, before all that wait. Returns as `add`; if it is refused, it is not
-        in the queue any more."""
+    def retry(
+        self, request: RequestT, *, has_failed: bool = True
+    ) -> list[Placed[RequestT]] | Refusal:
+        """A request that was placed has failed there, or the engine was closed before it came. It
+        gets room at an engine on which it has not failed, or else at any, before all that wait.
+        Returns as `add`; if it is refused, it is not in the queue any more."""
         entry = self._entries[request]
-        if entry.engine is not None:
+        if entry.engine is not None and has_failed:
             entry.failed_on.append(entry.engine)
         self._take_back(entry)
         if len(entry.failed_on) >= MAX_ATTEMPTS:

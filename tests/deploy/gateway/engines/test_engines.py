@@ -446,3 +446,17 @@ async def test_an_engine_is_added_and_its_successor_takes_the_requests_of_a_remo
     finally:
         fake.close()
         runtime_dir.remove()
+
+
+async def test_requests_that_wait_for_a_removed_engine_go_to_another_one() -> None:
+    """It is removed without having been closed."""
+    router = Router(3, roles=["prefill", "decode", "unified"])
+    async with running(3, router=router) as (engines, fakes):
+        prompt = list(range(3, 53))
+        sampling = SamplingParams(max_tokens=10)
+        lives = [submit(engines, prompt=prompt, sampling=sampling) for _ in range(9)]
+        assert engines_of(lives) == [1] * 8 + [-1]
+        router.remove_engine(1)
+        engines.remove_engine(1)
+        assert engines_of(lives) == [2] * 9
+        await fakes[2].wait_for(lambda: len(fakes[2].requests) == 9)

@@ -50,6 +50,7 @@ class FakeEngine:
         self.sent: list[AddRequest] = []
         self.waiting: dict[int, AddRequest] = {}
         self.aborted: list[str] = []
+        self.released: list[str] = []
         self.num_tokens: Counter[int] = Counter()
 
     @property
@@ -70,6 +71,9 @@ class FakeEngine:
         for handle in [] if message is None else message.handles.tolist():
             if (request := self.waiting.pop(handle, None)) is not None:
                 self.aborted.append(request.request_id)
+
+    def release_transfers(self, transfer_ids: Sequence[str]) -> None:
+        self.released += transfer_ids
 
     def answer(self, request: AddRequest, *token_ids: int, end: Any = None, **fields: Any) -> None:
         """Tokens, and an end with this reason."""
@@ -102,16 +106,33 @@ class Split:
             self.router,
             random.Random(0),
             num_gateways=num_gateways,
-            usable=lambda: [engine.is_running for engine in self.engines],
+            usable=self.usable,
             now=lambda: self.now,
         )
         self.requests.engines_changed()
+
+    def usable(self) -> dict[int, bool]:
+        """As `Engines` says."""
+        engines = self.by_number.items()
+        is_open = {each: one.is_running and one.closed_reason is None for each, one in engines}
+        return is_open if any(is_open.values()) else {each: one.is_running for each, one in engines}
+
+    def close(self, number: int, reason: str | None = "drained by the operator") -> None:
+        """An engine gets no new requests; without a reason it gets them again."""
+        self.engines[number].closed_reason = reason
+        self.requests.engines_changed()
+
+    def reserved(self, live: LiveRequest) -> int:
+        """The decode engine at which a request has room."""
+        engine = self.requests._requests[live].reserved
+        assert engine is not None
+        return engine
 
     def remove(self, number: int) -> None:
         """An engine is removed, as `Engines` does it."""
         self.router.remove_engine(number)
         engine = self.by_number.pop(number)
-        self.requests.remove_engine(number)
+        self.requests.engines_changed()
         for live in engine.requests.release_all():
             assert self.requests.moved(live)
 
@@ -151,7 +172,7 @@ class Split:
 
     def restore(self, number: int) -> None:
         engine = self.engines[number]
-        engine.is_running = True
+        engine.is_running, engine.closed_reason = True, None
         engine.resume(engine.requests.release_all())
         self.requests.engines_changed()
 
@@ -228,9 +249,8 @@ def test_a_stop_string_in_the_first_token_ends_the_lease() -> None:
     assert live.finished is not None
     assert live.finished.reason is FinishReason.STOPPED
     assert live.finished.num_output_tokens == 1
-    assert [each.kv_transfer_params for each in split.engines[1].sent] == [OFFER]
-    assert split.engines[1].aborted == ["r"]  # the decode engine ends the lease
-    assert not split.engines[1].requests
+    assert split.engines[0].released == ["t"]
+    assert not split.engines[1].sent
     split.assert_nothing_is_left()
 
 
@@ -318,14 +338,13 @@ def test_a_client_that_leaves_frees_both_sides() -> None:
     request = prefill.sent[1]
     split.abort(live)
     prefill.offer(request)
-    assert [each.kv_transfer_params for each in decode.sent] == [OFFER]
-    assert decode.aborted == ["crossing"]
+    assert prefill.released == ["t"]
+    assert not decode.sent
     assert split.requests.outcomes == {"aborted": 2}
     live = split.submit(request_id="at decode")
     prefill.offer(prefill.sent[2])
     split.abort(live)
-    assert decode.aborted == ["crossing", "at decode"]
-    assert not split.requests._aborted
+    assert decode.aborted == ["at decode"]
     split.assert_nothing_is_left()
 
 
@@ -341,8 +360,8 @@ def test_a_client_that_leaves_between_the_legs_ends_the_lease() -> None:
     assert split.requests._decode.num_waiting > 0
     num_sent = len(other.sent)
     split.abort(live)
-    assert [each.kv_transfer_params for each in other.sent[num_sent:]] == [OFFER]
-    assert other.aborted == ["r"]
+    assert split.engines[0].released == ["t"]
+    assert len(other.sent) == num_sent
     split.abort(*reversed(filling))
     split.assert_nothing_is_left()
 
@@ -471,20 +490,93 @@ def test_requests_that_wait_fail_when_the_gateway_stops() -> None:
     split.assert_nothing_is_left()
 
 
+def answer_all(split: Split) -> None:
+    """Until no engine has a request: offers, and ends of answers."""
+    for _ in range(1000):
+        there = [(each, r) for each in split.engines for r in each.waiting.values()]
+        if not there:
+            return
+        engine, request = there[0]
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            engine.offer(request)
+        else:
+            engine.answer(request, 9, end=FinishReason.STOPPED)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_room_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
+    """The prefill engine has room for one prompt. The one that it has loses its decode engine, and
+    the other decode engine has room only for those that wait for the prefill engine."""
+    split = Split("prefill", "decode", "decode", max_leased_share=0.1)
+    lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(10)]
+    assert [live.engine for live in lives] == [0] + [-1] * 9
+    if is_lost:
+        split.lose(split.reserved(lives[0]))
+    else:
+        split.close(split.reserved(lives[0]))
+    answer_all(split)
+    assert not any(live.is_live for live in lives)
+    split.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_request_without_a_decode_engine_waits_when_the_prefill_engine_goes(
+    is_lost: bool,
+) -> None:
+    split = Split("prefill", "decode", "decode", max_leased_share=0.1)
+    lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(11)]
+    split.lose(2)
+    if is_lost:
+        split.lose(0)
+    else:
+        split.close(0)
+    assert all(each.waiting for each in split.engines[:2] if each.is_running)
+    answer_all(split)
+    assert not any(live.is_live for live in lives)
+    split.assert_nothing_is_left()
+
+
 @settings(max_examples=60, stateful_step_count=40, deadline=None)
 class Lives(RuleBasedStateMachine):
     """Whatever happens in whatever order: each request gets consecutive tokens, no offer is used
-    twice, and nothing is left at the end."""
+    twice, each is used or released, and nothing is left at the end.
 
-    @initialize(num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
-    def start(self, num_prefill: int, num_decode: int) -> None:
+    offered: engines that have made offers, by transfer id, unless they were lost since.
+    """
+
+    @initialize(
+        num_prefill=st.integers(1, 2),
+        num_decode=st.integers(1, 3),
+        num_unified=st.integers(0, 1),
+        max_waiting=st.sampled_from([3, 20]),
+        max_leased_share=st.sampled_from([0.1, 0.2, 0.5]),
+    )
+    def start(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        num_unified: int,
+        max_waiting: int,
+        max_leased_share: float,
+    ) -> None:
         roles: list[Role] = ["prefill"] * num_prefill + ["decode"] * num_decode
-        self.split = Split(*roles, max_waiting=3)
+        roles += ["unified"] * num_unified
+        self.split = Split(*roles, max_waiting=max_waiting, max_leased_share=max_leased_share)
         self.lives: list[LiveRequest] = []
         self.num_offers = 0
+        self.offered: dict[str, int] = {}
 
-    @rule(length=st.sampled_from([10, 100, 300]), num_forks=st.integers(0, 2))
-    def submit(self, length: int, num_forks: int) -> None:
+    @rule(
+        length=st.sampled_from([10, 100, 140, 300]),
+        num_forks=st.integers(0, 2),
+        max_tokens=st.sampled_from([2, 50, 200]),
+        count=st.sampled_from([1, 6]),
+    )
+    def submit(self, length: int, num_forks: int, max_tokens: int, count: int) -> None:
+        for _ in range(count):
+            self._submit(length, num_forks, max_tokens)
+
+    def _submit(self, length: int, num_forks: int, max_tokens: int) -> None:
         if not self.split.requests.takes(
             PROMPT, SamplingParams(max_tokens=50), {"on_change": lambda: None}
         ):
@@ -494,7 +586,7 @@ class Lives(RuleBasedStateMachine):
         for _ in range(1 + num_forks):
             try:
                 live = self.split.submit(
-                    prompt, request_id=str(len(self.lives)), fork_of=parent, max_tokens=50
+                    prompt, request_id=str(len(self.lives)), fork_of=parent, max_tokens=max_tokens
                 )
             except TooManyWaiting:
                 return
@@ -516,11 +608,15 @@ class Lives(RuleBasedStateMachine):
         live = engine.requests._by_handle.get(request.handle)
         token = 1000 if live is None else 1000 + live.num_tokens
         if (request.kv_transfer_params or {}).get("do_remote_decode"):
-            self.num_offers += offers
-            params = {**OFFER, "transfer_id": str(self.num_offers)} if offers else None
-            engine.offer(request, token, kv_transfer_params=params)
+            engine.offer(request, token, kv_transfer_params=self.params(engine) if offers else None)
         else:
             engine.answer(request, token, end=FinishReason.STOPPED if ends else None)
+
+    def params(self, engine: FakeEngine) -> dict[str, Any]:
+        self.num_offers += 1
+        transfer_id = str(self.num_offers)
+        self.offered[transfer_id] = engine.number
+        return {**OFFER, "transfer_id": transfer_id}
 
     @precondition(lambda self: any(live.is_live for live in self.lives))
     @rule(data=st.data())
@@ -530,9 +626,15 @@ class Lives(RuleBasedStateMachine):
         self.lives.remove(live)
 
     @rule(data=st.data())
+    def close_or_open(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from(self.split.engines))
+        self.split.close(engine.number, None if engine.closed_reason else "drained")
+
+    @rule(data=st.data())
     def lose_or_restore(self, data: st.DataObject) -> None:
         engine = data.draw(st.sampled_from(self.split.engines))
         if engine.is_running:
+            self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
             self.split.lose(engine.number)
         else:
             self.split.restore(engine.number)
@@ -545,13 +647,18 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def an_offer_is_used_once(self) -> None:
         if hasattr(self, "split"):
-            used = [
-                request.kv_transfer_params["transfer_id"]
-                for engine in self.split.engines
-                for request in engine.sent
-                if request.kv_transfer_params and "transfer_id" in request.kv_transfer_params
-            ]
+            used = self.used_offers()
             assert len(used) == len(set(used))
+
+    def used_offers(self) -> list[str]:
+        """Transfer ids that decode engines were sent, or that were released."""
+        used = [transfer_id for engine in self.split.engines for transfer_id in engine.released]
+        for engine in self.split.engines:
+            for request in engine.sent:
+                if "transfer_id" in (request.kv_transfer_params or {}):
+                    assert self.split.router.roles[engine.number] == "decode"
+                    used.append(request.kv_transfer_params["transfer_id"])
+        return used
 
     def teardown(self) -> None:
         if not hasattr(self, "split"):
@@ -565,13 +672,15 @@ class Lives(RuleBasedStateMachine):
             engine, request = requests[0]
             if (request.kv_transfer_params or {}).get("do_remote_decode"):
                 live = engine.requests._by_handle.get(request.handle)
-                engine.offer(request, 1000 if live is None else 1000 + live.num_tokens)
+                token = 1000 if live is None else 1000 + live.num_tokens
+                engine.offer(request, token, kv_transfer_params=self.params(engine))
             else:
                 live = engine.requests._by_handle.get(request.handle)
                 token = 1000 if live is None else 1000 + live.num_tokens
                 engine.answer(request, token, end=FinishReason.STOPPED)
         assert not any(live.is_live for live in self.lives)
         self.split.assert_nothing_is_left()
+        assert self.offered.keys() <= set(self.used_offers())
 
 
 TestLives = Lives.TestCase
