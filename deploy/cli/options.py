@@ -560,6 +560,21 @@ class ServeOptions(EngineOptions):
                 f"replicas={self.replicas} are engines for whole requests, and prefill="
                 f"{self.prefill} and decode={self.decode} are not. Remove replicas."
             )
+        if self.prefill and self.kv_role != "kv_both":
+            raise ConfigError(
+                f"kv_role={self.kv_role!r} is not supported with prefill={self.prefill} and "
+                f"decode={self.decode}: the role of an engine says whether it sends or receives "
+                "KV. Remove kv_role."
+            )
+        for name, default in (
+            ("disaggregation_min_tokens", ServeOptions.disaggregation_min_tokens),
+            ("disaggregation_max_waiting", ServeOptions.disaggregation_max_waiting),
+        ):
+            if not self.prefill and getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is set, but prefill is not, so it has no "
+                    f"effect. Set prefill and decode, or remove {name}."
+                )
 
     def _check_routing(self) -> None:
         if self.routing_policy not in POLICY_NAMES:

@@ -32,7 +32,11 @@ from longshore.deploy.machine.device import num_gpus, require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
 from longshore.deploy.requests.audio import require_extra
-from longshore.deploy.supervisor.connector_options import pull_options, with_pull_connector
+from longshore.deploy.supervisor.connector_options import (
+    check_router_key,
+    pull_options,
+    with_pull_connector,
+)
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
     EnginePlan,
@@ -146,6 +150,8 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
     load_parsers(options.tool_call_parser, options.reasoning_parser, "")
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_private_key(key_file, "admin_key_file")
+    pull = pull_options(options.kv_connector, options.kv_connector_config)
+    check_router_key(options, pull)
     router_key = None
     if options.router_key_file is not None:
         router_key = read_private_key(options.router_key_file, "router_key_file")
@@ -160,7 +166,6 @@ def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
         max_engines=1 if ":" in plan.device else MAX_PROCESSES,
         num_gpu_groups=None if gpus is None else gpus // options.num_ranks,
     )
-    pull = pull_options(options.kv_connector, options.kv_connector_config)
     return _Deployment(options, plan, engines, api_keys, admin_key, router_key, pull)
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from longshore.connectors.pull.options import PullOptions, read_options
 from longshore.connectors.registry import parse_options
-from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.cli.options import EngineOptions, ServeOptions
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 
@@ -26,16 +26,44 @@ def with_pull_connector(options: _OptionsT) -> _OptionsT:
     """The settings of engines that pull KV from each other on one host: the first pull connector if
     none is chosen, and a secret. Raises ConfigError for a connector that cannot pull."""
     name = options.kv_connector or PULL_CONNECTORS[0]
-    if name not in (*PULL_CONNECTORS, "multi") and ":" not in name:
+    values = parse_options(options.kv_connector_config)
+    children = _children(name, values)
+    names = [name, *(child["connector"] for child in children)]
+    if not any(each in PULL_CONNECTORS or ":" in each for each in names):
+        advice = f"or multi to combine one of them with {name}"
+        if name == "multi":
+            advice = "and add it to its option 'connectors'"
         raise ConfigError(
             f"kv_connector={name!r} does not pull KV from another engine, as decode engines do. "
-            f"Use one of {', '.join(PULL_CONNECTORS)}, or multi to combine one of them with {name}"
+            f"Use one of {', '.join(PULL_CONNECTORS)}, {advice}"
         )
-    values = parse_options(options.kv_connector_config)
-    if name in PULL_CONNECTORS and "secret_file" not in values:
-        values["secret_file"] = str(StateDir(options.state_dir).transfer_secret_file())
+    if name in PULL_CONNECTORS:
+        values = _with_secret(values, options)
+    for child in children:
+        if child["connector"] in PULL_CONNECTORS:
+            child["options"] = _with_secret(child.get("options", {}), options)
     config = msgspec.json.encode(values).decode()
     return replace(options, kv_connector=name, kv_connector_config=config)
+
+
+def _with_secret(values: dict[str, Any], options: EngineOptions) -> dict[str, Any]:
+    """The options of a pull connector."""
+    if "secret_file" in values:
+        return values
+    return {**values, "secret_file": str(StateDir(options.state_dir).transfer_secret_file())}
+
+
+def check_router_key(options: ServeOptions, pull: PullOptions | None) -> None:
+    """Raises ConfigError for a key of routers whose requests would all be rejected.
+
+    pull: the options of the connector that pulls KV.
+    """
+    if options.router_key_file is not None and pull is None:
+        raise ConfigError(
+            f"router_key_file={options.router_key_file} is set, but kv_connector="
+            f"{options.kv_connector!r} does not pull KV from another engine, so it has no effect. "
+            f"Set kv_connector to one of {', '.join(PULL_CONNECTORS)}, or remove router_key_file."
+        )
 
 
 def pull_options(name: str | None, config: str) -> PullOptions | None:
@@ -44,10 +72,22 @@ def pull_options(name: str | None, config: str) -> PullOptions | None:
     values = with_variables(parse_options(config))
     if name in PULL_CONNECTORS:
         return read_options(name, values)
-    for child in values.get("connectors", ()) if name == "multi" else ():
-        if child.get("connector") in PULL_CONNECTORS:
+    for child in _children(name, values):
+        if child["connector"] in PULL_CONNECTORS:
             return read_options(child["connector"], child.get("options", {}))
     return None
+
+
+def _children(name: str | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The connectors in `multi`, which are parts of `values`, without those that it will reject."""
+    children = values.get("connectors") if name == "multi" else None
+    return [
+        child
+        for child in (children if isinstance(children, list) else ())
+        if isinstance(child, dict)
+        and isinstance(child.get("connector"), str)
+        and isinstance(child.get("options", {}), dict)
+    ]
 
 
 def with_variables(

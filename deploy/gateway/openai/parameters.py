@@ -72,6 +72,7 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": (),

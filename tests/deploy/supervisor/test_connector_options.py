@@ -2,16 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.supervisor.connector_options import (
+    check_router_key,
     pull_options,
     with_pull_connector,
     with_variables,
 )
 from longshore.protocol.errors import ConfigError
+
+OWN_SETTINGS: Final = '{"secret_file": "/mine", "lease_s": 5}'
 
 
 def test_a_text_that_names_a_variable_is_replaced_at_any_depth() -> None:
@@ -44,9 +48,22 @@ def test_engines_that_pull_have_a_connector_and_a_secret(tmp_path: Path) -> None
     assert secret_file.exists()
 
 
-@pytest.mark.parametrize("name", ["mooncake", "multi", "theirs:Mine"])
-def test_the_settings_of_a_connector_that_was_chosen_are_kept(tmp_path: Path, name: str) -> None:
-    config = '{"secret_file": "/mine", "lease_s": 5}'
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mooncake", OWN_SETTINGS),
+        ("theirs:Mine", OWN_SETTINGS),
+        (
+            "multi",
+            '{"connectors": [{"connector": "example"}, '
+            f'{{"connector": "mooncake", "options": {OWN_SETTINGS}}}]}}',
+        ),
+        ("multi", '{"connectors": [{"connector": "theirs:Mine", "options": {}}]}'),
+    ],
+)
+def test_the_settings_of_a_connector_that_was_chosen_are_kept(
+    tmp_path: Path, name: str, config: str
+) -> None:
     options = ServeOptions(
         prefill=1, decode=1, state_dir=tmp_path, kv_connector=name, kv_connector_config=config
     )
@@ -54,6 +71,49 @@ def test_the_settings_of_a_connector_that_was_chosen_are_kept(tmp_path: Path, na
     assert split.kv_connector == name
     assert json.loads(split.kv_connector_config) == json.loads(config)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_pull_connector_in_multi_has_a_secret(tmp_path: Path) -> None:
+    children = [{"connector": "example", "options": {"path": "/kv"}}, {"connector": "nixl"}]
+    options = ServeOptions(
+        prefill=1,
+        decode=1,
+        state_dir=tmp_path,
+        kv_connector="multi",
+        kv_connector_config=json.dumps({"connectors": children}),
+    )
+    split = with_pull_connector(options)
+    example, nixl = json.loads(split.kv_connector_config)["connectors"]
+    assert example == children[0]
+    assert nixl["options"] == {"secret_file": str(tmp_path / "transfer_secret")}
+    found = pull_options(split.kv_connector, split.kv_connector_config)
+    assert found is not None
+    assert found.secret is not None
+
+
+@pytest.mark.parametrize(
+    "connectors", [None, 5, [], [5, {"connector": 5}], [{"connector": "example", "options": {}}]]
+)
+def test_multi_without_a_connector_that_pulls_is_rejected(tmp_path: Path, connectors: Any) -> None:
+    options = ServeOptions(
+        prefill=1,
+        decode=1,
+        state_dir=tmp_path,
+        kv_connector="multi",
+        kv_connector_config=json.dumps({"connectors": connectors}),
+    )
+    with pytest.raises(ConfigError, match=r"'multi' does not pull KV .* its option 'connectors'"):
+        with_pull_connector(options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [None, "offloading", "theirs:Mine"])
+def test_a_router_key_without_a_connector_that_pulls_is_rejected(name: str | None) -> None:
+    options = ServeOptions(kv_connector=name, router_key_file=Path("key"))
+    with pytest.raises(ConfigError, match=r"router_key_file=key is set, but .* has no effect"):
+        check_router_key(options, pull_options(name, "{}"))
+    check_router_key(ServeOptions(kv_connector=name), None)
+    check_router_key(options, pull_options("nixl", "{}"))
 
 
 def test_a_connector_that_cannot_pull_is_rejected(tmp_path: Path) -> None:
@@ -76,11 +136,21 @@ def test_a_connector_that_cannot_pull_is_rejected(tmp_path: Path) -> None:
         ({"prefill": 1, "decode": 1, "replicas": 2}, "Remove replicas"),
         ({"prefill": 65, "decode": 1}, "prefill=65 must be between 0 and 64"),
         ({"prefill": 1, "decode": 1, "device": "cuda:0"}, "prefill=1 and decode=1 need 2"),
+        (
+            {"prefill": 1, "decode": 1, "kv_connector": "nixl", "kv_role": "kv_producer"},
+            "kv_role='kv_producer' is not supported with prefill=1",
+        ),
+        (
+            {"prefill": 1, "decode": 1, "kv_connector": "nixl", "kv_role": "kv_consumer"},
+            "kv_role='kv_consumer' is not supported with prefill=1",
+        ),
+        ({"disaggregation_min_tokens": 65}, "disaggregation_min_tokens=65 is set, but prefill"),
+        ({"disaggregation_max_waiting": 0}, "disaggregation_max_waiting=0 is set, but prefill"),
     ],
 )
-def test_roles_that_cannot_work_are_rejected(settings: dict[str, int], message: str) -> None:
+def test_roles_that_cannot_work_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ServeOptions(**settings)  # type: ignore[arg-type]
+        ServeOptions(**settings)
 
 
 def test_the_options_of_the_pull_connector_are_found_also_in_multi() -> None:

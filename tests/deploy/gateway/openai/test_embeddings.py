@@ -115,6 +115,11 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1"),
         ({"input": "a", "deadline_s": 0}, "deadline_s", "above 0"),
+        (
+            {"input": "a", "kv_transfer_params": {"do_remote_decode": True}},
+            "kv_transfer_params",
+            "not supported",
+        ),
         ({"input": "a", "cache_salt": "s" * 1025}, "cache_salt", "length <= 1024"),
         ([], None, "Expected `object`, got `array`"),
         (b"{", None, "not JSON"),
