@@ -42,7 +42,8 @@ class EngineLoads:
 
     def note_prompt(self, engine: int, request: LiveRequest, num_cached_tokens: int = 0) -> None:
         """A request that is not a fork was sent to this engine, which probably has the KV of its
-        first `num_cached_tokens` tokens."""
+        first `num_cached_tokens` tokens. It may have been sent to another one before."""
+        self.note_answer(request)
         num_tokens = max(0, len(request.prompt_token_ids) - num_cached_tokens)
         self._unanswered[request] = engine, num_tokens
         self._num_prompt_tokens[engine] += num_tokens

@@ -93,6 +93,15 @@ def test_only_tokens_that_the_engine_has_to_compute_weigh() -> None:
     assert loads.load(0, 0) == 0
 
 
+def test_a_request_that_is_sent_elsewhere_weighs_there_only() -> None:
+    loads, live = EngineLoads(), prompt(100)
+    loads.note_prompt(0, live)
+    loads.note_prompt(1, live)
+    assert loads.load(0, 0) == 0
+    loads.note_answer(live)
+    assert loads.load(1, 0) == 0
+
+
 def test_an_answer_is_counted_once() -> None:
     loads, long = EngineLoads(), prompt(900)
     loads.note_prompt(0, long)
