@@ -105,7 +105,7 @@ def test_tokens_are_those_of_one_engine(
     name: str,
     network: Network,
     serving_model: Callable[[str], Path],
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     model = serving_model(kind)
     prompts = prompts_of(*LENGTHS)
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_one_engine(
         if kind not in PREEMPTED:
             decode = tuple({**each, "num_blocks": 120} for each in topology.decode)
             topology = replace(topology, decode=decode)
-        router = start(stack, network, model, tmp_path, topology)
+        router = start(stack, network, model, tmp_path_factory.mktemp("split"), topology)
         if topology.delay_s is not None:
             stack.enter_context(network.delay(topology.delay_s))
         if topology.megabits is not None:

@@ -75,27 +75,32 @@ def test_hits_are_the_same_in_metrics_top_and_dashboard(deployment: Deployment, 
             content = json.load(response)
         return [content["num_prefix_hit_tokens"], content["num_prefix_queried_tokens"]]
 
-    wait_until(lambda: metrics()[:2] == state())  # engines report once a second
-    hits, queried, num_prompt_tokens = metrics()
-    assert 0 < hits < queried <= num_prompt_tokens
-    shown = {
-        "all": f"{num_prompt_tokens:,}",
-        "looked up": f"{queried:,}",
-        "found": f"{hits:,}",
-        "hits": f"{100 * hits / queried:.1f} %",
-    }
-    page.wait(lambda: rows(page, "prefixes") == shown)
-    command = [sys.executable, "-m", "longshore.deploy", "top", "--url", deployment.url]
-    top = subprocess.run(
-        [*command, "--num-looks", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    (engine,) = json.loads(top.stdout)["engines"]
-    assert engine["prefix_hit_share"] == hits / queried
-    assert json.loads(top.stdout)["prefix_hit_share"] == hits / queried
+    def top() -> list[float]:
+        command = [sys.executable, "-m", "longshore.deploy", "top", "--url", deployment.url]
+        ended = subprocess.run(
+            [*command, "--num-looks", "1", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        content = json.loads(ended.stdout)
+        (engine,) = content["engines"]
+        return [engine["prefix_hit_share"], content["prefix_hit_share"]]
+
+    def all_agree() -> bool:  # once the engine has reported, which it does each second
+        hits, queried, num_prompt_tokens = metrics()
+        if not 0 < hits < queried <= num_prompt_tokens or state() != [hits, queried]:
+            return False
+        shown = {
+            "all": f"{num_prompt_tokens:,}",
+            "looked up": f"{queried:,}",
+            "found": f"{hits:,}",
+            "hits": f"{100 * hits / queried:.1f} %",
+        }
+        return rows(page, "prefixes") == shown and top() == [hits / queried] * 2
+
+    wait_until(all_agree)
 
 
 def test_errors_rejections_and_finish_reasons_are_counted_and_drawn(

@@ -255,8 +255,8 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
     start_deployment: StartDeployment, layout: dict[str, Any], victim: int
 ) -> None:
     deployment = start_deployment(*flags(layout), "--dtype", "float32").wait_until_ready()
-    calm, stream = (open_stream(deployment, 600) for _ in range(2))
-    expected = rest_of(calm, 600)
+    expected = rest_of(open_stream(deployment, 600), 600)
+    stream = open_stream(deployment, 600)
     former = dict(deployment.members)
     former[f"worker-{victim}"].kill()
     assert_same(rest_of(stream, 600), expected)
