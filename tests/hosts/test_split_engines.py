@@ -116,7 +116,9 @@ def test_tokens_are_those_of_one_engine(
         topology = TOPOLOGIES[name]
         if kind not in PREEMPTED:
             decode = tuple({**each, "num_blocks": 120} for each in topology.decode)
-            topology = replace(topology, decode=decode)
+            # Half of them may be leased, and a request has blocks in several groups.
+            prefill = tuple({**each, "num_blocks": 240} for each in topology.prefill)
+            topology = replace(topology, prefill=prefill, decode=decode)
         router = start(stack, network, model, tmp_path_factory.mktemp("split"), topology)
         if topology.delay_s is not None:
             stack.enter_context(network.delay(topology.delay_s))
@@ -133,7 +135,8 @@ def test_tokens_are_those_of_one_engine(
         legs = router.run([*longer, *others], max_tokens=MAX_TOKENS, abort=aborts(len(longer)))
         assert [leg.token_ids for leg in legs[: len(longer)]] == wanted[len(prompts) :]
         router.settle()
-        if kind in PREEMPTED:
+        is_limited = topology.delay_s is not None or topology.megabits is not None
+        if kind in PREEMPTED and not is_limited:  # then, few requests decode at once
             assert router.num_preemptions > 0
 
 
