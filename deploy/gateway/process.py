@@ -146,7 +146,7 @@ class GatewayProcess:
             config.routing,
             len(config.engines),
             number=config.number,
-            num_gateways=max(1, len(config.peers)),
+            num_gateways=max(1, len(config.peers)) + config.num_elsewhere,
             roles=config.roles,
         )
         self._gateway.metrics.watch(self._routing)
@@ -202,14 +202,17 @@ class GatewayProcess:
                 vocab_size=config.vocab_size,
                 max_model_len=config.max_model_len,
             )
-        lifeline.report(Progress("waiting for the scheduler"))
-        engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
-        await self._routing.wait_until_known()
+        details = {"max_model_len": str(config.max_model_len)}
+        if config.awaits_engines:
+            lifeline.report(Progress("waiting for the scheduler"))
+            engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
+            await self._routing.wait_until_known()
+            details = _details(engine)
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,
             vocab_size=config.vocab_size,
-            max_model_len=engine.identity.max_model_len,
+            max_model_len=int(details["max_model_len"]),
             eos_token_ids=config.eos_token_ids,
         )
         self._gateway.serve_with(
@@ -240,7 +243,7 @@ class GatewayProcess:
         # All present objects live as long as the process, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        lifeline.report(Ready(_details(engine)))
+        lifeline.report(Ready(details))
 
     async def serve(self) -> None:
         """Serve HTTP until a stop signal, and then until the running requests have finished."""
