@@ -122,11 +122,12 @@ class Operations:
     def _engines(self, engine: int | None) -> Sequence[Replica]:
         if engine is None:
             return self._replicas
-        if not 0 <= engine < len(self._replicas):
-            raise InvalidAction(
-                f"engine={engine} does not exist; the engines are 0 to {len(self._replicas) - 1}"
-            )
-        return [self._replicas[engine]]
+        found = [each for each in self._replicas if each.number == engine]
+        if not found:
+            numbers = [str(each.number) for each in self._replicas]
+            known = ", ".join(numbers) if numbers else "on other nodes"
+            raise InvalidAction(f"engine={engine} does not exist here; the engines are {known}")
+        return found
 
     def _scheduler(self, engine: Replica) -> ManagedProcess:
         found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]

@@ -12,6 +12,8 @@ Role: TypeAlias = Literal["unified", "prefill", "decode"]
 class Replica:
     """number: starts at 0. count: number of engines; with one, process names have no engine number.
     role: what it is for.
+    num_on_host: number of engines on its host; 0: all are.
+    devices: GPUs of its ranks; empty: engines use consecutive groups of GPUs.
 
     `worker 1.0` is rank 0 of engine 1.
     """
@@ -19,6 +21,8 @@ class Replica:
     number: int = 0
     count: int = 1
     role: Role = "unified"
+    num_on_host: int = 0
+    devices: tuple[int, ...] = ()
 
     @property
     def engine_id(self) -> str:
@@ -44,8 +48,9 @@ class Replica:
         return kind if self.count == 1 else f"{kind}-{self.number}"
 
     def gpu(self, rank: int, num_ranks: int) -> str:
-        """The GPU of a rank: engines use consecutive groups of GPUs."""
-        return f"cuda:{self.number * num_ranks + rank}"
+        """The GPU of a rank."""
+        number = self.devices[rank] if self.devices else self.number * num_ranks + rank
+        return f"cuda:{number}"
 
 
 def replicas(roles: Sequence[Role]) -> list[Replica]:
