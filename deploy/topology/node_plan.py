@@ -169,7 +169,9 @@ def _remote_engine(topology: Topology, engine: Engine, keys: CurveKeys) -> Engin
     """How gateways connect to an engine over the network."""
     keys = msgspec.structs.replace(keys, server=topology.nodes[engine.node].public_key)
     clients, events, replays = (Endpoint(_url(topology, engine, i), keys) for i in range(3))
-    source = EventSource(events, replays, engine.options.kv_events_topic)
+    source = None
+    if topology.settings.routing_policy == "prefix_aware":
+        source = EventSource(events, replays, engine.options.kv_events_topic)
     return EngineMember(engine.number, engine.role, clients, source)
 
 

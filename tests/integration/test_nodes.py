@@ -29,8 +29,8 @@ def post(url: str, prompt: str, **fields: object) -> HTTPResponse:
     return response
 
 
-def complete(url: str, prompt: str, num_tokens: int = 4) -> str:
-    with post(url, prompt, max_tokens=num_tokens, ignore_eos=True) as response:
+def complete(url: str, prompt: str, num_tokens: int = 4, **fields: object) -> str:
+    with post(url, prompt, max_tokens=num_tokens, ignore_eos=True, **fields) as response:
         answer: dict[str, Any] = json.load(response)
     assert answer["usage"]["completion_tokens"] == num_tokens
     text: str = answer["choices"][0]["text"]
@@ -49,6 +49,24 @@ def is_ready(url: str) -> bool:
             return True
     except urllib.error.HTTPError:
         return False
+
+
+def has_engine(url: str, engine: int) -> bool:
+    """Whether the engine is ready for the gateway."""
+    try:
+        with urllib.request.urlopen(f"{url}/engine/report?engine={engine}", timeout=60):
+            return True
+    except urllib.error.HTTPError:
+        return False
+
+
+def num_pulled_blocks(url: str) -> float:
+    """From other engines, as the gateway knows."""
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in metrics(url).splitlines()
+        if line.startswith("longshore_kv_offload_blocks_total{") and "REMOTE_to_GPU" in line
+    )
 
 
 def decisions(url: str) -> dict[str, float]:
@@ -101,6 +119,8 @@ def test_both_nodes_serve_and_a_lost_one_returns_under_its_name(
         returned.wait_until_ready()
         wait_until(lambda: "is ready; " in nodes["a"].output)
         wait_until(lambda: decisions_after_one(url)["1"] > before)
+        for node in (returned, nodes["a"]):
+            assert node.stop() == 0, node.output
 
 
 def decisions_after_one(url: str) -> dict[str, float]:
@@ -112,6 +132,33 @@ def reuses(url: str, prompt: str, wanted: str) -> bool:
     """Whether the gateway has sent the prompt to the engine because of its prefix."""
     assert complete(url, prompt) == wanted
     return 'reason="prefix"' in metrics(url)
+
+
+@pytest.mark.services
+def test_a_decode_engine_pulls_from_a_prefill_engine_on_another_node(tmp_path: Path) -> None:
+    topology = TwoNodes(
+        tmp_path, DEMO_MODEL_DIR, roles=("prefill", "decode"), more='dtype = "float32"\n'
+    )
+    with NodeProcess(topology, "a") as prefill, NodeProcess(topology, "b") as decode:
+        prefill.wait_until_ready()
+        decode.wait_until_ready()
+        answers: dict[str, str] = {}
+        for name, url in topology.urls.items():
+            for engine in (0, 1):
+                wait_until(lambda url=url, engine=engine: has_engine(url, engine))  # type: ignore[misc]
+            before = num_pulled_blocks(url)
+            prompt = f"The gateway of node {name} divides this request. " * 8
+            answers[prompt] = complete(url, prompt, 16)
+            wait_until(lambda url=url, before=before: num_pulled_blocks(url) > before)  # type: ignore[misc]
+
+        prefill.kill()
+        url = topology.urls["b"]
+        wait_until(lambda: not has_engine(url, 0))
+        before = num_pulled_blocks(url)
+        for prompt, answer in answers.items():  # computed as a whole, without a cached prefix
+            assert complete(url, prompt, 16, cache_salt="alone") == answer
+        assert num_pulled_blocks(url) == before
+        assert decode.stop() == 0, decode.output
 
 
 def test_a_node_with_another_key_is_not_served(topology: TwoNodes, tmp_path: Path) -> None:

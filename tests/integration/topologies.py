@@ -81,7 +81,7 @@ class NodeProcess:
                 [*command, "--topology", str(topology.path), "--name", name],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(folder)},
+                env={**os.environ, "TMPDIR": str(folder), "UCX_TLS": "tcp"},
             )
 
     @property
@@ -92,6 +92,11 @@ class NodeProcess:
         wait_until(lambda: "ready at" in self.output or self.process.poll() is not None, 180)
         assert "ready at" in self.output, self.output
         return self
+
+    def stop(self) -> int:
+        """Send SIGTERM, and return the exit status."""
+        self.process.terminate()
+        return int(self.process.wait(timeout=PATIENCE_S))
 
     def kill(self) -> None:
         """End it as a power failure would: all processes at once."""

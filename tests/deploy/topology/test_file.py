@@ -41,8 +41,13 @@ def read(tmp_path: Path) -> Callable[..., Topology]:
 
 
 def test_engines_have_the_common_settings_and_their_own(read: Callable[..., Topology]) -> None:
-    topology = read("block_size = 32", 'kv_connector = "nixl"\nkv_connector_config = {lease_s = 3}')
+    topology = read(
+        "block_size = 32",
+        'kv_connector = "nixl"\nkv_connector_config = {lease_s = 3}\n'
+        'ec_connector = "nixl"\nec_connector_config = {host = "10.0.0.1"}',
+    )
     (engine,) = topology.engines
+    assert engine.options.ec_connector_config == '{"host":"10.0.0.1"}'
     assert (engine.options.max_model_len, engine.options.tensor_parallel_size) == (2048, 2)
     assert engine.options.kv_connector_config == '{"lease_s":3}'
     assert topology.settings.tensor_parallel_size == 1

@@ -1,6 +1,7 @@
 """What each node starts, and with which keys it talks to the others."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,11 @@ def test_engines_accept_the_nodes_with_gateways_and_gateways_check_the_engines_n
     assert listening.curve is not None
     assert listening.curve.public == keys["b"]
     assert listening.curve.also_authorized == (keys["a"], keys["b"])
-    remote = plan_node(topology, "a").remote[1]
+    assert plan_node(topology, "a").remote[1].events is None
+    settings = replace(topology.settings, routing_policy="prefix_aware")
+    remote = plan_node(replace(topology, settings=settings), "a").remote[1]
     assert remote.clients.address == listening.address
+    assert remote.events is not None
     assert remote.events.endpoint.address == "tcp://10.0.0.2:9101"
     for endpoint in (remote.clients, remote.events.endpoint, remote.events.replay_endpoint):
         assert endpoint.curve is not None
@@ -120,6 +124,18 @@ def test_pull_connectors_get_the_secret_and_the_addresses_of_the_topology(
 def test_other_nodes_are_planned_without_their_devices_and_connectors(topology: Topology) -> None:
     (other,) = plan_node(topology, "a").others
     assert (other.device, other.kv_connector, other.block_size) == ("cpu", None, 32)
+
+
+def test_every_node_knows_which_engines_pull_without_their_secret(topology: Topology) -> None:
+    for node in "ab":
+        pulls = plan_node(topology, node).pulls
+        assert [pulls[number].host for number in range(3)] == [
+            "10.0.0.1",
+            "192.168.0.2",
+            "10.0.0.1",
+        ]
+        assert pulls[0].remote_hosts == ("10.0.0.1", "192.168.0.2")
+        assert (pulls[1].lease_s, pulls[1].secret) == (3, None)
 
 
 @pytest.mark.parametrize(
