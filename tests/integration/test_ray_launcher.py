@@ -16,7 +16,7 @@ import pytest
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.integration.deployment import PATIENCE_S, wait_until
 from tests.integration.test_nodes import complete, decisions_after_one, is_ready, post
-from tests.integration.topologies import TwoNodes
+from tests.integration.topologies import ADDRESSES, TwoNodes
 
 pytestmark = [
     pytest.mark.services,
@@ -29,18 +29,27 @@ pytestmark = [
 
 START_S = 400.0
 STORE_BYTES = 80 << 20
+# A raylet that does not accept connections is dead after 2 s instead of 20; one that is only slow
+# has as long as always.
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Its raylets have the address of this host, so resources say which node each is."""
+    """With the raylet of node a. A driver connects to a raylet with the address of its host, and
+    ends with it; that of node b has another address."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "resources": {"longshore:a": 1}}
     with tempfile.TemporaryDirectory(prefix="r") as folder:  # paths of sockets are short
         monkeypatch.setenv("RAY_TMPDIR", folder)
         started = cluster_utils.Cluster(
-            initialize_head=True, head_node_args={**head, "include_dashboard": False}
+            initialize_head=True,
+            head_node_args={**head, "include_dashboard": False, "_system_config": HEALTH},
         )
         try:
             yield started
@@ -49,9 +58,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def add_b(cluster: Any) -> Any:
-    return cluster.add_node(
-        num_cpus=1, object_store_memory=STORE_BYTES, resources={"longshore:b": 1}
+    services = pytest.importorskip("ray._private.services")
+    raylet = cluster.add_node(
+        node_ip_address=ADDRESSES["b"], num_cpus=1, object_store_memory=STORE_BYTES
     )
+    # The file says which address this host has, and each raylet writes its own into it.
+    head = cluster.head_node
+    services.write_node_ip_address(head.get_session_dir_path(), head.node_ip_address)
+    return raylet
 
 
 def test_a_killed_raylet_costs_no_stream_and_its_node_returns(cluster: Any, tmp_path: Path) -> None:
@@ -97,7 +111,7 @@ def test_a_killed_raylet_costs_no_stream_and_its_node_returns(cluster: Any, tmp_
         nodes = _nodes(topology)
         assert len(nodes) == 2
         process.terminate()
-        process.wait(timeout=PATIENCE_S)
+        assert process.wait(timeout=PATIENCE_S) == 0
         psutil.wait_procs(nodes, timeout=PATIENCE_S)
         assert _nodes(topology) == []
     except BaseException:
