@@ -135,7 +135,9 @@ def _raise_file_limit(node: NodePlan, engines: Iterable[EngineOptions]) -> None:
 
 def _engine_set(node: NodePlan, plan: EnginePlan) -> EngineSet:
     if node.name is not None:  # the topology says which engines there are
-        return EngineSet(node.replicas)
+        own = {replica.number for replica in node.replicas}
+        elsewhere = [role for number, role in enumerate(node.roles) if number not in own]
+        return EngineSet(node.replicas, elsewhere=elsewhere)
     gpus = num_gpus() if plan.device.startswith("cuda") else None
     return EngineSet(
         node.replicas,

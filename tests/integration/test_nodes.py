@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.admin.actions import DrainOneEngine, RemoveEngine, ResumeEngine
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.topology.keys import create_node_keys
 from tests.integration.deployment import wait_until
@@ -103,6 +104,15 @@ def test_both_nodes_serve_and_a_lost_one_returns_under_its_name(
     # The gateway of the other node finds the prefix where it is: the engine's events have told it.
     wait_until(lambda: reuses(topology.urls["b"], prompt, wanted))
 
+    drained = nodes["b"].admin(DrainOneEngine(engine=1))
+    assert (drained.ok, "drained in" in drained.message) == (True, True), drained
+    wait_until(lambda: has_no_more_decisions(url, "1"))
+    refused = nodes["b"].admin(RemoveEngine(engine=1))
+    assert "the topology says which engines there are" in refused.message
+    assert nodes["b"].admin(ResumeEngine(engine=1)).ok
+    before = decisions(url)["1"]
+    wait_until(lambda: decisions_after_one(url)["1"] > before)
+
     long: dict[str, object] = {"max_tokens": 600, "ignore_eos": True, "stream": True}
     with ExitStack() as stack:
         streams = [stack.enter_context(post(url, f"{n} goes on", **long)) for n in range(4)]
@@ -126,6 +136,12 @@ def test_both_nodes_serve_and_a_lost_one_returns_under_its_name(
 def decisions_after_one(url: str) -> dict[str, float]:
     complete(url, f"{decisions(url)} are the decisions")
     return decisions(url)
+
+
+def has_no_more_decisions(url: str, engine: str) -> bool:
+    """Whether the gateway sends no requests to an engine."""
+    before = decisions(url)[engine]
+    return all(decisions_after_one(url)[engine] == before for _ in range(4))
 
 
 def reuses(url: str, prompt: str, wanted: str) -> bool:

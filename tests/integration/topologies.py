@@ -11,6 +11,8 @@ from typing import Final
 
 import psutil
 
+from longshore.deploy.admin.actions import SOCKET_NAME, Action, Result
+from longshore.deploy.admin.client import perform
 from longshore.deploy.topology.file import PORTS_PER_ENGINE
 from longshore.deploy.topology.keys import create_node_keys, create_transfer_secret
 from tests.integration.deployment import PATIENCE_S, wait_until
@@ -72,16 +74,16 @@ class NodeProcess:
     """`longshore node` of one node. number: of its starts, to keep their outputs apart."""
 
     def __init__(self, topology: TwoNodes, name: str, number: int = 0) -> None:
-        folder = topology.path.parent / f"{name}{number}"
-        folder.mkdir()
-        self._output_file = folder / "output.txt"
+        self._folder = topology.path.parent / f"{name}{number}"
+        self._folder.mkdir()
+        self._output_file = self._folder / "output.txt"
         command = [sys.executable, "-m", "longshore.deploy", "node"]
         with self._output_file.open("wb") as output:
             self.process = psutil.Popen(
                 [*command, "--topology", str(topology.path), "--name", name],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(folder), "UCX_TLS": "tcp"},
+                env={**os.environ, "TMPDIR": str(self._folder), "UCX_TLS": "tcp"},
             )
 
     @property
@@ -92,6 +94,13 @@ class NodeProcess:
         wait_until(lambda: "ready at" in self.output or self.process.poll() is not None, 180)
         assert "ready at" in self.output, self.output
         return self
+
+    def admin(self, action: Action) -> Result:
+        """Perform an action for one process or engine of the node."""
+        (socket_path,) = self._folder.glob(f"longshore-*/{SOCKET_NAME}.sock")
+        with perform(socket_path, action) as (answer, _):
+            (result,) = answer.results
+        return result
 
     def stop(self) -> int:
         """Send SIGTERM, and return the exit status."""
