@@ -5,6 +5,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import pairwise
 from typing import Any, Final
 
+from longshore.connectors.encoder_registry import BUILT_IN
 from longshore.connectors.registry import parse_options
 from longshore.deploy.cli.options import SPLIT_ONLY, ServeOptions
 from longshore.deploy.supervisor.connector_options import (
@@ -146,6 +147,60 @@ def _connector_options(engine: Engine) -> dict[str, Any]:
     return parse_options(engine.options.kv_connector_config)
 
 
+def connector_port(engine: Engine) -> int:
+    """0: any free one."""
+    return 0 if engine.port is None else engine.port + _PORT_USES.index("the connector")
+
+
+def _check_encoder_connectors(topology: Topology) -> None:
+    """The engines that hand encoder outputs to each other can find and trust each other."""
+    engines = [engine for engine in topology.engines if hands_over_encoder_outputs(engine)]
+    for engine in engines:
+        values = encoder_options(engine)
+        others = offering(topology, engine)
+        if engine.options.ec_role != "ec_producer" and not others and "peers" not in values:
+            raise topology.error(
+                f"{engine.where}.ec_role",
+                f"{engine.options.ec_role!r} asks other engines for encoder outputs, and no other "
+                f"engine offers them by {engine.options.ec_connector}. Set ec_connector and the "
+                "role ec_producer or ec_both for another one, or remove ec_connector here.",
+            )
+        if engine.options.ec_role != "ec_consumer" and not (engine.port or values.get("port")):
+            raise topology.error(
+                f"{engine.where}.port",
+                f"it offers encoder outputs by {engine.options.ec_connector}, so others must know "
+                f"its port. Set the first of {PORTS_PER_ENGINE} consecutive free ports.",
+            )
+        is_secret = "secret_file" in values or topology.key_paths(engine.node).transfer_secret
+        if len({each.node for each in engines}) > 1 and not is_secret:
+            raise topology.error(
+                "keys.transfer_secret",
+                "it is missing: engines on different nodes hand encoder outputs to each other. Run "
+                "`longshore keys transfer` once, and copy its file to all nodes of engines.",
+            )
+
+
+def hands_over_encoder_outputs(engine: Engine) -> bool:
+    """Whether it does so by a connector whose options the topology can complete."""
+    return engine.options.ec_connector in BUILT_IN
+
+
+def encoder_options(engine: Engine) -> dict[str, Any]:
+    """As they are in the file."""
+    return parse_options(engine.options.ec_connector_config, "--ec-connector-config")
+
+
+def offering(topology: Topology, engine: Engine) -> list[Engine]:
+    """The other engines that may have encoder outputs for an engine."""
+    return [
+        each
+        for each in topology.engines
+        if each is not engine
+        and each.options.ec_connector == engine.options.ec_connector
+        and each.options.ec_role != "ec_consumer"
+    ]
+
+
 def _check_split_settings(topology: Topology) -> None:
     split = [engine for engine in topology.engines if engine.role != "unified"]
     for engine in split:
@@ -260,6 +315,7 @@ _CHECKS: Final[tuple[Callable[[Topology], None], ...]] = (
     _check_places,
     _check_roles,
     _check_connectors,
+    _check_encoder_connectors,
     _check_split_settings,
     _check_ports,
     _check_keys,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from longshore.connectors.pull.options import PullOptions
+from longshore.connectors.pull.options import PullOptions, url_host
 from longshore.connectors.registry import parse_options
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.gateway.key_file import read_key_file
@@ -20,7 +20,11 @@ from longshore.deploy.supervisor.replica import Replica, Role, replicas
 from longshore.deploy.topology.checks import (
     check_topology,
     connector_name,
+    connector_port,
+    encoder_options,
+    hands_over_encoder_outputs,
     nodes_with_keys,
+    offering,
     pulls_kv,
 )
 from longshore.deploy.topology.file import Engine, Topology
@@ -153,7 +157,8 @@ def _engines(topology: Topology, name: str, keys: CurveKeys | None) -> tuple[Nod
         sockets = None
         if keys is not None and topology.is_remote(engine):
             sockets = _sockets(topology, engine, keys)
-        engines.append(NodeEngine(replica, _with_transfers(topology, engine), sockets))
+        options = _with_encoder_peers(topology, engine, _with_transfers(topology, engine))
+        engines.append(NodeEngine(replica, options, sockets))
     return tuple(engines)
 
 
@@ -194,6 +199,33 @@ def _with_transfers(topology: Topology, engine: Engine) -> ServeOptions:
     return with_pull_connector(engine.options, defaults)
 
 
+def _with_encoder_peers(topology: Topology, engine: Engine, options: ServeOptions) -> ServeOptions:
+    """The same, with what its encoder connector needs to reach the others. Raises ConfigError."""
+    if not hands_over_encoder_outputs(engine):
+        return options
+    values = encoder_options(engine)
+    defaults: dict[str, Any] = {
+        "host": topology.nodes[engine.node].address,
+        "port": connector_port(engine),
+    }
+    secret_file = topology.key_paths(engine.node).transfer_secret
+    if secret_file is not None and "secret_file" not in values:
+        check_transfer_secret(secret_file)
+        defaults["secret_file"] = secret_file
+    if options.ec_role != "ec_producer":
+        defaults["peers"] = [
+            _encoder_address(topology, each) for each in offering(topology, engine)
+        ]
+    config = msgspec.json.encode({**defaults, **values}).decode()
+    return replace(options, ec_connector_config=config)
+
+
+def _encoder_address(topology: Topology, engine: Engine) -> str:
+    values = encoder_options(engine)
+    host = url_host(str(values.get("host", topology.nodes[engine.node].address)))
+    return f"{host}:{values.get('port', connector_port(engine))}"
+
+
 def _pulls(topology: Topology) -> dict[int, PullOptions]:
     """What gateways must know of transfers; without secrets, whose files other nodes may lack."""
     found = {}
@@ -222,7 +254,7 @@ def _transfer_addresses(topology: Topology, engine: Engine) -> dict[str, Any]:
     pulling = [each for each in topology.engines if pulls_kv(each)]
     return {
         "host": topology.nodes[engine.node].address,
-        "port": 0 if engine.port is None else engine.port + 3,
+        "port": connector_port(engine),
         "remote_hosts": sorted({host for each in pulling for host in _hosts(topology, each)}),
     }
 

@@ -9,11 +9,14 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from longshore.deploy.admin.actions import DrainOneEngine, RemoveEngine, ResumeEngine
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.topology.keys import create_node_keys
+from tests.deploy.sounds import as_file, tone
+from tests.deploy.tiny_whisper import make_tiny_whisper
 from tests.integration.deployment import wait_until
 from tests.integration.topologies import NodeProcess, TwoNodes
 
@@ -175,6 +178,47 @@ def test_a_decode_engine_pulls_from_a_prefill_engine_on_another_node(tmp_path: P
             assert complete(url, prompt, 16, cache_salt="alone") == answer
         assert num_pulled_blocks(url) == before
         assert decode.stop() == 0, decode.output
+
+
+@pytest.mark.services
+def test_the_output_of_an_encoder_is_handed_to_another_node(tmp_path: Path) -> None:
+    make_tiny_whisper(tmp_path / "whisper")
+    topology = TwoNodes(tmp_path, tmp_path / "whisper", more='ec_connector = "nixl"\n')
+    with NodeProcess(topology, "a") as a, NodeProcess(topology, "b") as b:
+        a.wait_until_ready()
+        b.wait_until_ready()
+        url = topology.urls["a"]
+        for engine in (0, 1):
+            wait_until(lambda engine=engine: has_engine(url, engine))  # type: ignore[misc]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        sound = as_file(tone(1.0, 400.0))
+        texts = set()
+
+        def is_loaded() -> bool:
+            """Once both engines have had the sound."""
+            texts.add(transcribe(client, sound))
+            return num_loaded_outputs(url) > 0
+
+        wait_until(is_loaded)
+        assert len(texts) == 1
+        for node in (a, b):
+            assert node.stop() == 0, node.output
+
+
+def transcribe(client: openai.OpenAI, sound: bytes) -> str:
+    answer = client.audio.transcriptions.create(
+        model="whisper", file=("sound.wav", sound), language="en", temperature=0
+    )
+    return answer.text
+
+
+def num_loaded_outputs(url: str) -> float:
+    """By the engines' encoder connectors, as the gateway knows."""
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in metrics(url).splitlines()
+        if line.startswith("longshore_scheduler_loaded_encoder_outputs_total")
+    )
 
 
 def test_a_node_with_another_key_is_not_served(topology: TwoNodes, tmp_path: Path) -> None:

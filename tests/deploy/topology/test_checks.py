@@ -123,6 +123,41 @@ def test_an_error_names_the_key_and_what_to_do(
         check(tmp_path, old, new)
 
 
+ENCODING = '[settings]\nec_connector = "nixl"\n[keys]'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", ""),
+        ("port = 9000", 'port = 9000\nec_role = "ec_consumer"', r"engines\[1\].ec_role: 'ec_both'"),
+        ('transfer_secret = "transfer.key"', "", "keys.transfer_secret: .* encoder outputs"),
+    ],
+)
+def test_engines_that_hand_over_encoder_outputs_find_each_other(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "topology.toml"
+    path.write_text(re.sub('role = "[a-z]*"', "", FILE.replace("[keys]", ENCODING)))
+    text = path.read_text()
+    path.write_text(text.replace(old, new, 1) if old else text)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            check_topology(read_topology(path))
+    else:
+        check_topology(read_topology(path))
+
+
+def test_an_engine_that_offers_encoder_outputs_has_a_port(tmp_path: Path) -> None:
+    path = tmp_path / "topology.toml"
+    path.write_text(
+        '[settings]\nec_connector = "nixl"\n[nodes.a]\naddress = "127.0.0.1"\n[[engines]]\n'
+        'node = "a"\n[[engines]]\nnode = "a"\n[[gateways]]\nnode = "a"\nport = 8000\n'
+    )
+    with pytest.raises(ConfigError, match=r"engines\[0\].port: it offers encoder outputs by nixl"):
+        check_topology(read_topology(path))
+
+
 def test_settings_of_split_requests_need_engines_with_roles(tmp_path: Path) -> None:
     settings = "[settings]\ndisaggregation_min_tokens = 65\n"
     check(tmp_path, "[keys]", f"{settings}[keys]")

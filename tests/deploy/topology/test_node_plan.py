@@ -121,6 +121,38 @@ def test_pull_connectors_get_the_secret_and_the_addresses_of_the_topology(
     assert offloading["options"] == {"cpu_bytes": 1000}
 
 
+def test_encoder_connectors_get_the_secret_and_the_addresses_of_the_others(
+    tmp_path: Path,
+) -> None:
+    create_transfer_secret(tmp_path / "transfer.key")
+    keys = {name: create_node_keys(tmp_path / f"{name}.json") for name in "abc"}
+    roles = {"a": "ec_both", "b": "ec_producer", "c": "ec_consumer"}
+    tables = [
+        f'[keys]\ntransfer_secret = "{tmp_path}/transfer.key"\n'
+        '[settings]\nec_connector = "nixl"\n[[gateways]]\nnode = "a"\nport = 8000'
+    ]
+    for number, (name, role) in enumerate(roles.items(), 1):
+        tables += [
+            f'[nodes.{name}]\naddress = "fd00::{number}"\npublic_key = "{keys[name]}"\n'
+            f'keys = {{node = "{tmp_path}/{name}.json"}}',
+            f'[[engines]]\nnode = "{name}"\nport = 9000\nec_role = "{role}"',
+        ]
+    tables.append('ec_connector_config = {lease_s = 3, host = "fd01::3"}')
+    path = tmp_path / "topology.toml"
+    path.write_text("\n".join(tables))
+    found = {}
+    for name in roles:
+        (engine,) = plan_node(read_topology(path), name).engines
+        found[name] = json.loads(engine.options.ec_connector_config)
+    common = {"port": 9003, "secret_file": f"{tmp_path}/transfer.key"}
+    a, b = "[fd00::1]:9003", "[fd00::2]:9003"
+    assert found == {
+        "a": {**common, "host": "fd00::1", "peers": [b]},
+        "b": {**common, "host": "fd00::2"},
+        "c": {**common, "host": "fd01::3", "peers": [a, b], "lease_s": 3},
+    }
+
+
 def test_other_nodes_are_planned_without_their_devices_and_connectors(topology: Topology) -> None:
     (other,) = plan_node(topology, "a").others
     assert (other.device, other.kv_connector, other.block_size) == ("cpu", None, 32)
