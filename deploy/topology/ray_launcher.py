@@ -58,14 +58,12 @@ def _run(ray: Any, topology: Topology, announce: Callable[[str], None]) -> None:
     bundles = bundles_of(topology, [node for node in ray.nodes() if node["Alive"]])
     group = ray.util.placement_group(list(bundles.values()), strategy="STRICT_SPREAD")
     try:
-        try:
-            ray.get(group.ready(), timeout=topology.settings.startup_timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
+        if not group.wait(topology.settings.startup_timeout_s):
             raise ConfigError(
                 f"Ray could not reserve {bundles} on different nodes within "
                 f"{topology.settings.startup_timeout_s:g} s. Look at `ray status`, and at "
-                "--startup-timeout-s."
-            ) from error
+                "startup_timeout_s."
+            )
         runners = _start(ray, topology, group, bundles)
         with StopSignals() as stop_signal:  # after ray.init, which has handlers of its own
             watch = _Watch(ray, runners, announce)
