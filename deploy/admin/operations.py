@@ -64,6 +64,7 @@ DEPLOYMENT: Final = "deployment"
 SUPERVISOR: Final = "supervisor"
 GATEWAYS: Final = "gateways"
 """The stop group of all gateways."""
+_FIXED: Final = "the topology says which engines there are"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Operations:
     """Thread-safe. Not for the supervisor's own thread, which must read the answers meanwhile.
 
     engines:   the engines of the deployment.
-    maker:     makes further ones; None: none can be added.
+    maker:     makes further ones; None: none can be added or removed, because of a topology.
     stop:      begins to stop the deployment, as SIGTERM does.
     state_dir: profiles are written to its folder `profiles`.
     """
@@ -173,8 +174,8 @@ class Operations:
             return present
         if found := [each for each in present if each.number == engine]:
             return found
-        numbers = ", ".join(str(each.number) for each in present)
-        raise InvalidAction(f"engine={engine} does not exist; the engines are {numbers}")
+        numbers = ", ".join(str(each.number) for each in present) or "on other nodes"
+        raise InvalidAction(f"engine={engine} does not exist here; the engines are {numbers}")
 
     def _scheduler(self, engine: Replica) -> ManagedProcess:
         found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
@@ -240,7 +241,7 @@ class Operations:
         begin_s = time.monotonic()
         try:
             if self._maker is None:
-                raise EngineRefused("this deployment has a fixed number of engines")
+                raise EngineRefused(_FIXED)
             replica = self._engine_set.reserve(role)
         except EngineRefused as error:
             return Result(DEPLOYMENT, False, f"no engine was added: {error}")
@@ -281,6 +282,8 @@ class Operations:
         return Result(f"engine {engine.number}", False, why)
 
     def _remove(self, action: RemoveEngine) -> Result:
+        if self._maker is None:
+            return Result(DEPLOYMENT, False, f"no engine was removed: {_FIXED}")
         begin_s = time.monotonic()
         engine = self._begin_change(action.engine, self._engine_set.remove)
         if isinstance(engine, Result):
@@ -325,8 +328,8 @@ class Operations:
         except (RuntimeError, TimeoutError) as error:  # the deployment is stopping
             logger.warning("%s has not been stopped: %s", engine.engine_id, error)
             return
-        if self._maker is not None:
-            self._maker.clean_up(engine, specs)
+        assert self._maker is not None
+        self._maker.clean_up(engine, specs)
         self._engine_set.forget(engine.number, was_ready=was_ready)
 
     def _order_stop(self, engine: Replica) -> "Future[None]":

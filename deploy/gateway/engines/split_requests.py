@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from longshore.deploy.gateway.engines.engine_capacities import EngineCapacities, EngineState
 from longshore.deploy.gateway.router.policies import (
     ByEngine,
     Decision,
@@ -38,7 +39,6 @@ from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
-from longshore.protocol.handshake import EngineReady
 from longshore.protocol.outputs import FinishedRequest, FinishReason
 from longshore.protocol.sampling import SamplingParams
 
@@ -84,19 +84,11 @@ class TooManyWaiting(LongshoreError):
     """No further request can wait for a decode engine."""
 
 
-class LegEngine(Protocol):
+class LegEngine(EngineState, Protocol):
     """What is used of an `EngineClient`."""
-
-    ready: EngineReady | None
-
-    @property
-    def is_running(self) -> bool: ...
 
     @property
     def num_live_requests(self) -> int: ...
-
-    @property
-    def closed_reason(self) -> str | None: ...
 
     def resume(
         self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
@@ -169,13 +161,17 @@ class SplitRequests:
     ) -> None:
         self._config = config
         self._engines, self._roles, self._router = engines, router.roles, router
-        self._num_gateways = num_gateways
+        self._capacities = EngineCapacities(
+            engines,
+            router.roles,
+            num_gateways=num_gateways,
+            max_leased_share=config.max_leased_share,
+        )
         self._usable, self._now = usable, now
         self._new = LiveRequests(seeds)
         self._requests: dict[LiveRequest, _Split] = {}
         self._held: dict[_Split, None] = {}  # which no engine has, in order
         self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
-        self._rooms: dict[int, int] = {}
         self._decode: RoleQueue[_Split] = RoleQueue(
             self._choose_decode, max_waiting=config.max_waiting
         )
@@ -203,14 +199,14 @@ class SplitRequests:
         fork_of = fields.get("fork_of")
         if fork_of is not None and fork_of.is_live:
             return fork_of in self._requests
-        if not self._any_open("decode"):
+        if not self._capacities.any_open("decode"):
             return False
         return (
             stage_of(sampling, fields) == "whole"
             and not fields.get("keeps_blocks")
             and not fields.get("multimodal")
             and fields.get("kv_transfer_params") is None
-            and self._room_in_context(len(prompt_token_ids)) > 1
+            and self._capacities.max_model_len - len(prompt_token_ids) > 1
         )
 
     def submit(
@@ -282,18 +278,17 @@ class SplitRequests:
     def engines_changed(self) -> None:
         """An engine is ready, lost, paused, closed, open or removed. To be called before
         `moved`."""
-        self._take_out([each for each in self._rooms if not self._is_open(each)])
+        self._take_out(self._capacities.closed_engines)
         queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
         for role, queue in queues.items():
-            for engine in filter(self._is_open, self._engines_of(role)):
-                if self._rooms.get(engine) != (room := self._room(engine)):
-                    self._rooms[engine] = room
-                    self._placed(queue, queue.set_capacity(engine, room))
-        if not self._any_open("decode"):
+            for engine in self._capacities.open_engines(role):
+                if (num_tokens := self._capacities.update(engine)) is not None:
+                    self._placed(queue, queue.set_capacity(engine, num_tokens))
+        if not self._capacities.any_open("decode"):
             for split in list(self._held):
                 if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
                     self._send_anywhere(split)
-        elif not self._any_open("prefill"):
+        elif not self._capacities.any_open("prefill"):
             for split in list(self._held):
                 if split.phase is _Phase.ADMITTED:
                     self._placed(self._prefill, self._prefill.release(split))
@@ -305,7 +300,7 @@ class SplitRequests:
         has room may wait for that."""
         lost: list[_Split] = []
         for engine in engines:
-            del self._rooms[engine]
+            self._capacities.remove(engine)
             self._prefill.remove_engine(engine)
             there = self._decode.remove_engine(engine)
             lost += [split for split in there if split.reserved == engine]
@@ -342,37 +337,6 @@ class SplitRequests:
             self._send_anywhere(split)
         return True
 
-    def _engines_of(self, role: Role) -> list[int]:
-        return [
-            engine for engine, own in self._roles.items() if own == role and engine in self._engines
-        ]
-
-    def _is_open(self, engine: int) -> bool:
-        client = self._engines.get(engine)
-        if client is None or client.ready is None:
-            return False
-        return client.is_running and client.closed_reason is None
-
-    def _any_open(self, role: Role) -> bool:
-        return any(map(self._is_open, self._engines_of(role)))
-
-    def _room(self, engine: int) -> int:
-        """Tokens of this gateway for which an engine has KV blocks."""
-        ready = self._engines[engine].ready
-        assert ready is not None
-        num_tokens = ready.num_blocks * ready.identity.block_size
-        share = self._config.max_leased_share if self._roles[engine] == "prefill" else 1.0
-        return max(1, int(num_tokens * share) // self._num_gateways)
-
-    def _largest_room(self, role: Role) -> int:
-        rooms = [self._rooms.get(engine, 0) for engine in self._engines_of(role)]
-        return max(rooms, default=0)
-
-    def _room_in_context(self, num_tokens: int) -> int:
-        engines = self._engines.values()
-        lengths = [each.ready.identity.max_model_len for each in engines if each.ready]
-        return min(lengths, default=sys.maxsize) - num_tokens
-
     # The queues
 
     def _queue(self, split: _Split) -> bool:
@@ -385,7 +349,7 @@ class SplitRequests:
 
     def _queue_again(self, split: _Split, *, has_failed: bool) -> None:
         """As `_queue`, for a request that was accepted before. has_failed: at its engine."""
-        if split in self._held and not self._any_open("decode"):
+        if split in self._held and not self._capacities.any_open("decode"):
             self._send_anywhere(split)
             return
         outcome: list[Placed[_Split]] | Refusal
@@ -401,18 +365,13 @@ class SplitRequests:
     def _decode_tokens(self, split: _Split) -> int:
         """At least the room of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
-        shares = [
-            self._rooms[engine] * self._num_gateways // ready.identity.max_num_seqs
-            for engine in self._engines_of("decode")
-            if engine in self._rooms and (ready := self._engines[engine].ready) is not None
-        ]
-        largest = self._largest_room("decode")
-        return min(max(num_tokens, min(shares, default=1)), largest or num_tokens)
+        largest = self._capacities.largest("decode")
+        return min(max(num_tokens, self._capacities.tokens_per_request), largest or num_tokens)
 
     def _num_left(self, split: _Split) -> int:
         """Output tokens that the request may still get."""
         live = split.live
-        left = self._room_in_context(split.num_tokens)
+        left = self._capacities.max_model_len - split.num_tokens
         maximum = live.message.sampling.max_tokens
         if maximum is not None:
             left = min(left, maximum - live.num_primed - live.num_tokens)
@@ -445,10 +404,10 @@ class SplitRequests:
             for split, engine in placed:
                 if split.phase is not _Phase.ADMITTED or queue.engine_of(split) != engine:
                     continue
-                if self._is_open(engine):
+                if self._capacities.is_open(engine):
                     self._send_prefill(split, engine)
                     continue
-                if engine in self._rooms:
+                if engine in self._capacities:
                     self._take_out([engine])
                 self._placed(queue, queue.release(split))
                 self._begin(split)
@@ -489,7 +448,7 @@ class SplitRequests:
 
     def _skip_reason(self, split: _Split) -> Skip | None:
         decision, minimum = split.decision, self._config.min_tokens
-        if not self._any_open("prefill"):
+        if not self._capacities.any_open("prefill"):
             return "no_prefill_engine"
         if self._num_left(split) < 2:
             return "last_token"
@@ -497,7 +456,7 @@ class SplitRequests:
             return "short_prompt"
         if decision is not None and split.num_tokens - decision.num_cached_tokens < minimum:
             return "cached_prefix"
-        if split.num_tokens + 1 > self._largest_room("prefill"):
+        if split.num_tokens + 1 > self._capacities.largest("prefill"):
             return "too_large"
         return None
 
@@ -597,7 +556,7 @@ class SplitRequests:
             split.on_change()
         elif split.reserved is not None:
             self._send_decode(split)
-        elif split not in self._decode or not self._any_open("decode"):
+        elif split not in self._decode or not self._capacities.any_open("decode"):
             self._send_anywhere(split)
         else:  # it may wait for room of requests that wait for its room at the prefill engine
             self._placed(self._prefill, self._prefill.release(split))
