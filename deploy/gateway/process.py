@@ -175,7 +175,7 @@ class GatewayProcess:
         )
         for member in config.current_members:
             self._engines.add_engine(member.number, member.clients)
-        if self._engines.split is not None:
+        if any(member.role != "unified" for member in config.current_members):
             self._gateway.metrics.watch(SplitMetrics(self._engines.split))
         self._server = _Server(
             uvicorn.Config(

@@ -52,6 +52,10 @@ class EngineCapacities:
             return False
         return client.is_running and client.closed_reason is None
 
+    def has_engine(self, role: Role) -> bool:
+        """Whether there is an engine of a role; it may be lost or closed."""
+        return bool(self._engines_of(role))
+
     def any_open(self, role: Role) -> bool:
         return any(True for _ in self.open_engines(role))
 

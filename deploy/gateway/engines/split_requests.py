@@ -199,7 +199,7 @@ class SplitRequests:
         fork_of = fields.get("fork_of")
         if fork_of is not None and fork_of.is_live:
             return fork_of in self._requests
-        if not self._capacities.any_open("decode"):
+        if not (self._capacities.has_engine("prefill") and self._capacities.any_open("decode")):
             return False
         return (
             stage_of(sampling, fields) == "whole"
@@ -321,8 +321,10 @@ class SplitRequests:
             return False
         was_prefill = split.phase is _Phase.PREFILL
         self._router.note_answer(live, self._now())
-        live.is_prefill_leg, live.kv_transfer_params = False, None
-        split.offered_at = None
+        params, live.kv_transfer_params = live.kv_transfer_params, None
+        if params is not None:  # it waited for an engine that was not ready
+            self._release_transfer(split.owner, params)
+        live.is_prefill_leg, split.offered_at = False, None
         self._hold(split, _Phase.QUEUED)
         self._placed(self._prefill, self._prefill.release(split))
         if was_prefill:

@@ -38,8 +38,10 @@ class FakeEngine:
     waiting: requests by handle that it has neither ended nor aborted.
     """
 
-    def __init__(self, number: int, on_late_end: Callable[[int, FinishedRequest], None]) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, role: Role, on_late_end: Callable[[int, FinishedRequest], None]
+    ) -> None:
+        self.number, self.role = number, role
         identity = EngineIdentity("model", "float32", 16, 400, 8, 64, "seed")
         self.ready: EngineReady | None = EngineReady("engine", identity, num_blocks=100)
         self.is_running = True
@@ -63,6 +65,9 @@ class FakeEngine:
         for live in requests:
             live.engine = self.number
             message = self.requests.resume(live, fork_of)
+            if not self.is_running:  # it waits at the client
+                live.kv_transfer_params = message.kv_transfer_params
+                continue
             self.sent.append(message)
             self.waiting[message.handle] = message
 
@@ -96,7 +101,9 @@ class Split:
     """Engines with these roles, and the requests of a gateway."""
 
     def __init__(self, *roles: Role, num_gateways: int = 1, **config: Any) -> None:
-        self.engines = [FakeEngine(number, self.late_end) for number in range(len(roles))]
+        self.engines = [
+            FakeEngine(number, role, self.late_end) for number, role in enumerate(roles)
+        ]
         self.now = 0.0
         self.by_number = dict(enumerate(self.engines))
         self.router = Router(len(roles), roles=roles)
@@ -115,12 +122,27 @@ class Split:
         """As `Engines` says."""
         engines = self.by_number.items()
         is_open = {each: one.is_running and one.closed_reason is None for each, one in engines}
-        return is_open if any(is_open.values()) else {each: one.is_running for each, one in engines}
+        if any(is_open.values()):
+            return is_open
+        is_running = {each: one.is_running for each, one in engines}
+        return is_running if any(is_running.values()) else dict.fromkeys(is_running, True)
+
+    def move_requests(self) -> None:
+        """As `Engines` does at every change of an engine."""
+        self.requests.engines_changed()
+        if any(engine.is_running for engine in self.by_number.values()):
+            for engine in self.by_number.values():
+                if not engine.is_running:
+                    self.resume_elsewhere(engine)
+
+    def resume_elsewhere(self, engine: FakeEngine) -> None:
+        for live in engine.requests.release_all():
+            assert self.requests.moved(live)
 
     def close(self, number: int, reason: str | None = "drained by the operator") -> None:
         """An engine gets no new requests; without a reason it gets them again."""
         self.engines[number].closed_reason = reason
-        self.requests.engines_changed()
+        self.move_requests()
 
     def reserved(self, live: LiveRequest) -> int:
         """The decode engine at which a request has room."""
@@ -128,13 +150,20 @@ class Split:
         assert engine is not None
         return engine
 
+    def add(self, role: Role) -> None:
+        engine = FakeEngine(len(self.engines), role, self.late_end)
+        self.engines.append(engine)
+        self.router.add_engine(engine.number, role)
+        self.by_number[engine.number] = engine
+        self.move_requests()
+
     def remove(self, number: int) -> None:
         """An engine is removed, as `Engines` does it."""
         self.router.remove_engine(number)
         engine = self.by_number.pop(number)
         self.requests.engines_changed()
-        for live in engine.requests.release_all():
-            assert self.requests.moved(live)
+        self.resume_elsewhere(engine)
+        engine.waiting.clear()
 
     def late_end(self, engine: int, finished: FinishedRequest) -> None:
         self.requests.late_end(engine, finished)
@@ -165,16 +194,13 @@ class Split:
         engine = self.engines[number]
         engine.is_running = False
         engine.waiting.clear()
-        self.requests.engines_changed()
-        if any(each.is_running for each in self.engines):
-            for live in engine.requests.release_all():
-                assert self.requests.moved(live)
+        self.move_requests()
 
     def restore(self, number: int) -> None:
         engine = self.engines[number]
         engine.is_running, engine.closed_reason = True, None
         engine.resume(engine.requests.release_all())
-        self.requests.engines_changed()
+        self.move_requests()
 
     def assert_nothing_is_left(self) -> None:
         requests = self.requests
@@ -596,7 +622,7 @@ class Lives(RuleBasedStateMachine):
     def requests(self) -> list[tuple[FakeEngine, AddRequest]]:
         return [
             (engine, request)
-            for engine in self.split.engines
+            for engine in self.split.by_number.values()
             if engine.is_running
             for request in engine.waiting.values()
         ]
@@ -627,17 +653,32 @@ class Lives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def close_or_open(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         self.split.close(engine.number, None if engine.closed_reason else "drained")
 
     @rule(data=st.data())
     def lose_or_restore(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         if engine.is_running:
-            self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
+            self._end_offers(engine)
             self.split.lose(engine.number)
         else:
             self.split.restore(engine.number)
+
+    @rule(role=st.sampled_from(["prefill", "decode"]))
+    def add(self, role: Role) -> None:
+        if len(self.split.by_number) < 6:
+            self.split.add(role)
+
+    @precondition(lambda self: len(self.split.by_number) > 1)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
+        self._end_offers(engine)
+        self.split.remove(engine.number)
+
+    def _end_offers(self, engine: FakeEngine) -> None:
+        self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
 
     @invariant()
     def tokens_are_consecutive(self) -> None:
@@ -656,14 +697,14 @@ class Lives(RuleBasedStateMachine):
         for engine in self.split.engines:
             for request in engine.sent:
                 if "transfer_id" in (request.kv_transfer_params or {}):
-                    assert self.split.router.roles[engine.number] == "decode"
+                    assert engine.role == "decode"
                     used.append(request.kv_transfer_params["transfer_id"])
         return used
 
     def teardown(self) -> None:
         if not hasattr(self, "split"):
             return
-        for engine in self.split.engines:
+        for engine in self.split.by_number.values():
             if not engine.is_running:
                 self.split.restore(engine.number)
         for _ in range(1000):
