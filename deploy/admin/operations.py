@@ -78,7 +78,7 @@ class EngineMaker(Protocol):
     """Makes what a new engine of a deployment needs, and cleans up after one."""
 
     def make_engine(self, replica: Replica) -> NewEngine:
-        """Raises ConfigError if the machine has no room for it."""
+        """Raises ConfigError if the machine has too little memory for it."""
 
     def clean_up(self, replica: Replica, specs: Sequence[ProcessSpec]) -> None:
         """Its processes have ended: delete its files and release its shared memory."""
@@ -208,7 +208,7 @@ class Operations:
 
     def _restart_one(self, engine: Replica, timeout_s: float | None) -> Result:
         """Let its requests finish, restart its processes, and wait until they are ready. Requests
-        that have not finished go on afterwards, or on another engine."""
+        that have not finished are resumed afterwards, or on another engine."""
         if timeout_s is None:
             timeout_s = self._drain_timeout_s
         scheduler = self._scheduler(engine)

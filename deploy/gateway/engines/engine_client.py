@@ -305,7 +305,7 @@ class EngineClient:
 
     def _end_pause(self, engine_id: str) -> None:
         self.pause = None
-        logger.info("%s has new workers; %d requests go on", engine_id, len(self._requests))
+        logger.info("%s has new workers; %d requests continue", engine_id, len(self._requests))
         self._on_change()
 
     def _become_ready(self, message: EngineReady) -> None:
@@ -315,7 +315,7 @@ class EngineClient:
         if not self._first_ready.done():
             self._first_ready.set_result(message)
         if loss is not None:
-            logger.info("%s is ready; %d requests go on", message.engine_id, len(self._requests))
+            logger.info("%s is ready; %d requests continue", message.engine_id, len(self._requests))
         self.resume(self._requests.release_all())
         self._on_change()
 

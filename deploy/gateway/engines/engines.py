@@ -107,7 +107,7 @@ class Engines:
 
     def remove_engine(self, engine: int) -> None:
         """Disconnect from an engine, which is not the only one, and which the router has lost
-        already. Its requests go on at others."""
+        already. Its requests are resumed on others."""
         client = self.clients.pop(engine)
         self._on_ready(engine, False)
         self.split.engines_changed()

@@ -1,15 +1,15 @@
 """The requests of one gateway whose prompts one engine computes and whose answers another one
 continues; without I/O. The only place that knows of the legs of a request.
 
-A request is queued for room at a decode engine, then at a prefill engine. The prefill engine gets
-the request with one token to compute (`LiveRequest.is_prefill_leg`). Its token is shown at once,
-and its `kv_transfer_params` go, unchanged, to the decode engine, with the message that also resumes
-a request of a lost engine. A request that gains nothing from a remote prefill, or for which there
-is no prefill engine, is sent to the decode engine as a whole.
+A request is queued for capacity at a decode engine, then at a prefill engine. The prefill engine
+gets the request with one token to compute (`LiveRequest.is_prefill_leg`). Its token is shown at
+once, and its `kv_transfer_params` are sent, unchanged, to the decode engine, with the message that
+also resumes a request of a lost engine. A request that gains nothing from a remote prefill, or for
+which there is no prefill engine, is sent to the decode engine as a whole.
 
-Room is counted in tokens. At a decode engine a request has room for its tokens and for the next
-RESERVED_TOKENS from its admission to its end; at a prefill engine, from its leg there to its first
-token of the decode engine, since the KV is kept for that long.
+Capacity is counted in tokens. A request has that of its tokens and of the next RESERVED_TOKENS at a
+decode engine, from its admission to its end, and that of its prompt at a prefill engine, from its
+leg there to its first token of the decode engine, since the KV is kept for that long.
 
 Forks (samples of one prompt) wait until the decode engine has their parent, and start from the KV
 that it pulls: one transfer per prompt.
@@ -34,7 +34,7 @@ from longshore.deploy.gateway.router.policies import (
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.role_queue import Placed, Refusal, RoleQueue
+from longshore.deploy.gateway.router.role_queue import Assignment, Refusal, RoleQueue
 from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.deploy.supervisor.replica import Role
@@ -43,8 +43,8 @@ from longshore.protocol.outputs import FinishedRequest, FinishReason
 from longshore.protocol.sampling import SamplingParams
 
 RESERVED_TOKENS: Final = 256
-"""Output tokens for which a request has room, beyond those that it has; not all of them, because
-most answers end long before their limit."""
+"""Output tokens for which a request has capacity, beyond those that it has; not all of them,
+because most answers end long before their limit."""
 
 AT_NO_ENGINE: Final = -1
 
@@ -71,7 +71,7 @@ too_large: the KV is more than prefill engines may keep.
 
 class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """min_tokens: fewer tokens are computed on the decode engine.
-    max_waiting: requests of a gateway that may wait for room at a decode engine.
+    max_waiting: requests of a gateway that may wait for capacity at a decode engine.
     max_leased_share: of the KV blocks of a prefill engine, which it may keep for decode engines.
     """
 
@@ -98,8 +98,8 @@ class LegEngine(EngineState, Protocol):
 
 
 class _Phase(enum.Enum):
-    QUEUED = "waits for room at a decode engine"
-    ADMITTED = "has it, and waits for room at a prefill engine"
+    QUEUED = "waits for capacity at a decode engine"
+    ADMITTED = "has it, and waits for capacity at a prefill engine"
     PREFILL = "is at a prefill engine"
     OFFERED = "has its first token, and waits for a decode engine"
     FORK = "waits until its parent is at a decode engine"
@@ -110,7 +110,7 @@ class _Phase(enum.Enum):
 @dataclass(eq=False)
 class _Split:
     """on_change: of the client.
-    reserved:   the decode engine at which it has room, until it is sent there.
+    reserved:   the decode engine at which it has capacity, until it is sent there.
     decision:   by which that was chosen.
     params:     of an offer that has not been sent to a decode engine.
     owner:      the engine that has made it.
@@ -187,7 +187,7 @@ class SplitRequests:
 
     @property
     def num_waiting(self) -> dict[Role, int]:
-        """Requests that wait for room, by the role of the engines."""
+        """Requests that wait for capacity, by the role of the engines."""
         return {"decode": self._decode.num_waiting, "prefill": self._prefill.num_waiting}
 
     # Requests
@@ -283,7 +283,7 @@ class SplitRequests:
         for role, queue in queues.items():
             for engine in self._capacities.open_engines(role):
                 if (num_tokens := self._capacities.update(engine)) is not None:
-                    self._placed(queue, queue.set_capacity(engine, num_tokens))
+                    self._assigned(queue, queue.set_capacity(engine, num_tokens))
         if not self._capacities.any_open("decode"):
             for split in list(self._held):
                 if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
@@ -291,13 +291,13 @@ class SplitRequests:
         elif not self._capacities.any_open("prefill"):
             for split in list(self._held):
                 if split.phase is _Phase.ADMITTED:
-                    self._placed(self._prefill, self._prefill.release(split))
+                    self._assigned(self._prefill, self._prefill.release(split))
                     self._begin(split)
 
     def _take_out(self, engines: Sequence[int]) -> None:
         """These engines get no further requests. Those that were to continue there are queued
-        again. They keep no room at a prefill engine meanwhile: a request for which a decode engine
-        has room may wait for that."""
+        again. They have no capacity at a prefill engine meanwhile: a request that has capacity at a
+        decode engine may wait for it."""
         lost: list[_Split] = []
         for engine in engines:
             self._capacities.remove(engine)
@@ -309,7 +309,7 @@ class SplitRequests:
             if split.phase is _Phase.ADMITTED:
                 split.phase = _Phase.QUEUED
         queued = [split for split in lost if split.phase is _Phase.QUEUED]
-        self._placed(self._prefill, self._prefill.release(*queued))
+        self._assigned(self._prefill, self._prefill.release(*queued))
         for split in lost:
             if split.reserved is None and split in self._decode:
                 self._queue_again(split, has_failed=False)
@@ -326,7 +326,7 @@ class SplitRequests:
             self._release_transfer(split.owner, params)
         live.is_prefill_leg, split.offered_at = False, None
         self._hold(split, _Phase.QUEUED)
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
         if was_prefill:
             self.outcomes["failed"] += 1
         if split not in self._held:
@@ -342,11 +342,11 @@ class SplitRequests:
     # The queues
 
     def _queue(self, split: _Split) -> bool:
-        """Queue for room at a decode engine. False if too many wait."""
+        """Queue for capacity at a decode engine. False if too many wait."""
         outcome = self._decode.add(split, self._decode_tokens(split))
         if isinstance(outcome, Refusal):
             return False
-        self._placed(self._decode, outcome)
+        self._assigned(self._decode, outcome)
         return True
 
     def _queue_again(self, split: _Split, *, has_failed: bool) -> None:
@@ -354,18 +354,18 @@ class SplitRequests:
         if split in self._held and not self._capacities.any_open("decode"):
             self._send_anywhere(split)
             return
-        outcome: list[Placed[_Split]] | Refusal
+        outcome: list[Assignment[_Split]] | Refusal
         if split in self._decode:
             outcome = self._decode.retry(split, has_failed=has_failed)
         else:
             outcome = self._decode.add(split, self._decode_tokens(split))
         if not isinstance(outcome, Refusal):
-            self._placed(self._decode, outcome)
+            self._assigned(self._decode, outcome)
         elif split in self._held:
             self._send_anywhere(split)
 
     def _decode_tokens(self, split: _Split) -> int:
-        """At least the room of one of the requests that an engine can run at a time."""
+        """At least the share of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
         largest = self._capacities.largest("decode")
         return min(max(num_tokens, self._capacities.tokens_per_request), largest or num_tokens)
@@ -400,10 +400,10 @@ class SplitRequests:
         assert decision is not None
         return decision
 
-    def _placed(self, queue: RoleQueue[_Split], placed: Sequence[Placed[_Split]]) -> None:
-        """Requests have room at engines. Sending one may lose the engine of a later one."""
+    def _assigned(self, queue: RoleQueue[_Split], assigned: Sequence[Assignment[_Split]]) -> None:
+        """Send requests to their engines. Sending one may lose the engine of a later one."""
         if queue is self._prefill:
-            for split, engine in placed:
+            for split, engine in assigned:
                 if split.phase is not _Phase.ADMITTED or queue.engine_of(split) != engine:
                     continue
                 if self._capacities.is_open(engine):
@@ -411,12 +411,12 @@ class SplitRequests:
                     continue
                 if engine in self._capacities:
                     self._take_out([engine])
-                self._placed(queue, queue.release(split))
+                self._assigned(queue, queue.release(split))
                 self._begin(split)
             return
-        for split, engine in placed:
+        for split, engine in assigned:
             self._reserve(split, engine)
-        for split, _ in placed:
+        for split, _ in assigned:
             self._begin(split)
 
     def _reserve(self, split: _Split, engine: int | None) -> None:
@@ -429,8 +429,8 @@ class SplitRequests:
     # The legs
 
     def _begin(self, split: _Split) -> None:
-        """The request has room at a decode engine, unless it has lost it meanwhile. It may still
-        be at a prefill engine."""
+        """The request has capacity at a decode engine, unless it has lost it meanwhile. It may
+        still be at a prefill engine."""
         if split.reserved is None or split not in self._held:
             return
         if split.phase is _Phase.OFFERED:
@@ -446,7 +446,7 @@ class SplitRequests:
         self._hold(split, _Phase.ADMITTED)
         outcome = self._prefill.add(split, split.num_tokens + 1)
         assert not isinstance(outcome, Refusal)
-        self._placed(self._prefill, outcome)
+        self._assigned(self._prefill, outcome)
 
     def _skip_reason(self, split: _Split) -> Skip | None:
         decision, minimum = split.decision, self._config.min_tokens
@@ -469,8 +469,8 @@ class SplitRequests:
         self._send(split, engine, _Phase.PREFILL)
 
     def _send_decode(self, split: _Split) -> None:
-        """To the decode engine at which it has room: what comes after the first token, or all of
-        it."""
+        """To the decode engine at which it has capacity: what comes after the first token, or all
+        of it."""
         live, engine, decision = split.live, split.reserved, split.decision
         assert engine is not None
         assert decision is not None
@@ -485,7 +485,7 @@ class SplitRequests:
     def _send_anywhere(self, split: _Split) -> None:
         """To any engine: no decode engine is open, or there were too many retries. Only a decode
         engine pulls the KV of an offer."""
-        self._leave_queues(split)
+        self._release_capacity(split)
         if split not in self._held:
             return  # sent, because other requests were
         live = split.live
@@ -560,8 +560,8 @@ class SplitRequests:
             self._send_decode(split)
         elif split not in self._decode or not self._capacities.any_open("decode"):
             self._send_anywhere(split)
-        else:  # it may wait for room of requests that wait for its room at the prefill engine
-            self._placed(self._prefill, self._prefill.release(split))
+        else:  # it may wait for requests that wait for its capacity at the prefill engine
+            self._assigned(self._prefill, self._prefill.release(split))
 
     def _settled(self, split: _Split) -> None:
         """The engine that computes the rest has sent a token: it has the KV of the prompt."""
@@ -570,7 +570,7 @@ class SplitRequests:
             self.on_gap(self._now() - split.offered_at)
             split.offered_at = None
         self._router.note_answer(split.live, self._now())
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
 
     def _end(self, split: _Split) -> None:
         self._requests.pop(split.live, None)
@@ -578,13 +578,13 @@ class SplitRequests:
         split.phase = _Phase.ENDED
         self._router.note_answer(split.live, self._now())
         self._end_transfer(split)
-        self._leave_queues(split)
+        self._release_capacity(split)
         self._release_forks(split)
 
-    def _leave_queues(self, split: _Split) -> None:
+    def _release_capacity(self, split: _Split) -> None:
         self._reserve(split, None)
-        self._placed(self._decode, self._decode.release(split))
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._decode, self._decode.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
 
     # Forks
 
@@ -599,7 +599,7 @@ class SplitRequests:
             parent.forks.append(split)
 
     def _release_forks(self, parent: _Split) -> None:
-        """The parent was sent, or it has ended: then one of its forks takes its place."""
+        """The parent was sent, or it has ended: then one of its forks becomes the parent."""
         forks, parent.forks = parent.forks, []
         for fork in forks:
             if fork.phase is not _Phase.FORK or not fork.live.is_live:

@@ -145,7 +145,7 @@ class Split:
         self.move_requests()
 
     def reserved(self, live: LiveRequest) -> int:
-        """The decode engine at which a request has room."""
+        """The decode engine at which a request has capacity."""
         engine = self.requests._requests[live].reserved
         assert engine is not None
         return engine
@@ -339,7 +339,7 @@ def test_forks_wait_for_their_parent_and_start_where_its_kv_is() -> None:
     split.assert_nothing_is_left()
 
 
-def test_when_a_parent_ends_with_its_first_token_a_fork_takes_its_place() -> None:
+def test_when_a_parent_ends_with_its_first_token_a_fork_becomes_the_parent() -> None:
     split = Split("prefill", "decode")
     parent = split.submit()
     for number in range(2):
@@ -392,7 +392,7 @@ def test_a_client_that_leaves_between_the_legs_ends_the_lease() -> None:
     split.assert_nothing_is_left()
 
 
-def test_a_prefill_starts_with_room_at_a_decode_engine_only() -> None:
+def test_a_prefill_starts_with_capacity_at_a_decode_engine_only() -> None:
     """Each request takes 100 + 200 of 1,600 tokens there."""
     split = Split("prefill", "decode", max_waiting=2)
     prefill, decode = split.engines
@@ -425,7 +425,7 @@ def test_a_prefill_engine_keeps_no_more_than_it_may_lease() -> None:
     assert split.requests.skips == {"too_large": 1}
 
 
-def test_gateways_divide_the_room_of_the_engines() -> None:
+def test_gateways_divide_the_capacity_of_the_engines() -> None:
     split = Split("prefill", "decode", num_gateways=2)
     for _ in range(5):
         split.submit(max_tokens=200)
@@ -530,9 +530,9 @@ def answer_all(split: Split) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_room_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
-    """The prefill engine has room for one prompt. The one that it has loses its decode engine, and
-    the other decode engine has room only for those that wait for the prefill engine."""
+def test_capacity_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
+    """The prefill engine has capacity for one prompt. The one that it has loses its decode engine,
+    and the other decode engine has capacity only for those that wait for the prefill engine."""
     split = Split("prefill", "decode", "decode", max_leased_share=0.1)
     lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(10)]
     assert [live.engine for live in lives] == [0] + [-1] * 9
