@@ -32,7 +32,7 @@ from longshore.deploy.admin.actions import (
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
 from longshore.deploy.supervisor.orders import GroupBusy
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
-from longshore.deploy.supervisor.replica import Replica, Role
+from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.supervisor import Supervisor
 from longshore.protocol.commands import (
     Command,
@@ -46,6 +46,7 @@ from longshore.protocol.commands import (
     ReleaseEngine,
     ResetCache,
     Resume,
+    Role,
     SetLogLevel,
     UseEngine,
     WriteKVSnapshot,

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from longshore.deploy.supervisor.replica import Replica, Role
+from longshore.deploy.supervisor.replica import Replica
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import LongshoreError
 
 EngineState: TypeAlias = Literal[

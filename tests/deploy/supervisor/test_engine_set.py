@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
-from longshore.deploy.supervisor.replica import Replica, Role, replicas
+from longshore.deploy.supervisor.replica import Replica, replicas
+from longshore.protocol.commands import Role
 
 
 def always(engine: Replica) -> bool:
