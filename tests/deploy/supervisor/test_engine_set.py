@@ -38,6 +38,15 @@ def test_a_number_is_never_used_again_and_gpus_are() -> None:
     assert [each.number for each in engines.used] == [1, 2, 3]
 
 
+def test_the_only_engine_of_a_node_is_drained_if_another_node_has_its_role() -> None:
+    only = [Replica(1, 3, "decode")]
+    with pytest.raises(EngineRefused, match="the last decode engine that is ready"):
+        EngineSet(only, elsewhere=["prefill"]).drain(1, always)
+    engines = EngineSet(only, elsewhere=["prefill", "decode"])
+    engines.drain(1, always)
+    assert engines.states == {only[0]: "draining"}
+
+
 def test_an_engine_is_used_between_its_start_and_its_release() -> None:
     engines = EngineSet(replicas(("unified",)))
     replica = engines.reserve(None)
