@@ -15,9 +15,9 @@ from longshore.deploy.gateway.engines.split_requests import (
     SplitConfig,
     SplitRequests,
     TooManyWaiting,
-    stage_of,
 )
 from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.stages import stage_of
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.commands import Role
