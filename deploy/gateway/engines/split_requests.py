@@ -281,9 +281,7 @@ class SplitRequests:
             return False
         was_prefill = split.phase is Phase.PREFILL
         self._router.note_answer(live, self._now())
-        params, live.kv_transfer_params = live.kv_transfer_params, None
-        if params is not None:  # it waited for an engine that was not ready
-            self._release_transfer(split.owner, params)
+        self._end_transfer(split)
         live.is_prefill_leg, split.offered_at = False, None
         self._hold(split, Phase.QUEUED)
         self._assigned(self._prefill, self._prefill.release(split))
@@ -295,8 +293,8 @@ class SplitRequests:
             self._queue_again(split, has_failed=True)
         elif split.reserved is not None:
             self._begin(split)
-        elif split not in self._decode:  # it has failed too often to wait again
-            self._send_anywhere(split)
+        elif split not in self._decode or not self._capacities.any_open("decode"):
+            self._send_anywhere(split)  # it has failed too often to wait again, or would for ever
         return True
 
     # The queues
@@ -574,9 +572,12 @@ class SplitRequests:
     # Offers that are not used
 
     def _end_transfer(self, split: SplitRequest) -> None:
-        params, split.params = split.params, None
-        if params:
-            self._release_transfer(split.owner, params)
+        """If no engine was sent it; the request may wait for one that is not ready."""
+        live = split.live
+        for params in (split.params, live.kv_transfer_params):
+            if params:
+                self._release_transfer(split.owner, params)
+        split.params = live.kv_transfer_params = None
 
     def _release_transfer(self, owner: int, params: Mapping[str, Any]) -> None:
         """No engine will pull the KV: end its lease. An engine that was restarted has none."""
