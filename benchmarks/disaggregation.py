@@ -10,11 +10,11 @@ of `longshore serve`, for all engines, and `--json F`.
 
 `idle`: one request at a time, to one unified engine and to one prefill and one decode engine in
 turn. `added_ttft_ms` is the difference of the medians. `gap_ms` is the time from the first token to
-the second; `gap_beyond_ms` is what remains of it without the transfer and without a decode step of
-the unified engine.
+the second; `gap_beyond_ms` is what remains of it without the transfer of the same request and
+without a decode step of the unified engine. The transfer's time is the worker's: reads and the
+check of the lease after them. All are medians.
 
-`handover`: the same gap for long prompts, with the demo model's weights and more positions. The
-transfer's time is the worker's: reads and the check of the lease after them.
+`handover`: the same gap for long prompts, with the demo model's weights and more positions.
 
 `mixed`: prompts arrive at random times, at the same rate and in the same order for all: one prefill
 and one decode engine, and two unified ones for each chunk size (`max_num_batched_tokens`). The row
@@ -108,23 +108,27 @@ def metrics(url: str) -> Sample:
 # One request at a time
 
 
-def one_by_one(
-    urls: dict[str, str], prompts: Sequence[Sequence[int]]
-) -> tuple[dict[str, list[Times]], float]:
-    """The streams of each server, and the mean time of a transfer. The servers take turns; two
-    prompts before the first one measured connect the engines."""
-    found: dict[str, list[Times]] = {name: [] for name in urls}
-    before: Sample | None = None
-    for number, prompt in enumerate(prompts):
-        if number == 2:
-            before = metrics(urls["split"])
-        for name, url in urls.items():
-            found[name].append(times_of(asyncio.run(ask(url, prompt, 8))))
-    assert before is not None
-    window = Window(metrics(urls["split"]), before)
-    seconds = window.added("longshore_kv_offload_seconds_total", TRANSFER) / (len(prompts) - 2)
-    assert seconds > 0, "nothing was transferred"
-    return {name: each[2:] for name, each in found.items()}, seconds
+class OneByOne(NamedTuple):
+    """Streams of requests that are alone. transfers_s: of each request to the separate engines."""
+
+    unified: list[Times]
+    split: list[Times]
+    transfers_s: list[float]
+
+
+def one_by_one(unified: str, split: str, prompts: Sequence[Sequence[int]]) -> OneByOne:
+    """The servers take turns. The first two prompts connect the engines and do not count."""
+    found = OneByOne([], [], [])
+    before = metrics(split)
+    for prompt in prompts:
+        found.unified.append(times_of(asyncio.run(ask(unified, prompt, 8))))
+        found.split.append(times_of(asyncio.run(ask(split, prompt, 8))))
+        after = metrics(split)
+        seconds = Window(after, before).added("longshore_kv_offload_seconds_total", TRANSFER)
+        assert seconds > 0, "nothing was transferred"
+        found.transfers_s.append(seconds)
+        before = after
+    return OneByOne(*(each[2:] for each in found))
 
 
 def compare_one_by_one(options: argparse.Namespace, model: Path, length: int) -> dict[str, Any]:
@@ -132,23 +136,24 @@ def compare_one_by_one(options: argparse.Namespace, model: Path, length: int) ->
     flags = ("--threads", "1", "--no-enable-prefix-caching", *blocks, *options.flags)
     with serving(model, *flags) as unified, serving(model, *flags, *SPLIT) as split:
         prompts = prompts_of(options.requests + 2, length, seed=length)
-        found, seconds = one_by_one({"unified": unified, "split": split}, prompts)
-    ttft_ms = {
-        name: statistics.median(each.ttft_s for each in streams) * 1e3
-        for name, streams in found.items()
-    }
-    step_ms = statistics.median(gap for each in found["unified"] for gap in each.gaps_s) * 1e3
-    gap_ms = statistics.median(each.gaps_s[0] for each in found["split"]) * 1e3
+        found = one_by_one(unified, split, prompts)
+    unified_ms, split_ms = (
+        statistics.median(each.ttft_s for each in streams) * 1e3
+        for streams in (found.unified, found.split)
+    )
+    gaps_s = [each.gaps_s[0] for each in found.split]
+    beyond_s = [gap - transfer for gap, transfer in zip(gaps_s, found.transfers_s, strict=True)]
+    step_ms = statistics.median(gap for each in found.unified for gap in each.gaps_s) * 1e3
     return {
         "prompt_tokens": length,
         "requests": options.requests,
-        "unified_ttft_ms": ttft_ms["unified"],
-        "split_ttft_ms": ttft_ms["split"],
-        "added_ttft_ms": ttft_ms["split"] - ttft_ms["unified"],
-        "gap_ms": gap_ms,
-        "transfer_ms": seconds * 1e3,
+        "unified_ttft_ms": unified_ms,
+        "split_ttft_ms": split_ms,
+        "added_ttft_ms": split_ms - unified_ms,
+        "gap_ms": statistics.median(gaps_s) * 1e3,
+        "transfer_ms": statistics.median(found.transfers_s) * 1e3,
         "step_ms": step_ms,
-        "gap_beyond_ms": gap_ms - seconds * 1e3 - step_ms,
+        "gap_beyond_ms": statistics.median(beyond_s) * 1e3 - step_ms,
     }
 
 
@@ -266,8 +271,9 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
             "requests": count,
             "statuses": {str(status): number for status, number in statuses.items()},
             "errors_in_streams": failed,
-            "expired_leases": window.added("longshore_pull_expired_leases_total"),
-            "refused_leases": window.added("longshore_pull_refused_leases_total"),
+            "pulls": window.added("longshore_kv_pulls_total"),
+            "expired_leases": window.added("longshore_kv_pull_expired_leases_total"),
+            "refused_leases": window.added("longshore_kv_pull_refused_leases_total"),
             "prefilled_tokens": window.added(
                 "longshore_scheduler_prompt_tokens_total", {"engine": "0"}
             ),

@@ -14,7 +14,7 @@ from longshore.protocol.transport.channel import Endpoint
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 PauseMode: TypeAlias = Literal["wait", "keep", "abort"]
 CacheName: TypeAlias = Literal["prefix", "encoder", "connector"]
-EngineRole: TypeAlias = Literal["unified", "prefill", "decode"]
+Role: TypeAlias = Literal["unified", "prefill", "decode"]
 """What an engine is for: whole requests, only their first token, or only what comes after it."""
 
 
@@ -94,7 +94,7 @@ class EngineMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     number: int
-    role: EngineRole
+    role: Role
     clients: Endpoint
     events: EventSource | None = None
 
@@ -106,7 +106,7 @@ class UseEngine(msgspec.Struct, tag="use_engine", frozen=True, forbid_unknown_fi
 
 
 class ReleaseEngine(msgspec.Struct, tag="release_engine", frozen=True, forbid_unknown_fields=True):
-    """An engine is about to end: its requests go on at other ones, and nothing is sent to it."""
+    """An engine is about to end: resume its requests on other ones, and send nothing to it."""
 
     engine: int
 

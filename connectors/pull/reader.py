@@ -70,8 +70,12 @@ from longshore.protocol.transport.security import use_secret
 
 logger = logging.getLogger(__name__)
 
-POLL_S: Final = 0.0005
-"""How often reads in progress are polled."""
+POLL_SHARE: Final = 0.1
+"""A read in progress is polled again after this share of the time that it has taken so far: what
+its end waits for a poll is in proportion, and a long read costs little."""
+
+MIN_POLL_S: Final = 50e-6
+MAX_POLL_S: Final = 1e-3
 
 ANSWER_TIMEOUT_S: Final = 5.0
 """How long an owner may take to answer a message."""
@@ -254,8 +258,11 @@ class Reader:
         if self._kv is not None:
             times += [each.greet_at for each in self._owners.values() if each.routes is None]
         times += [each.used_at + IDLE_OWNER_S for each in self._owners.values()]
-        if any(pull.phase is Phase.READING for pull in self._pulls.values()):
-            times.append(now + POLL_S)
+        times += [
+            now + poll_interval_s(now - pull.posted)
+            for pull in self._pulls.values()
+            if pull.phase is Phase.READING and pull.posted is not None
+        ]
         return min(times, default=None)
 
     def _take(self, item: ReaderItem, now: float) -> None:
@@ -622,6 +629,11 @@ class Reader:
         seconds = 0.0 if pull.posted is None else time.monotonic() - pull.posted
         request_id = pull.command.request_id
         self._on_end(EndedPull(request_id, failed, num_blocks, num_bytes, seconds, outcome))
+
+
+def poll_interval_s(taken_s: float) -> float:
+    """When to poll a read again that has taken so long."""
+    return min(max(taken_s * POLL_SHARE, MIN_POLL_S), MAX_POLL_S)
 
 
 def _name(owner: _Connection) -> str:

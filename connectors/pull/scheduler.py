@@ -3,12 +3,12 @@ from another engine's memory. A request can be both."""
 
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from longshore.connectors.base import (
     AskLater,
@@ -68,10 +68,10 @@ class _Remote:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Blocks that are kept for a reader."""
+    """Blocks that are kept for a reader, all different."""
 
     transfer_id: str
-    block_ids: list[int]
+    block_ids: Int32Array
 
 
 class PullConnector(SchedulerConnector):
@@ -109,7 +109,8 @@ class PullConnector(SchedulerConnector):
         self._leased: dict[int, _Lease] = {}  # by hold id
         self._offered: set[str] = set()  # transfer ids
         self._outcomes: dict[str, PullOutcome] = {}  # of the ranks so far, by request id
-        self._num_leases: Counter[int] = Counter()  # by block
+        self._num_leases = np.zeros(self.config.num_blocks, np.int32)  # by block
+        self._num_leased_blocks = 0
         self._commands = Commands()
 
     def bind_blocks(self, holds: BlockHolds) -> None:
@@ -200,7 +201,8 @@ class PullConnector(SchedulerConnector):
         is_continued = request.finish_reason is FinishReason.LENGTH_CAPPED
         if not (params.get("do_remote_decode") and is_continued and any(map(len, block_ids))):
             return FinishAction()
-        held = {block_id for ids in block_ids for block_id in ids.tolist()} - {NULL_BLOCK}
+        held = np.unique(np.concatenate(block_ids))
+        held = held[held != NULL_BLOCK]
         reason = self._lease_objection(request, held)
         if reason is not None:
             self.num_refused_leases += 1
@@ -214,14 +216,13 @@ class PullConnector(SchedulerConnector):
             params=answer_params(offer, self._engine_id, self._options, port, num_ranks)
         )
 
-    def _lease_objection(self, request: RequestView, held: set[int]) -> str | None:
+    def _lease_objection(self, request: RequestView, held: Int32Array) -> str | None:
         if request.prompt_embeds is not None:
             return "a prompt of embeddings is not pulled"
         if len(self._ranks) < self.config.num_ranks:
             return "not all ranks have reported yet"
         limit = int(self._options.max_leased_share * self.config.num_blocks)
-        num_leased = len(self._num_leases)
-        num_leased += sum(block_id not in self._num_leases for block_id in held)
+        num_leased = self._num_leased_blocks + self._num_unleased(held)
         if num_leased > limit:
             return (
                 f"{num_leased} blocks would be leased, and max_leased_share="
@@ -230,16 +231,17 @@ class PullConnector(SchedulerConnector):
         return None
 
     def _offer(
-        self, request: RequestView, block_ids: tuple[Int32Array, ...], held: set[int]
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], held: Int32Array
     ) -> Offer:
         """Hold the blocks until the lease ends. Their KV is that of all tokens but the last, which
         was sampled from it."""
         num_tokens = request.num_tokens - 1
-        hold_id = self._holds.hold(sorted(held))
+        hold_id = self._holds.hold(held.tolist())
         transfer_id = secrets.token_urlsafe(24)
-        self._leased[hold_id] = _Lease(transfer_id, sorted(held))
+        self._leased[hold_id] = _Lease(transfer_id, held)
         self._offered.add(transfer_id)
-        self._num_leases.update(held)
+        self._num_leased_blocks += self._num_unleased(held)
+        self._num_leases[held] += 1
         offer = Offer(
             transfer_id,
             request.request_id,
@@ -256,11 +258,13 @@ class PullConnector(SchedulerConnector):
         if lease is None:
             return  # a repeated report
         self._offered.discard(lease.transfer_id)
-        for block_id in lease.block_ids:
-            self._num_leases[block_id] -= 1
-            if not self._num_leases[block_id]:
-                del self._num_leases[block_id]
+        self._num_leases[lease.block_ids] -= 1
+        self._num_leased_blocks -= self._num_unleased(lease.block_ids)
         self._holds.release(hold_id)
+
+    def _num_unleased(self, block_ids: Int32Array) -> int:
+        """How many of these different blocks no lease keeps."""
+        return len(block_ids) - int(np.count_nonzero(self._num_leases[block_ids]))
 
     # Both
 
@@ -300,7 +304,7 @@ class PullConnector(SchedulerConnector):
     def get_kv_connector_stats(self) -> ConnectorStats:
         pulls = PullStats(
             num_leases=len(self._leased),
-            num_leased_blocks=len(self._num_leases),
+            num_leased_blocks=self._num_leased_blocks,
             num_refused_leases=self.num_refused_leases,
             num_expired_leases=self.num_expired_leases,
             pulls_by_outcome={each.value: num for each, num in self.pulls_by_outcome.items()},

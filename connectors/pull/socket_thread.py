@@ -7,11 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import zmq
 
 logger = logging.getLogger(__name__)
+
+SHORT_WAIT_S: Final = 0.0005
+"""ZeroMQ waits for whole milliseconds. A shorter wait than this is a sleep, which no event ends."""
 
 T = TypeVar("T")
 
@@ -58,11 +61,19 @@ class SocketThread(Generic[T]):
             while not self._is_closing:
                 items = [self._items.popleft() for _ in range(len(self._items))]
                 wake_at = self._step(items)
-                timeout_ms = None
-                if wake_at is not None:
-                    timeout_ms = math.ceil(max(wake_at - time.monotonic(), 0.0) * 1e3)
-                if self._fd in dict(self.poller.poll(timeout_ms)):
+                if self._fd in dict(self.poller.poll(_timeout_ms(wake_at))):
                     os.eventfd_read(self._fd)
         except Exception as error:
             logger.exception("%s has failed", self._thread.name)
             self.failure = error
+
+
+def _timeout_ms(wake_at: float | None) -> int | None:
+    """For the poller; the rest of a short wait has passed when this returns."""
+    if wake_at is None:
+        return None
+    wait_s = max(wake_at - time.monotonic(), 0.0)
+    if wait_s < SHORT_WAIT_S:
+        time.sleep(wait_s)
+        return 0
+    return math.ceil(wait_s * 1e3)

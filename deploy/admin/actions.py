@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
-from longshore.protocol.commands import EngineRole, LogLevel, PauseMode
+from longshore.protocol.commands import LogLevel, PauseMode, Role
 
 SOCKET_NAME: Final = "admin"
 """Of the socket in the runtime directory."""
@@ -42,7 +42,7 @@ class PauseEngine(_Action, tag="pause", frozen=True):
 
 
 class ResumeEngine(_Action, tag="resume", frozen=True):
-    """End a pause."""
+    """End a pause, or a drain of one engine: it gets requests again."""
 
 
 class Drain(
@@ -63,7 +63,7 @@ class AddEngine(
 ):
     """Start one more engine. role: None: that of all engines."""
 
-    role: EngineRole | None = None
+    role: Role | None = None
 
 
 class _EngineChange(
@@ -80,7 +80,7 @@ class DrainOneEngine(_EngineChange, tag="drain-engine", frozen=True):
 
 
 class RemoveEngine(_EngineChange, tag="remove-engine", frozen=True):
-    """Drain an engine and stop it. Requests that have not finished go on at another one."""
+    """Drain an engine and stop it. Requests that have not finished are resumed on another one."""
 
 
 class ResetPrefixCache(_Action, tag="reset-prefix-cache", frozen=True):

@@ -21,7 +21,7 @@ from longshore.deploy.cli.vllm_settings import translate_settings
 from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
 from longshore.deploy.supervisor.log_lines import LogFormat
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype

@@ -9,8 +9,7 @@ from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
-from longshore.deploy.supervisor.replica import Role
-from longshore.protocol.commands import EngineMember
+from longshore.protocol.commands import EngineMember, Role
 from longshore.protocol.transport.channel import Endpoint
 
 

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from longshore.protocol.commands import EngineRole
-
-Role: TypeAlias = EngineRole
+from longshore.protocol.commands import Role
 
 
 @dataclass(frozen=True)

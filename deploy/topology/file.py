@@ -33,7 +33,7 @@ import msgspec
 
 from longshore.deploy.cli.options import EngineOptions, ServeOptions
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
 
 MAX_FILE_BYTES: Final = 1 << 20

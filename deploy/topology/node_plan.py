@@ -16,7 +16,7 @@ from longshore.deploy.supervisor.connector_options import (
     with_pull_connector,
 )
 from longshore.deploy.supervisor.engine_config import EngineSockets
-from longshore.deploy.supervisor.replica import Replica, Role, replicas
+from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.topology.checks import (
     check_topology,
     connector_name,
@@ -29,7 +29,7 @@ from longshore.deploy.topology.checks import (
 )
 from longshore.deploy.topology.file import Engine, Topology
 from longshore.deploy.topology.keys import check_transfer_secret, read_hash_seed, read_node_keys
-from longshore.protocol.commands import EngineMember
+from longshore.protocol.commands import EngineMember, Role
 from longshore.protocol.events import EventSource
 from longshore.protocol.transport.channel import Endpoint
 from longshore.protocol.transport.security import CurveKeys

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from longshore.connectors.base import (
     AskLater,
     ConnectorOutput,
@@ -283,12 +285,12 @@ class Transfers:
     def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
         self.num_loading_blocks -= load.blocks.num_blocks
         num_good = load.num_tokens
+        bad = list(load.failed | load.invalid)
         block_sizes = self._kv_cache.block_sizes
         for block_ids, block_size in zip(load.blocks.block_ids, block_sizes, strict=True):
-            for index, block_id in enumerate(block_ids.tolist()):
-                if block_id in load.failed or block_id in load.invalid:
-                    num_good = min(num_good, index * block_size)
-                    break
+            is_bad = np.isin(block_ids, bad)
+            if is_bad.any():
+                num_good = min(num_good, int(np.argmax(is_bad)) * block_size)
         blocks, unwritten = load.blocks, load.failed
         if self._kv_cache.frees_skipped and num_good < load.num_tokens:
             # Not every number of loaded tokens is one to resume after, and there are no blocks to

@@ -2,6 +2,7 @@
 asserted."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,25 @@ def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
         assert row["ratio"] > 0
         assert 0 < row["handover_ms"] < row["first_ms"] * 100
         assert len(row["handover_ms_each"]) == 2
+
+
+@pytest.mark.services
+def test_separate_engines_are_compared_with_one(tmp_path: Path) -> None:
+    sizes = ("--lengths", "64", "--requests", "1")
+    (row,) = Result(tmp_path, "disaggregation.py", "handover", *sizes).rows
+    assert row["prompt_tokens"] == 64
+    assert row["added_ttft_ms"] == pytest.approx(row["split_ttft_ms"] - row["unified_ttft_ms"])
+    rest_ms = row["gap_ms"] - row["transfer_ms"] - row["step_ms"]
+    assert row["gap_beyond_ms"] == pytest.approx(rest_ms)
+    assert row["transfer_ms"] > 0
+
+
+def test_the_metrics_that_benchmarks_read_exist() -> None:
+    documented = (ROOT / "docs/metrics.md").read_text()
+    read = {
+        name
+        for path in (ROOT / "benchmarks").glob("*.py")
+        for name in re.findall(r"longshore_\w+_total", path.read_text())
+    }
+    assert read
+    assert {name for name in read if f"`{name}`" not in documented} == set()

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.handshake import EngineReady
 
 
@@ -51,6 +51,10 @@ class EngineCapacities:
         if client is None or client.ready is None:
             return False
         return client.is_running and client.closed_reason is None
+
+    def has_engine(self, role: Role) -> bool:
+        """Whether there is an engine of a role; it may be lost or closed."""
+        return bool(self._engines_of(role))
 
     def any_open(self, role: Role) -> bool:
         return any(True for _ in self.open_engines(role))

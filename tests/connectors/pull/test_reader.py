@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -22,7 +23,15 @@ from longshore.connectors.pull.messages import (
 )
 from longshore.connectors.pull.options import PullOptions, read_options
 from longshore.connectors.pull.owner import Owner
-from longshore.connectors.pull.reader import Drop, EndedPull, Keep, Reader
+from longshore.connectors.pull.reader import (
+    MAX_POLL_S,
+    MIN_POLL_S,
+    Drop,
+    EndedPull,
+    Keep,
+    Reader,
+    poll_interval_s,
+)
 from longshore.connectors.pull.transport import Memory, ReadState
 from longshore.connectors.pull.worker import reader_name
 from longshore.protocol.arrays import int32_array
@@ -219,3 +228,28 @@ def test_readers_of_two_hosts_have_different_names() -> None:
     names = {reader_name("engine-0.3", host) for host in ("10.0.0.1", "10.0.0.2")}
     assert len(names) == 2
     assert reader_name("engine-0.4", "10.0.0.1") in names  # a lease outlives an epoch
+
+
+def test_a_read_is_polled_in_proportion_to_its_time() -> None:
+    assert poll_interval_s(0.0) == MIN_POLL_S
+    assert poll_interval_s(0.002) == pytest.approx(0.0002)
+    assert poll_interval_s(60.0) == MAX_POLL_S
+
+
+def test_a_reader_whose_reads_have_ended_waits_for_events(start: Callable[..., Pair]) -> None:
+    """It would cost CPU time for ever if it went on polling."""
+    pair = start()
+    is_waiting = threading.Event()
+    step = pair.reader._thread._step
+
+    def noted(items: Any) -> float | None:
+        wake_at = step(items)
+        if wake_at is None or wake_at > time.monotonic() + 1.0:
+            is_waiting.set()
+        else:
+            is_waiting.clear()
+        return wake_at
+
+    pair.reader._thread._step = noted
+    assert pair.pull(pair.offer("t")) is PullOutcome.COMPLETE
+    assert is_waiting.wait(LIMIT_S)

@@ -15,12 +15,12 @@ from longshore.deploy.gateway.engines.split_requests import (
     SplitConfig,
     SplitRequests,
     TooManyWaiting,
-    stage_of,
 )
 from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.stages import stage_of
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
-from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import EngineIdentity, EngineReady
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
@@ -38,8 +38,10 @@ class FakeEngine:
     waiting: requests by handle that it has neither ended nor aborted.
     """
 
-    def __init__(self, number: int, on_late_end: Callable[[int, FinishedRequest], None]) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, role: Role, on_late_end: Callable[[int, FinishedRequest], None]
+    ) -> None:
+        self.number, self.role = number, role
         identity = EngineIdentity("model", "float32", 16, 400, 8, 64, "seed")
         self.ready: EngineReady | None = EngineReady("engine", identity, num_blocks=100)
         self.is_running = True
@@ -63,6 +65,9 @@ class FakeEngine:
         for live in requests:
             live.engine = self.number
             message = self.requests.resume(live, fork_of)
+            if not self.is_running:  # it waits at the client
+                live.kv_transfer_params = message.kv_transfer_params
+                continue
             self.sent.append(message)
             self.waiting[message.handle] = message
 
@@ -96,7 +101,9 @@ class Split:
     """Engines with these roles, and the requests of a gateway."""
 
     def __init__(self, *roles: Role, num_gateways: int = 1, **config: Any) -> None:
-        self.engines = [FakeEngine(number, self.late_end) for number in range(len(roles))]
+        self.engines = [
+            FakeEngine(number, role, self.late_end) for number, role in enumerate(roles)
+        ]
         self.now = 0.0
         self.by_number = dict(enumerate(self.engines))
         self.router = Router(len(roles), roles=roles)
@@ -115,26 +122,48 @@ class Split:
         """As `Engines` says."""
         engines = self.by_number.items()
         is_open = {each: one.is_running and one.closed_reason is None for each, one in engines}
-        return is_open if any(is_open.values()) else {each: one.is_running for each, one in engines}
+        if any(is_open.values()):
+            return is_open
+        is_running = {each: one.is_running for each, one in engines}
+        return is_running if any(is_running.values()) else dict.fromkeys(is_running, True)
+
+    def move_requests(self) -> None:
+        """As `Engines` does at every change of an engine."""
+        self.requests.engines_changed()
+        if any(engine.is_running for engine in self.by_number.values()):
+            for engine in self.by_number.values():
+                if not engine.is_running:
+                    self.resume_elsewhere(engine)
+
+    def resume_elsewhere(self, engine: FakeEngine) -> None:
+        for live in engine.requests.release_all():
+            assert self.requests.moved(live)
 
     def close(self, number: int, reason: str | None = "drained by the operator") -> None:
         """An engine gets no new requests; without a reason it gets them again."""
         self.engines[number].closed_reason = reason
-        self.requests.engines_changed()
+        self.move_requests()
 
     def reserved(self, live: LiveRequest) -> int:
-        """The decode engine at which a request has room."""
+        """The decode engine at which a request has capacity."""
         engine = self.requests._requests[live].reserved
         assert engine is not None
         return engine
+
+    def add(self, role: Role) -> None:
+        engine = FakeEngine(len(self.engines), role, self.late_end)
+        self.engines.append(engine)
+        self.router.add_engine(engine.number, role)
+        self.by_number[engine.number] = engine
+        self.move_requests()
 
     def remove(self, number: int) -> None:
         """An engine is removed, as `Engines` does it."""
         self.router.remove_engine(number)
         engine = self.by_number.pop(number)
         self.requests.engines_changed()
-        for live in engine.requests.release_all():
-            assert self.requests.moved(live)
+        self.resume_elsewhere(engine)
+        engine.waiting.clear()
 
     def late_end(self, engine: int, finished: FinishedRequest) -> None:
         self.requests.late_end(engine, finished)
@@ -165,16 +194,13 @@ class Split:
         engine = self.engines[number]
         engine.is_running = False
         engine.waiting.clear()
-        self.requests.engines_changed()
-        if any(each.is_running for each in self.engines):
-            for live in engine.requests.release_all():
-                assert self.requests.moved(live)
+        self.move_requests()
 
     def restore(self, number: int) -> None:
         engine = self.engines[number]
         engine.is_running, engine.closed_reason = True, None
         engine.resume(engine.requests.release_all())
-        self.requests.engines_changed()
+        self.move_requests()
 
     def assert_nothing_is_left(self) -> None:
         requests = self.requests
@@ -313,7 +339,7 @@ def test_forks_wait_for_their_parent_and_start_where_its_kv_is() -> None:
     split.assert_nothing_is_left()
 
 
-def test_when_a_parent_ends_with_its_first_token_a_fork_takes_its_place() -> None:
+def test_when_a_parent_ends_with_its_first_token_a_fork_becomes_the_parent() -> None:
     split = Split("prefill", "decode")
     parent = split.submit()
     for number in range(2):
@@ -366,7 +392,43 @@ def test_a_client_that_leaves_between_the_legs_ends_the_lease() -> None:
     split.assert_nothing_is_left()
 
 
-def test_a_prefill_starts_with_room_at_a_decode_engine_only() -> None:
+def test_a_prefill_that_is_lost_while_no_decode_engine_is_open_is_computed_elsewhere() -> None:
+    split = Split("prefill", "prefill", "decode")
+    live = split.submit()
+    lost = live.engine
+    split.close(2)
+    assert live.engine == lost
+    split.lose(lost)
+    assert live.engine == 1 - lost
+    (request,) = split.engines[1 - lost].sent
+    assert request.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_offer_that_waits_for_a_lost_engine_is_released_if_it_is_not_used(
+    is_aborted: bool,
+) -> None:
+    split = Split("prefill", "decode", "decode")
+    live = split.submit()
+    reserved = split.reserved(live)
+    filling = [split.submit(PROMPT[:31], max_tokens=300) for _ in range(16)]
+    split.lose(reserved)
+    split.engines[0].offer(split.engines[0].sent[0])
+    split.lose(0)
+    split.lose(3 - reserved)
+    assert live.engine in (1, 2)
+    assert split.engines[0].released == []
+    if is_aborted:
+        split.abort(live)
+    else:
+        split.restore(0)
+        assert live.engine == 0
+    assert split.engines[0].released == ["t"]
+    split.abort(*reversed(filling), *([] if is_aborted else [live]))
+    split.assert_nothing_is_left()
+
+
+def test_a_prefill_starts_with_capacity_at_a_decode_engine_only() -> None:
     """Each request takes 100 + 200 of 1,600 tokens there."""
     split = Split("prefill", "decode", max_waiting=2)
     prefill, decode = split.engines
@@ -399,7 +461,7 @@ def test_a_prefill_engine_keeps_no_more_than_it_may_lease() -> None:
     assert split.requests.skips == {"too_large": 1}
 
 
-def test_gateways_divide_the_room_of_the_engines() -> None:
+def test_gateways_divide_the_capacity_of_the_engines() -> None:
     split = Split("prefill", "decode", num_gateways=2)
     for _ in range(5):
         split.submit(max_tokens=200)
@@ -504,9 +566,9 @@ def answer_all(split: Split) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_room_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
-    """The prefill engine has room for one prompt. The one that it has loses its decode engine, and
-    the other decode engine has room only for those that wait for the prefill engine."""
+def test_capacity_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
+    """The prefill engine has capacity for one prompt. The one that it has loses its decode engine,
+    and the other decode engine has capacity only for those that wait for the prefill engine."""
     split = Split("prefill", "decode", "decode", max_leased_share=0.1)
     lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(10)]
     assert [live.engine for live in lives] == [0] + [-1] * 9
@@ -596,7 +658,7 @@ class Lives(RuleBasedStateMachine):
     def requests(self) -> list[tuple[FakeEngine, AddRequest]]:
         return [
             (engine, request)
-            for engine in self.split.engines
+            for engine in self.split.by_number.values()
             if engine.is_running
             for request in engine.waiting.values()
         ]
@@ -627,17 +689,32 @@ class Lives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def close_or_open(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         self.split.close(engine.number, None if engine.closed_reason else "drained")
 
     @rule(data=st.data())
     def lose_or_restore(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         if engine.is_running:
-            self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
+            self._end_offers(engine)
             self.split.lose(engine.number)
         else:
             self.split.restore(engine.number)
+
+    @rule(role=st.sampled_from(["prefill", "decode"]))
+    def add(self, role: Role) -> None:
+        if len(self.split.by_number) < 6:
+            self.split.add(role)
+
+    @precondition(lambda self: len(self.split.by_number) > 1)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
+        self._end_offers(engine)
+        self.split.remove(engine.number)
+
+    def _end_offers(self, engine: FakeEngine) -> None:
+        self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
 
     @invariant()
     def tokens_are_consecutive(self) -> None:
@@ -656,14 +733,14 @@ class Lives(RuleBasedStateMachine):
         for engine in self.split.engines:
             for request in engine.sent:
                 if "transfer_id" in (request.kv_transfer_params or {}):
-                    assert self.split.router.roles[engine.number] == "decode"
+                    assert engine.role == "decode"
                     used.append(request.kv_transfer_params["transfer_id"])
         return used
 
     def teardown(self) -> None:
         if not hasattr(self, "split"):
             return
-        for engine in self.split.engines:
+        for engine in self.split.by_number.values():
             if not engine.is_running:
                 self.split.restore(engine.number)
         for _ in range(1000):
