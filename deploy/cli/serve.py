@@ -281,13 +281,10 @@ class _Deployment:
         return RoutingConfig(options.routing_policy, options.routing_session_header, prefix)
 
     def _split_config(self) -> SplitConfig:
-        config = SplitConfig(
+        return SplitConfig(
             min_tokens=self.options.disaggregation_min_tokens,
             max_waiting=self.options.disaggregation_max_waiting,
         )
-        if self.pull is None:
-            return config
-        return msgspec.structs.replace(config, max_leased_share=self.pull.max_leased_share)
 
     def _gateway(
         self,

@@ -7,7 +7,8 @@ and its `kv_transfer_params` go, unchanged, to the decode engine, with the messa
 a request of a lost engine. A request that gains nothing from a remote prefill, or for which there
 is no prefill engine, is sent to the decode engine as a whole.
 
-Room is counted in tokens. At a decode engine a request has room for its tokens and for the next
+Room is counted in KV blocks, as many as the engines say that a request of that length holds
+(`KVCapacity`). At a decode engine a request has room for its tokens and for the next
 RESERVED_TOKENS from its admission to its end; at a prefill engine, from its leg there to its first
 token of the decode engine, since the KV is kept for that long.
 
@@ -72,12 +73,10 @@ too_large: the KV is more than prefill engines may keep.
 class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """min_tokens: fewer tokens are computed on the decode engine.
     max_waiting: requests of a gateway that may wait for room at a decode engine.
-    max_leased_share: of the KV blocks of a prefill engine, which it may keep for decode engines.
     """
 
     min_tokens: int = 64
     max_waiting: int = 1024
-    max_leased_share: float = 0.5
 
 
 class TooManyWaiting(LongshoreError):
@@ -357,12 +356,19 @@ class SplitRequests:
         return any(map(self._is_open, self._engines_of(role)))
 
     def _room(self, engine: int) -> int:
-        """Tokens of this gateway for which an engine has KV blocks."""
+        """KV blocks that an engine has for requests of this gateway."""
         ready = self._engines[engine].ready
         assert ready is not None
-        num_tokens = ready.num_blocks * ready.identity.block_size
-        share = self._config.max_leased_share if self._roles[engine] == "prefill" else 1.0
-        return max(1, int(num_tokens * share) // self._num_gateways)
+        capacity = ready.capacity
+        is_prefill = self._roles[engine] == "prefill"
+        num_blocks = capacity.num_leasable_blocks if is_prefill else capacity.num_blocks
+        return max(1, num_blocks // self._num_gateways)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        """KV blocks that a request of this length holds, wherever it needs the most."""
+        engines = self._engines.values()
+        counts = [each.ready.capacity.blocks_of(num_tokens) for each in engines if each.ready]
+        return max(counts, default=num_tokens)
 
     def _largest_room(self, role: Role) -> int:
         rooms = [self._rooms.get(engine, 0) for engine in self._engines_of(role)]
@@ -377,7 +383,7 @@ class SplitRequests:
 
     def _queue(self, split: _Split) -> bool:
         """Queue for room at a decode engine. False if too many wait."""
-        outcome = self._decode.add(split, self._decode_tokens(split))
+        outcome = self._decode.add(split, self._decode_blocks(split))
         if isinstance(outcome, Refusal):
             return False
         self._placed(self._decode, outcome)
@@ -392,22 +398,23 @@ class SplitRequests:
         if split in self._decode:
             outcome = self._decode.retry(split, has_failed=has_failed)
         else:
-            outcome = self._decode.add(split, self._decode_tokens(split))
+            outcome = self._decode.add(split, self._decode_blocks(split))
         if not isinstance(outcome, Refusal):
             self._placed(self._decode, outcome)
         elif split in self._held:
             self._send_anywhere(split)
 
-    def _decode_tokens(self, split: _Split) -> int:
+    def _decode_blocks(self, split: _Split) -> int:
         """At least the room of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
+        num_blocks = self._blocks_of(num_tokens)
         shares = [
             self._rooms[engine] * self._num_gateways // ready.identity.max_num_seqs
             for engine in self._engines_of("decode")
             if engine in self._rooms and (ready := self._engines[engine].ready) is not None
         ]
         largest = self._largest_room("decode")
-        return min(max(num_tokens, min(shares, default=1)), largest or num_tokens)
+        return min(max(num_blocks, min(shares, default=1)), largest or num_blocks)
 
     def _num_left(self, split: _Split) -> int:
         """Output tokens that the request may still get."""
@@ -483,7 +490,7 @@ class SplitRequests:
             self._send_decode(split)
             return
         self._hold(split, _Phase.ADMITTED)
-        outcome = self._prefill.add(split, split.num_tokens + 1)
+        outcome = self._prefill.add(split, self._blocks_of(split.num_tokens))
         assert not isinstance(outcome, Refusal)
         self._placed(self._prefill, outcome)
 
@@ -497,7 +504,7 @@ class SplitRequests:
             return "short_prompt"
         if decision is not None and split.num_tokens - decision.num_cached_tokens < minimum:
             return "cached_prefix"
-        if split.num_tokens + 1 > self._largest_room("prefill"):
+        if self._blocks_of(split.num_tokens) > self._largest_room("prefill"):
             return "too_large"
         return None
 
