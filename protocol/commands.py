@@ -106,7 +106,7 @@ class UseEngine(msgspec.Struct, tag="use_engine", frozen=True, forbid_unknown_fi
 
 
 class ReleaseEngine(msgspec.Struct, tag="release_engine", frozen=True, forbid_unknown_fields=True):
-    """An engine is about to end: its requests go on at other ones, and nothing is sent to it."""
+    """An engine is about to end: resume its requests on other ones, and send nothing to it."""
 
     engine: int
 

@@ -123,7 +123,7 @@ class PullStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a connector keeps for other engines, and pulls from them.
 
     num_leases, num_leased_blocks: kept now.
-    num_refused_leases: requests whose KV could not be kept, because there was no room.
+    num_refused_leases: requests whose KV could not be kept, because too much was kept.
     num_expired_leases: leases that no reader renewed in time.
     pulls_by_outcome: pulls of this engine that have ended, see `PullOutcome` of the connector.
     """

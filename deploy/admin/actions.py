@@ -42,7 +42,7 @@ class PauseEngine(_Action, tag="pause", frozen=True):
 
 
 class ResumeEngine(_Action, tag="resume", frozen=True):
-    """End a pause."""
+    """End a pause, or a drain of one engine: it gets requests again."""
 
 
 class Drain(
@@ -80,7 +80,7 @@ class DrainOneEngine(_EngineChange, tag="drain-engine", frozen=True):
 
 
 class RemoveEngine(_EngineChange, tag="remove-engine", frozen=True):
-    """Drain an engine and stop it. Requests that have not finished go on at another one."""
+    """Drain an engine and stop it. Requests that have not finished are resumed on another one."""
 
 
 class ResetPrefixCache(_Action, tag="reset-prefix-cache", frozen=True):

@@ -78,7 +78,7 @@ class EngineMaker(Protocol):
     """Makes what a new engine of a deployment needs, and cleans up after one."""
 
     def make_engine(self, replica: Replica) -> NewEngine:
-        """Raises ConfigError if the machine has no room for it."""
+        """Raises ConfigError if the machine has too little memory for it."""
 
     def clean_up(self, replica: Replica, specs: Sequence[ProcessSpec]) -> None:
         """Its processes have ended: delete its files and release its shared memory."""
@@ -116,6 +116,7 @@ class Operations:
         self._drain_timeout_s = drain_timeout_s
         self._start_timeout_s = start_timeout_s
         self._file_numbers = itertools.count()
+        self._not_stopped: dict[Replica, Sequence[ProcessSpec]] = {}  # of failed removals
 
     def perform(self, action: Action) -> tuple[Answer, list[Path]]:
         """Carry out an action; returns the answer, and files to send after it and delete."""
@@ -168,9 +169,10 @@ class Operations:
     # Engines
 
     def _engines(self, engine: int | None) -> Sequence[Replica]:
-        present = self._engine_set.present
+        """One engine, or all that have started and are not being removed."""
         if engine is None:
-            return present
+            return self._engine_set.serving
+        present = self._engine_set.present
         if found := [each for each in present if each.number == engine]:
             return found
         numbers = ", ".join(str(each.number) for each in present)
@@ -179,6 +181,8 @@ class Operations:
     def _scheduler(self, engine: Replica) -> ManagedProcess:
         found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
         if not found:
+            if self._engine_set.states.get(engine) == "starting":
+                raise InvalidAction(f"engine {engine.number} is starting")
             raise InvalidAction("the deployment is starting or stopping")
         return found[0]
 
@@ -204,14 +208,15 @@ class Operations:
 
     def _restart_one(self, engine: Replica, timeout_s: float | None) -> Result:
         """Let its requests finish, restart its processes, and wait until they are ready. Requests
-        that have not finished go on afterwards, or on another engine."""
+        that have not finished are resumed afterwards, or on another engine."""
         if timeout_s is None:
             timeout_s = self._drain_timeout_s
         scheduler = self._scheduler(engine)
         group = scheduler.spec.restart_group
         assert group is not None
         name, begin_s = f"engine {engine.number}", time.monotonic()
-        others = [each for each in self._engine_set.used if each != engine]
+        states = self._engine_set.states.items()
+        others = [each for each, state in states if state == "ready" and each != engine]
         holds_new = not any(map(self._is_running, others))
         drain = DrainEngine(timeout_s, holds_new)
         (drained,) = _ask([(scheduler, drain)], timeout_s + ANSWER_TIMEOUT_S)
@@ -250,15 +255,15 @@ class Operations:
             specs = list(new.specs)
             started = self._supervisor.orders.start(replica.engine_id, specs)
             started.result(self._start_timeout_s + END_TIMEOUT_S)
-        except (ConfigError, RuntimeError, TimeoutError) as error:
+        except (ConfigError, RuntimeError, OSError) as error:  # a TimeoutError is an OSError
             self._maker.clean_up(replica, specs)
-            self._engine_set.forget(replica.number, was_ready=False)
+            self._engine_set.remove_stopped(replica.number, was_ready=False)
             why = str(error) or "the supervisor is busy"
             return Result(name, False, f"not added: {why}")
         use = partial(self._engine_set.use, replica.number)
         failures = self._tell_gateways(UseEngine(new.member), use)
         if failures:
-            self._end(replica, specs, was_ready=False)
+            self._stop_engine(replica, specs, was_ready=False)
             return Result(name, False, f"not added: {failures[0].process}: {failures[0].message}")
         took_s = round(time.monotonic() - begin_s, 1)
         return Result(
@@ -285,11 +290,18 @@ class Operations:
         engine = self._begin_change(action.engine, self._engine_set.remove)
         if isinstance(engine, Result):
             return engine
-        processes = self._processes(engine.number, None)
-        drained = self._drain_requests(engine, action.timeout_s)
-        self._end(engine, [process.spec for process in processes], was_ready=True)
+        specs = self._not_stopped.pop(engine, None)
+        if specs is None:
+            specs = [process.spec for process in self._processes(engine.number, None)]
+            drained = self._drain_requests(engine, action.timeout_s)
+        else:
+            drained = Result(engine.engine_id, True, "gateways do not use it any more")
+        failure = self._stop_engine(engine, specs, was_ready=True)
+        if failure is not None:
+            why = f"gets no requests, but its processes have not ended: {failure}"
+            return Result(f"engine {engine.number}", False, f"{why}. Remove it again")
         took_s = round(time.monotonic() - begin_s, 1)
-        how = "" if drained.ok else f"; its last requests go on at others: {drained.message}"
+        how = "" if drained.ok else f"; others continue its last requests: {drained.message}"
         return Result(
             f"engine {engine.number}",
             True,
@@ -314,20 +326,28 @@ class Operations:
         (drained,) = _ask([(self._scheduler(engine), command)], timeout_s + ANSWER_TIMEOUT_S)
         return drained
 
-    def _end(self, engine: Replica, specs: Sequence[ProcessSpec], *, was_ready: bool) -> None:
-        """Make all gateways release an engine, then stop it."""
+    def _stop_engine(
+        self, engine: Replica, specs: Sequence[ProcessSpec], *, was_ready: bool
+    ) -> str | None:
+        """Make all gateways release an engine, then stop it. Returns why it was not stopped, if it
+        was not."""
         release = partial(self._engine_set.release, engine.number)
         failures = self._tell_gateways(ReleaseEngine(engine.number), release)
         for failure in failures:
             logger.warning("%s uses %s: %s", failure.process, engine.engine_id, failure.message)
         try:
             self._order_stop(engine).result(END_TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as error:  # the deployment is stopping
-            logger.warning("%s has not been stopped: %s", engine.engine_id, error)
-            return
+        except (RuntimeError, TimeoutError) as error:
+            if self._processes(engine.number, None):
+                reason = str(error) or f"they still run after {END_TIMEOUT_S:g} s"
+                logger.warning("%s has not been stopped: %s", engine.engine_id, reason)
+                self._engine_set.keep(engine.number)
+                self._not_stopped[engine] = specs
+                return reason
         if self._maker is not None:
             self._maker.clean_up(engine, specs)
-        self._engine_set.forget(engine.number, was_ready=was_ready)
+        self._engine_set.remove_stopped(engine.number, was_ready=was_ready)
+        return None
 
     def _order_stop(self, engine: Replica) -> "Future[None]":
         """Once a restart that is under way has ended."""
@@ -386,7 +406,7 @@ class Operations:
         return [each for each in processes if name in (None, each.name)]
 
     def _status(self, action: Status) -> Answer:
-        schedulers = {engine.scheduler for engine in self._engines(action.engine)}
+        schedulers = {engine.scheduler for engine in self._engine_set.present}
         results = self._engine_states(action.engine)
         for process in self._processes(action.engine, None):
             if process.name in schedulers and process.ready is not None:

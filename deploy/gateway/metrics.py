@@ -238,9 +238,9 @@ class GatewayMetrics:
         """
         self._engines.observe(engine, stats)
 
-    def forget_engine(self, engine: str) -> None:
+    def remove_engine(self, engine: str) -> None:
         """The engine is gone: its series end."""
-        self._engines.forget(engine)
+        self._engines.remove_engine(engine)
 
     def sample(self, taken_s: float) -> Sample:
         """All metrics now, to compare with a later sample."""

@@ -175,7 +175,7 @@ class GatewayProcess:
         )
         for member in config.current_members:
             self._engines.add_engine(member.number, member.clients)
-        if self._engines.split is not None:
+        if any(member.role != "unified" for member in config.current_members):
             self._gateway.metrics.watch(SplitMetrics(self._engines.split))
         self._server = _Server(
             uvicorn.Config(
@@ -284,7 +284,7 @@ class GatewayProcess:
             raise ValueError(f"engine {engine} is the only one")
         self._routing.remove_engine(engine)
         self._engines.remove_engine(engine)
-        self._gateway.metrics.forget_engine(str(engine))
+        self._gateway.metrics.remove_engine(str(engine))
         logger.info("engine %d gets no more requests", engine)
 
     def _max_connections(self) -> int:

@@ -61,7 +61,7 @@ class LiveRequest:
     failure:       set if the engine died before that.
     engine:        number of the engine that has the request.
     is_prefill_leg: its engine computes its next token only.
-    kv_transfer_params: for the connector of the next engine that gets it.
+    kv_transfer_params: for the connector of the next engine that it is sent to.
     session_key:   requests with the same one belong together, for routing.
     opened_s:      when it was opened, by `time.monotonic`.
     on_change:     called after new tokens, the finish or a failure.

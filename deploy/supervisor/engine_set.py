@@ -8,7 +8,11 @@ from typing import Final, Literal, TypeAlias
 from longshore.deploy.supervisor.replica import Replica, Role
 from longshore.protocol.errors import LongshoreError
 
-EngineState: TypeAlias = Literal["starting", "ready", "draining", "removing", "removed"]
+EngineState: TypeAlias = Literal[
+    "starting", "ready", "draining", "removing", "not stopped", "removed"
+]
+"""not stopped: gateways do not use it any more, but its processes could not be ended; it can be
+removed again."""
 MAX_SHOWN_REMOVED: Final = 8
 _SUCCESSORS: Final[dict[Role, tuple[Role, ...]]] = {
     "unified": ("unified",),
@@ -66,6 +70,13 @@ class EngineSet:
             return [each.replica for each in self._engines.values() if each.is_used]
 
     @property
+    def serving(self) -> list[Replica]:
+        """Those that have started, and are not being removed."""
+        with self._lock:
+            engines = self._engines.values()
+            return [each.replica for each in engines if each.state in ("ready", "draining")]
+
+    @property
     def states(self) -> dict[Replica, EngineState]:
         """Of all engines, and of some that were removed."""
         with self._lock:
@@ -116,12 +127,17 @@ class EngineSet:
         with self._lock:
             self._engines[number].is_used = False
 
-    def forget(self, number: int, *, was_ready: bool) -> None:
+    def remove_stopped(self, number: int, *, was_ready: bool) -> None:
         """Its processes have ended. Its number stays taken."""
         with self._lock:
             engine = self._engines.pop(number)
             if was_ready:
                 self._removed = [*self._removed, engine.replica][-MAX_SHOWN_REMOVED:]
+
+    def keep(self, number: int) -> None:
+        """Its processes could not be ended."""
+        with self._lock:
+            self._engines[number].state = "not stopped"
 
     def drain(self, number: int, is_running: Callable[[Replica], bool]) -> None:
         """The engine gets no new requests from now on. is_running: whether another engine runs.
@@ -148,6 +164,8 @@ class EngineSet:
                 raise EngineRefused("it does not exist")
             if engine.state in ("starting", "removing"):
                 raise EngineRefused(f"it is {engine.state}")
+            if engine.state == "not stopped" and state != "removing":
+                raise EngineRefused("it could not be removed; remove it again")
             others = [
                 each.replica.role
                 for each in self._engines.values()

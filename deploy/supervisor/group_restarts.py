@@ -46,7 +46,7 @@ class GroupRestarts:
         self._orders = orders
         self._max_restarts = max_restarts
         self._starting: dict[str, float] = {}  # new groups, and when they must be ready
-        self._leaving: set[str] = set()  # groups that are being stopped
+        self._removed: set[str] = set()  # groups that are being stopped for good
         self._history = history
         self._start_timeout_s = start_timeout_s
         self._hang_timeout_s = hang_timeout_s
@@ -118,7 +118,7 @@ class GroupRestarts:
                     if self._groups[name].running_since_s is not None:
                         self._tell_to_end(name)
                 case StopGroup(name):
-                    self._leaving.add(name)
+                    self._removed.add(name)
                     self._tell_to_end(name)
                 case _:
                     assert_never(order)
@@ -180,8 +180,8 @@ class GroupRestarts:
             if not self._has_ended(name, is_late=now_s >= group.stop_deadline_s):
                 return None
             group.stopped(now_s)
-            if name in self._leaving:
-                self._leaving.remove(name)
+            if name in self._removed:
+                self._removed.remove(name)
                 self._standbys.remove(name)
                 self._remove(name)
                 del self._groups[name]

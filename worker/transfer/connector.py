@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from longshore.connectors.base import (
+    EncoderWorker,
     GroupBlocks,
     KVCaches,
     StepTokens,
@@ -58,7 +59,7 @@ class ConnectorRunner:
         self._request_ids = [""] * num_rows
         self._finished: list[str] = []
         self._layers: dict[str, LayerBlocks] = {}
-        self._stuck: HookFailed | None = None
+        self._end_transfers = EndTransfers(connector)
 
     @property
     def has_layer_hooks(self) -> bool:
@@ -146,27 +147,33 @@ class ConnectorRunner:
     def close(self) -> None:
         """End all transfers. No other call may follow. Raises HookFailed if the connector could
         not, then and at every later call."""
-        if self._stuck is not None:
-            raise self._stuck
         try:
-            end_transfers(self.connector.shutdown, type(self.connector).__name__)
-        except HookFailed as error:
-            self._stuck = error
-            raise
+            self._end_transfers()
         finally:
             self._queues.close()
 
 
-def end_transfers(shutdown: Callable[[], None], name: str) -> None:
-    """Call `shutdown` of the connector `name`. Raises HookFailed if it raises."""
-    try:
-        shutdown()
-    except Exception as error:
-        logger.exception("shutdown of the connector %s raised", name)
-        raise HookFailed(
-            f"shutdown of the connector {name} raised {type(error).__name__}: {error}. Its "
-            "transfers may still write to memory until this process has ended."
-        ) from error
+class EndTransfers:
+    """Calls `shutdown` of a connector. If that raises, this raises HookFailed, and again at every
+    later call: only the end of the process ends the transfers then."""
+
+    def __init__(self, connector: WorkerConnector[Any] | EncoderWorker[Any]) -> None:
+        self._connector = connector
+        self._failure: HookFailed | None = None
+
+    def __call__(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        name = type(self._connector).__name__
+        try:
+            self._connector.shutdown()
+        except Exception as error:
+            logger.exception("shutdown of the connector %s raised", name)
+            self._failure = HookFailed(
+                f"shutdown of the connector {name} raised {type(error).__name__}: {error}. Its "
+                "transfers may still write to memory until this process has ended."
+            )
+            raise self._failure from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from longshore.connectors.base import EncoderWorker
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.plan import SchedulerOutput
-from longshore.worker.transfer.connector import end_transfers, named
+from longshore.worker.transfer.connector import EndTransfers, named
 
 
 class EncoderRunner:
@@ -31,6 +31,7 @@ class EncoderRunner:
         self.connector = connector
         self._epoch = epoch
         self._rank = rank
+        self._end_transfers = EndTransfers(connector)
         connector.register_caches(wake)
 
     @property
@@ -57,8 +58,8 @@ class EncoderRunner:
 
     def close(self) -> None:
         """End all transfers. No other call may follow. Raises HookFailed if the connector could
-        not."""
-        end_transfers(self.connector.shutdown, type(self.connector).__name__)
+        not, then and at every later call."""
+        self._end_transfers()
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from longshore.protocol.outputs import (
     EnginePaused,
     FinishedRequest,
 )
-from longshore.protocol.requests import AbortRequests
+from longshore.protocol.requests import AbortRequests, AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import (
     BlockSnapshot,
@@ -187,7 +187,7 @@ class EngineClient:
             **fields,
         )
         live.engine = self._number
-        self._send(message)  # if this loses the engine, another one may have the request now
+        self._send_request(live, message)
         return live
 
     def resume(
@@ -197,7 +197,13 @@ class EngineClient:
         see `LiveRequests.resume`."""
         for live in requests:
             live.engine = self._number
-            self._send(self._requests.resume(live, fork_of))
+            self._send_request(live, self._requests.resume(live, fork_of))
+
+    def _send_request(self, live: LiveRequest, message: AddRequest) -> None:
+        """If this loses the engine, another one may have the request afterwards."""
+        if not self.is_ready:  # so the KV that it offers was not pulled
+            live.kv_transfer_params = message.kv_transfer_params
+        self._send(message)
 
     def release_all(self) -> list[LiveRequest]:
         """Give up all live requests, for another engine to resume. A paused engine drops them."""
@@ -299,7 +305,7 @@ class EngineClient:
 
     def _end_pause(self, engine_id: str) -> None:
         self.pause = None
-        logger.info("%s has new workers; %d requests go on", engine_id, len(self._requests))
+        logger.info("%s has new workers; %d requests continue", engine_id, len(self._requests))
         self._on_change()
 
     def _become_ready(self, message: EngineReady) -> None:
@@ -309,7 +315,7 @@ class EngineClient:
         if not self._first_ready.done():
             self._first_ready.set_result(message)
         if loss is not None:
-            logger.info("%s is ready; %d requests go on", message.engine_id, len(self._requests))
+            logger.info("%s is ready; %d requests continue", message.engine_id, len(self._requests))
         self.resume(self._requests.release_all())
         self._on_change()
 

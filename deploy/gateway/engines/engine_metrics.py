@@ -59,7 +59,7 @@ SCHEDULER_COUNTERS: Final = (
     (
         "num_swaps_refused",
         "refused_swaps",
-        "Requests not swapped out because host memory had no room",
+        "Requests not swapped out because host memory was full",
     ),
     (
         "num_swaps_too_slow",
@@ -139,7 +139,7 @@ TRANSFER_COUNTERS: Final = (
 """Field of TransferStats, name, help."""
 TIER_GAUGES: Final = (
     ("num_blocks", "blocks", "Offloaded blocks that a tier has"),
-    ("capacity_blocks", "capacity_blocks", "Offloaded blocks for which a tier has room"),
+    ("capacity_blocks", "capacity_blocks", "Offloaded blocks for which a tier has capacity"),
     ("num_open_breakers", "open_breakers", "Circuit breakers that are open, of reads and writes"),
 )
 """Field of TierStats, name, help."""
@@ -167,7 +167,7 @@ PULL_COUNTERS: Final = (
     (
         "num_refused_leases",
         "refused_leases",
-        "Requests whose KV was not kept for another engine, because there was no room",
+        "Requests whose KV was not kept for another engine, because too much was kept",
     ),
     ("num_expired_leases", "expired_leases", "Leases that no other engine renewed in time"),
 )
@@ -210,7 +210,7 @@ class EngineMetrics:
         self._latest[engine] = stats
         self._keys.update(tenant.name for tenant in stats.tenants)
 
-    def forget(self, engine: str) -> None:
+    def remove_engine(self, engine: str) -> None:
         """The engine is gone."""
         self._latest.pop(engine, None)
 

@@ -31,7 +31,6 @@ from longshore.deploy.requests.live_requests import (
 from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
-from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
@@ -44,7 +43,7 @@ class Engines:
     endpoints: of the engines 0, 1 and so on; others can be added.
     router:   decides which engine gets a prompt; it has the same engines, and knows their roles.
     roles:    of these engines, if there is no router; empty: all are unified.
-    split_config: how requests are divided among prefill and decode engines, if there are both.
+    split_config: how requests are divided among prefill and decode engines, while there are both.
     num_gateways: that use these engines.
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
@@ -81,17 +80,15 @@ class Engines:
         self._seeds = seed_source(seed, number)
         self._why_stopped = why_stopped
         self.clients: dict[int, EngineClient] = {}
-        self.split: SplitRequests | None = None
-        if {"prefill", "decode"} <= {*self._router.roles.values()}:
-            self.split = SplitRequests(
-                split_config,
-                self.clients,
-                self._router,
-                self._seeds,
-                num_gateways=num_gateways,
-                usable=self._usable,
-                now=self._loop.time,
-            )
+        self.split = SplitRequests(
+            split_config,
+            self.clients,
+            self._router,
+            self._seeds,
+            num_gateways=num_gateways,
+            usable=self._usable,
+            now=self._loop.time,
+        )
         for engine, endpoint in enumerate(endpoints):
             self.add_engine(engine, endpoint)
 
@@ -104,23 +101,18 @@ class Engines:
             seeds=self._seeds,
             on_stats=self._stats_taker(engine),
             on_change=self._move_requests,
-            on_late_end=partial(self._late_end, engine),
+            on_late_end=partial(self.split.late_end, engine),
             why_stopped=self._why_stopped,
         )
 
     def remove_engine(self, engine: int) -> None:
         """Disconnect from an engine, which is not the only one, and which the router has lost
-        already. Its requests go on at others."""
+        already. Its requests are resumed on others."""
         client = self.clients.pop(engine)
         self._on_ready(engine, False)
-        if self.split is not None:
-            self.split.engines_changed()
+        self.split.engines_changed()
         self._resume_elsewhere(client.release_all())
         client.close()
-
-    def _late_end(self, engine: int, finished: FinishedRequest) -> None:
-        if self.split is not None:
-            self.split.late_end(engine, finished)
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
@@ -160,8 +152,8 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        num_held = 0 if self.split is None else self.split.num_held
-        return num_held + sum(client.num_live_requests for client in self.clients.values())
+        num_sent = sum(client.num_live_requests for client in self.clients.values())
+        return self.split.num_held + num_sent
 
     @property
     def num_live_requests(self) -> int:
@@ -207,7 +199,7 @@ class Engines:
 
         session_key: requests with the same one belong together.
         """
-        if self.split is not None and self.split.takes(prompt_token_ids, sampling, fields):
+        if self.split.takes(prompt_token_ids, sampling, fields):
             return self.split.submit(
                 request_id, prompt_token_ids, sampling, session_key=session_key, fields=fields
             )
@@ -276,8 +268,7 @@ class Engines:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
         for engine, client in self.clients.items():
             self._on_ready(engine, client.is_ready)
-        if self.split is not None:
-            self.split.engines_changed()
+        self.split.engines_changed()
         if not any(client.is_running for client in self.clients.values()):
             for client in self.clients.values() if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
@@ -291,7 +282,7 @@ class Engines:
 
     def _resume_elsewhere(self, requests: Sequence[LiveRequest]) -> None:
         for live in requests:
-            if self.split is not None and self.split.moved(live):
+            if self.split.moved(live):
                 continue
             self._note_answer(live)
             decision = self._choose(routed_prompt(live))
@@ -303,9 +294,8 @@ class Engines:
         """See EngineClient."""
         for live in requests:
             self._note_answer(live)
-        if self.split is not None:
-            for live in reversed(requests):  # forks first
-                self.split.abort(live)
+        for live in reversed(requests):  # forks first
+            self.split.abort(live)
         for engine, client in list(self.clients.items()):
             there = [live for live in requests if live.engine == engine]
             if there:
@@ -313,7 +303,7 @@ class Engines:
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
-        if self.split is not None and self.split.stop(live, num_tokens):
+        if self.split.stop(live, num_tokens):
             return
         if (client := self.clients.get(live.engine)) is not None:  # else it has finished there
             client.stop(live, num_tokens)
@@ -325,8 +315,7 @@ class Engines:
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
-        if self.split is not None:
-            self.split.fail_held(EngineDead(reason))
+        self.split.fail_held(EngineDead(reason))
         for client in self.clients.values():
             client.shut_down(reason)
 

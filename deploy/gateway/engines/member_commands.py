@@ -56,6 +56,10 @@ class MemberCommands:
                     message = await _carry_out(command, add, remove)
                 except (EngineDead, HandshakeRejected, ValueError) as error:
                     answer(CommandAnswer(number, False, str(error)))
+                except Exception as error:
+                    logger.exception("%s failed", command)
+                    why = f"{type(error).__name__}: {error}"
+                    answer(CommandAnswer(number, False, f"{why}; the gateway's log has the cause"))
                 else:
                     answer(CommandAnswer(number, True, message))
 

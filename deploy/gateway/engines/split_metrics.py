@@ -43,7 +43,7 @@ class SplitMetrics:
         yield skips
         waiting = GaugeMetricFamily(
             "longshore_split_waiting_requests",
-            "Requests that wait at this gateway for room at an engine of this role",
+            "Requests that wait at this gateway for capacity at an engine of this role",
             labels=("role",),
         )
         for role, count in self._split.num_waiting.items():

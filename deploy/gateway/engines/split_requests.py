@@ -1,16 +1,16 @@
 """The requests of one gateway whose prompts one engine computes and whose answers another one
 continues; without I/O. The only place that knows of the legs of a request.
 
-A request is queued for room at a decode engine, then at a prefill engine. The prefill engine gets
-the request with one token to compute (`LiveRequest.is_prefill_leg`). Its token is shown at once,
-and its `kv_transfer_params` go, unchanged, to the decode engine, with the message that also resumes
-a request of a lost engine. A request that gains nothing from a remote prefill, or for which there
-is no prefill engine, is sent to the decode engine as a whole.
+A request is queued for capacity at a decode engine, then at a prefill engine. The prefill engine
+gets the request with one token to compute (`LiveRequest.is_prefill_leg`). Its token is shown at
+once, and its `kv_transfer_params` are sent, unchanged, to the decode engine, with the message that
+also resumes a request of a lost engine. A request that gains nothing from a remote prefill, or for
+which there is no prefill engine, is sent to the decode engine as a whole.
 
-Room is counted in KV blocks, as many as the engines say that a request of that length holds
-(`KVCapacity`). At a decode engine a request has room for its tokens and for the next
-RESERVED_TOKENS from its admission to its end; at a prefill engine, from its leg there to its first
-token of the decode engine, since the KV is kept for that long.
+Capacity is counted in KV blocks: those that a request of this length holds at an engine
+(`KVCapacity`). A request has that of its tokens and of the next RESERVED_TOKENS at a decode engine,
+from its admission to its end, and that of its prompt at a prefill engine, from its leg there to its
+first token of the decode engine, since the KV is kept for that long.
 
 Forks (samples of one prompt) wait until the decode engine has their parent, and start from the KV
 that it pulls: one transfer per prompt.
@@ -27,6 +27,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from longshore.deploy.gateway.engines.engine_capacities import EngineCapacities, EngineState
 from longshore.deploy.gateway.router.policies import (
     ByEngine,
     Decision,
@@ -34,18 +35,17 @@ from longshore.deploy.gateway.router.policies import (
     can_reuse,
     extra_keys_of,
 )
-from longshore.deploy.gateway.router.role_queue import Placed, Refusal, RoleQueue
+from longshore.deploy.gateway.router.role_queue import Assignment, Refusal, RoleQueue
 from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
-from longshore.protocol.handshake import EngineReady
 from longshore.protocol.outputs import FinishedRequest, FinishReason
 from longshore.protocol.sampling import SamplingParams
 
 RESERVED_TOKENS: Final = 256
-"""Output tokens for which a request has room, beyond those that it has; not all of them, because
-most answers end long before their limit."""
+"""Output tokens for which a request has capacity, beyond those that it has; not all of them,
+because most answers end long before their limit."""
 
 AT_NO_ENGINE: Final = -1
 
@@ -72,7 +72,7 @@ too_large: the KV is more than prefill engines may keep.
 
 class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """min_tokens: fewer tokens are computed on the decode engine.
-    max_waiting: requests of a gateway that may wait for room at a decode engine.
+    max_waiting: requests of a gateway that may wait for capacity at a decode engine.
     """
 
     min_tokens: int = 64
@@ -83,19 +83,11 @@ class TooManyWaiting(LongshoreError):
     """No further request can wait for a decode engine."""
 
 
-class LegEngine(Protocol):
+class LegEngine(EngineState, Protocol):
     """What is used of an `EngineClient`."""
-
-    ready: EngineReady | None
-
-    @property
-    def is_running(self) -> bool: ...
 
     @property
     def num_live_requests(self) -> int: ...
-
-    @property
-    def closed_reason(self) -> str | None: ...
 
     def resume(
         self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
@@ -105,8 +97,8 @@ class LegEngine(Protocol):
 
 
 class _Phase(enum.Enum):
-    QUEUED = "waits for room at a decode engine"
-    ADMITTED = "has it, and waits for room at a prefill engine"
+    QUEUED = "waits for capacity at a decode engine"
+    ADMITTED = "has it, and waits for capacity at a prefill engine"
     PREFILL = "is at a prefill engine"
     OFFERED = "has its first token, and waits for a decode engine"
     FORK = "waits until its parent is at a decode engine"
@@ -117,7 +109,7 @@ class _Phase(enum.Enum):
 @dataclass(eq=False)
 class _Split:
     """on_change: of the client.
-    reserved:   the decode engine at which it has room, until it is sent there.
+    reserved:   the decode engine at which it has capacity, until it is sent there.
     decision:   by which that was chosen.
     params:     of an offer that has not been sent to a decode engine.
     owner:      the engine that has made it.
@@ -168,13 +160,16 @@ class SplitRequests:
     ) -> None:
         self._config = config
         self._engines, self._roles, self._router = engines, router.roles, router
-        self._num_gateways = num_gateways
+        self._capacities = EngineCapacities(
+            engines,
+            router.roles,
+            num_gateways=num_gateways,
+        )
         self._usable, self._now = usable, now
         self._new = LiveRequests(seeds)
         self._requests: dict[LiveRequest, _Split] = {}
         self._held: dict[_Split, None] = {}  # which no engine has, in order
         self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
-        self._rooms: dict[int, int] = {}
         self._decode: RoleQueue[_Split] = RoleQueue(
             self._choose_decode, max_waiting=config.max_waiting
         )
@@ -190,7 +185,7 @@ class SplitRequests:
 
     @property
     def num_waiting(self) -> dict[Role, int]:
-        """Requests that wait for room, by the role of the engines."""
+        """Requests that wait for capacity, by the role of the engines."""
         return {"decode": self._decode.num_waiting, "prefill": self._prefill.num_waiting}
 
     # Requests
@@ -202,14 +197,14 @@ class SplitRequests:
         fork_of = fields.get("fork_of")
         if fork_of is not None and fork_of.is_live:
             return fork_of in self._requests
-        if not self._any_open("decode"):
+        if not (self._capacities.has_engine("prefill") and self._capacities.any_open("decode")):
             return False
         return (
             stage_of(sampling, fields) == "whole"
             and not fields.get("keeps_blocks")
             and not fields.get("multimodal")
             and fields.get("kv_transfer_params") is None
-            and self._room_in_context(len(prompt_token_ids)) > 1
+            and self._capacities.max_model_len - len(prompt_token_ids) > 1
         )
 
     def submit(
@@ -281,30 +276,29 @@ class SplitRequests:
     def engines_changed(self) -> None:
         """An engine is ready, lost, paused, closed, open or removed. To be called before
         `moved`."""
-        self._take_out([each for each in self._rooms if not self._is_open(each)])
+        self._take_out(self._capacities.closed_engines)
         queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
         for role, queue in queues.items():
-            for engine in filter(self._is_open, self._engines_of(role)):
-                if self._rooms.get(engine) != (room := self._room(engine)):
-                    self._rooms[engine] = room
-                    self._placed(queue, queue.set_capacity(engine, room))
-        if not self._any_open("decode"):
+            for engine in self._capacities.open_engines(role):
+                if (num_tokens := self._capacities.update(engine)) is not None:
+                    self._assigned(queue, queue.set_capacity(engine, num_tokens))
+        if not self._capacities.any_open("decode"):
             for split in list(self._held):
                 if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
                     self._send_anywhere(split)
-        elif not self._any_open("prefill"):
+        elif not self._capacities.any_open("prefill"):
             for split in list(self._held):
                 if split.phase is _Phase.ADMITTED:
-                    self._placed(self._prefill, self._prefill.release(split))
+                    self._assigned(self._prefill, self._prefill.release(split))
                     self._begin(split)
 
     def _take_out(self, engines: Sequence[int]) -> None:
         """These engines get no further requests. Those that were to continue there are queued
-        again. They keep no room at a prefill engine meanwhile: a request for which a decode engine
-        has room may wait for that."""
+        again. They have no capacity at a prefill engine meanwhile: a request that has capacity at a
+        decode engine may wait for it."""
         lost: list[_Split] = []
         for engine in engines:
-            del self._rooms[engine]
+            self._capacities.remove(engine)
             self._prefill.remove_engine(engine)
             there = self._decode.remove_engine(engine)
             lost += [split for split in there if split.reserved == engine]
@@ -313,7 +307,7 @@ class SplitRequests:
             if split.phase is _Phase.ADMITTED:
                 split.phase = _Phase.QUEUED
         queued = [split for split in lost if split.phase is _Phase.QUEUED]
-        self._placed(self._prefill, self._prefill.release(*queued))
+        self._assigned(self._prefill, self._prefill.release(*queued))
         for split in lost:
             if split.reserved is None and split in self._decode:
                 self._queue_again(split, has_failed=False)
@@ -325,10 +319,12 @@ class SplitRequests:
             return False
         was_prefill = split.phase is _Phase.PREFILL
         self._router.note_answer(live, self._now())
-        live.is_prefill_leg, live.kv_transfer_params = False, None
-        split.offered_at = None
+        params, live.kv_transfer_params = live.kv_transfer_params, None
+        if params is not None:  # it waited for an engine that was not ready
+            self._release_transfer(split.owner, params)
+        live.is_prefill_leg, split.offered_at = False, None
         self._hold(split, _Phase.QUEUED)
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
         if was_prefill:
             self.outcomes["failed"] += 1
         if split not in self._held:
@@ -341,85 +337,42 @@ class SplitRequests:
             self._send_anywhere(split)
         return True
 
-    def _engines_of(self, role: Role) -> list[int]:
-        return [
-            engine for engine, own in self._roles.items() if own == role and engine in self._engines
-        ]
-
-    def _is_open(self, engine: int) -> bool:
-        client = self._engines.get(engine)
-        if client is None or client.ready is None:
-            return False
-        return client.is_running and client.closed_reason is None
-
-    def _any_open(self, role: Role) -> bool:
-        return any(map(self._is_open, self._engines_of(role)))
-
-    def _room(self, engine: int) -> int:
-        """KV blocks that an engine has for requests of this gateway."""
-        ready = self._engines[engine].ready
-        assert ready is not None
-        capacity = ready.capacity
-        is_prefill = self._roles[engine] == "prefill"
-        num_blocks = capacity.num_leasable_blocks if is_prefill else capacity.num_blocks
-        return max(1, num_blocks // self._num_gateways)
-
-    def _blocks_of(self, num_tokens: int) -> int:
-        """KV blocks that a request of this length holds, wherever it needs the most."""
-        engines = self._engines.values()
-        counts = [each.ready.capacity.blocks_of(num_tokens) for each in engines if each.ready]
-        return max(counts, default=num_tokens)
-
-    def _largest_room(self, role: Role) -> int:
-        rooms = [self._rooms.get(engine, 0) for engine in self._engines_of(role)]
-        return max(rooms, default=0)
-
-    def _room_in_context(self, num_tokens: int) -> int:
-        engines = self._engines.values()
-        lengths = [each.ready.identity.max_model_len for each in engines if each.ready]
-        return min(lengths, default=sys.maxsize) - num_tokens
-
     # The queues
 
     def _queue(self, split: _Split) -> bool:
-        """Queue for room at a decode engine. False if too many wait."""
+        """Queue for capacity at a decode engine. False if too many wait."""
         outcome = self._decode.add(split, self._decode_blocks(split))
         if isinstance(outcome, Refusal):
             return False
-        self._placed(self._decode, outcome)
+        self._assigned(self._decode, outcome)
         return True
 
     def _queue_again(self, split: _Split, *, has_failed: bool) -> None:
         """As `_queue`, for a request that was accepted before. has_failed: at its engine."""
-        if split in self._held and not self._any_open("decode"):
+        if split in self._held and not self._capacities.any_open("decode"):
             self._send_anywhere(split)
             return
-        outcome: list[Placed[_Split]] | Refusal
+        outcome: list[Assignment[_Split]] | Refusal
         if split in self._decode:
             outcome = self._decode.retry(split, has_failed=has_failed)
         else:
             outcome = self._decode.add(split, self._decode_blocks(split))
         if not isinstance(outcome, Refusal):
-            self._placed(self._decode, outcome)
+            self._assigned(self._decode, outcome)
         elif split in self._held:
             self._send_anywhere(split)
 
     def _decode_blocks(self, split: _Split) -> int:
-        """At least the room of one of the requests that an engine can run at a time."""
+        """At least the share of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
-        num_blocks = self._blocks_of(num_tokens)
-        shares = [
-            self._rooms[engine] * self._num_gateways // ready.identity.max_num_seqs
-            for engine in self._engines_of("decode")
-            if engine in self._rooms and (ready := self._engines[engine].ready) is not None
-        ]
-        largest = self._largest_room("decode")
-        return min(max(num_blocks, min(shares, default=1)), largest or num_blocks)
+        num_blocks = self._capacities.blocks_of(num_tokens)
+        largest = self._capacities.largest("decode")
+        return min(max(num_blocks, self._capacities.blocks_per_request), largest or num_blocks)
 
     def _num_left(self, split: _Split) -> int:
         """Output tokens that the request may still get."""
         live = split.live
-        left = self._room_in_context(split.num_tokens)
+        left = self._capacities.max_model_len - split.num_tokens
         maximum = live.message.sampling.max_tokens
         if maximum is not None:
             left = min(left, maximum - live.num_primed - live.num_tokens)
@@ -446,23 +399,23 @@ class SplitRequests:
         assert decision is not None
         return decision
 
-    def _placed(self, queue: RoleQueue[_Split], placed: Sequence[Placed[_Split]]) -> None:
-        """Requests have room at engines. Sending one may lose the engine of a later one."""
+    def _assigned(self, queue: RoleQueue[_Split], assigned: Sequence[Assignment[_Split]]) -> None:
+        """Send requests to their engines. Sending one may lose the engine of a later one."""
         if queue is self._prefill:
-            for split, engine in placed:
+            for split, engine in assigned:
                 if split.phase is not _Phase.ADMITTED or queue.engine_of(split) != engine:
                     continue
-                if self._is_open(engine):
+                if self._capacities.is_open(engine):
                     self._send_prefill(split, engine)
                     continue
-                if engine in self._rooms:
+                if engine in self._capacities:
                     self._take_out([engine])
-                self._placed(queue, queue.release(split))
+                self._assigned(queue, queue.release(split))
                 self._begin(split)
             return
-        for split, engine in placed:
+        for split, engine in assigned:
             self._reserve(split, engine)
-        for split, _ in placed:
+        for split, _ in assigned:
             self._begin(split)
 
     def _reserve(self, split: _Split, engine: int | None) -> None:
@@ -475,8 +428,8 @@ class SplitRequests:
     # The legs
 
     def _begin(self, split: _Split) -> None:
-        """The request has room at a decode engine, unless it has lost it meanwhile. It may still
-        be at a prefill engine."""
+        """The request has capacity at a decode engine, unless it has lost it meanwhile. It may
+        still be at a prefill engine."""
         if split.reserved is None or split not in self._held:
             return
         if split.phase is _Phase.OFFERED:
@@ -490,13 +443,13 @@ class SplitRequests:
             self._send_decode(split)
             return
         self._hold(split, _Phase.ADMITTED)
-        outcome = self._prefill.add(split, self._blocks_of(split.num_tokens))
+        outcome = self._prefill.add(split, self._capacities.blocks_of(split.num_tokens))
         assert not isinstance(outcome, Refusal)
-        self._placed(self._prefill, outcome)
+        self._assigned(self._prefill, outcome)
 
     def _skip_reason(self, split: _Split) -> Skip | None:
         decision, minimum = split.decision, self._config.min_tokens
-        if not self._any_open("prefill"):
+        if not self._capacities.any_open("prefill"):
             return "no_prefill_engine"
         if self._num_left(split) < 2:
             return "last_token"
@@ -504,7 +457,7 @@ class SplitRequests:
             return "short_prompt"
         if decision is not None and split.num_tokens - decision.num_cached_tokens < minimum:
             return "cached_prefix"
-        if self._blocks_of(split.num_tokens) > self._largest_room("prefill"):
+        if self._capacities.blocks_of(split.num_tokens) > self._capacities.largest("prefill"):
             return "too_large"
         return None
 
@@ -515,8 +468,8 @@ class SplitRequests:
         self._send(split, engine, _Phase.PREFILL)
 
     def _send_decode(self, split: _Split) -> None:
-        """To the decode engine at which it has room: what comes after the first token, or all of
-        it."""
+        """To the decode engine at which it has capacity: what comes after the first token, or all
+        of it."""
         live, engine, decision = split.live, split.reserved, split.decision
         assert engine is not None
         assert decision is not None
@@ -531,7 +484,7 @@ class SplitRequests:
     def _send_anywhere(self, split: _Split) -> None:
         """To any engine: no decode engine is open, or there were too many retries. Only a decode
         engine pulls the KV of an offer."""
-        self._leave_queues(split)
+        self._release_capacity(split)
         if split not in self._held:
             return  # sent, because other requests were
         live = split.live
@@ -604,10 +557,10 @@ class SplitRequests:
             split.on_change()
         elif split.reserved is not None:
             self._send_decode(split)
-        elif split not in self._decode or not self._any_open("decode"):
+        elif split not in self._decode or not self._capacities.any_open("decode"):
             self._send_anywhere(split)
-        else:  # it may wait for room of requests that wait for its room at the prefill engine
-            self._placed(self._prefill, self._prefill.release(split))
+        else:  # it may wait for requests that wait for its capacity at the prefill engine
+            self._assigned(self._prefill, self._prefill.release(split))
 
     def _settled(self, split: _Split) -> None:
         """The engine that computes the rest has sent a token: it has the KV of the prompt."""
@@ -616,7 +569,7 @@ class SplitRequests:
             self.on_gap(self._now() - split.offered_at)
             split.offered_at = None
         self._router.note_answer(split.live, self._now())
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
 
     def _end(self, split: _Split) -> None:
         self._requests.pop(split.live, None)
@@ -624,13 +577,13 @@ class SplitRequests:
         split.phase = _Phase.ENDED
         self._router.note_answer(split.live, self._now())
         self._end_transfer(split)
-        self._leave_queues(split)
+        self._release_capacity(split)
         self._release_forks(split)
 
-    def _leave_queues(self, split: _Split) -> None:
+    def _release_capacity(self, split: _Split) -> None:
         self._reserve(split, None)
-        self._placed(self._decode, self._decode.release(split))
-        self._placed(self._prefill, self._prefill.release(split))
+        self._assigned(self._decode, self._decode.release(split))
+        self._assigned(self._prefill, self._prefill.release(split))
 
     # Forks
 
@@ -645,7 +598,7 @@ class SplitRequests:
             parent.forks.append(split)
 
     def _release_forks(self, parent: _Split) -> None:
-        """The parent was sent, or it has ended: then one of its forks takes its place."""
+        """The parent was sent, or it has ended: then one of its forks becomes the parent."""
         forks, parent.forks = parent.forks, []
         for fork in forks:
             if fork.phase is not _Phase.FORK or not fork.live.is_live:

@@ -223,10 +223,11 @@ class BlockIndex:
     def _add(self, hashes: Sequence[bytes], bits: int) -> None:
         if self._narrow:
             self._bring(hashes)
-        masks = self._masks
-        # The last first, so that of one prefix the end is evicted first.
+        masks, alive = self._masks, ~self._dead
+        # The last first, so that of one prefix the end is evicted first. Those that were there are
+        # moved to the end, so `collect` may not come to them.
         for block_hash in reversed(hashes):
-            masks[block_hash] = masks.get(block_hash, 0) | bits
+            masks[block_hash] = masks.pop(block_hash, 0) & alive | bits
         while len(self) > self._max_hashes:
             (self._narrow or masks).popitem(last=False)
             self.num_evicted += 1

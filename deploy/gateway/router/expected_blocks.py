@@ -4,7 +4,7 @@ Engines publish a block once it is computed, so requests with a common prefix th
 time would not find each other otherwise.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -27,11 +27,16 @@ class ExpectedBlocks:
         self._index = index
         self._unanswered: dict[LiveRequest, _Expected] = {}
         self._answered: deque[tuple[float, _Expected]] = deque()
+        self._num_requests: Counter[tuple[int, bytes]] = Counter()  # that expect a block
 
     def add(self, request: LiveRequest, engine: int, hashes: Sequence[bytes]) -> None:
-        """A request was sent to an engine, which will compute these blocks."""
+        """A request was sent to an engine, which will compute these blocks. It may have been sent
+        to another one before."""
+        if (former := self._unanswered.pop(request, None)) is not None:
+            self._end(former)
         if hashes:
             self._unanswered[request] = _Expected(engine, hashes)
+            self._num_requests.update((engine, each) for each in hashes)
             self._index.expect(engine, hashes)
 
     def note_answer(self, request: LiveRequest, now_s: float) -> None:
@@ -42,5 +47,14 @@ class ExpectedBlocks:
     def expire(self, now_s: float) -> None:
         """Remove those of requests that were answered some time ago."""
         while self._answered and self._answered[0][0] <= now_s:
-            _, (engine, hashes) = self._answered.popleft()
-            self._index.end_expecting(engine, hashes)
+            _, expected = self._answered.popleft()
+            self._end(expected)
+
+    def _end(self, expected: _Expected) -> None:
+        """Other requests may expect the same blocks."""
+        engine, hashes = expected
+        self._num_requests.subtract((engine, each) for each in hashes)
+        ended = [each for each in hashes if not self._num_requests[engine, each]]
+        for each in ended:
+            del self._num_requests[engine, each]
+        self._index.end_expecting(engine, ended)

@@ -1,9 +1,10 @@
-"""The queue of one role: requests that wait until an engine of that role has room; without I/O.
+"""The queue of one role: requests that wait until an engine of that role has capacity for them;
+without I/O.
 
-Room is counted in units that the caller chooses: KV blocks for decode, tokens to compute for
-prefill. A request has its room from the time that it is placed until it is released, so a prefill
-can be started with the room of its decode reserved. Requests are placed in the order in which they
-came: a large one is not overtaken by small ones, which could make it wait for ever.
+Capacity is counted in units that the caller chooses, such as tokens. A request has capacity at an
+engine from its assignment to it until it is released, so a prefill can be started with the capacity
+of its decode reserved. Requests are assigned in the order in which they came: a large one is not
+overtaken by small ones, which could make it wait for ever.
 """
 
 import enum
@@ -18,15 +19,15 @@ RequestT = TypeVar("RequestT", bound=Hashable)
 
 
 class Refusal(enum.Enum):
-    """Why a request gets no room."""
+    """Why a request is rejected."""
 
     FULL = "too many requests wait for an engine"
-    TOO_LARGE = "it needs more room than any engine has"
+    TOO_LARGE = "it needs more capacity than any engine has"
     FAILED = f"it has failed on {MAX_ATTEMPTS} engines"
 
 
-class Placed(NamedTuple, Generic[RequestT]):
-    """A request has room at an engine."""
+class Assignment(NamedTuple, Generic[RequestT]):
+    """A request has capacity at an engine."""
 
     request: RequestT
     engine: int
@@ -43,8 +44,8 @@ class _Entry(Generic[RequestT]):
 class RoleQueue(Generic[RequestT]):
     """Requests of one gateway for one role.
 
-    choose:      chooses among engines with room for a request; called with the request and them.
-    max_waiting: further requests are refused.
+    choose:      chooses among engines with capacity for a request; called with both.
+    max_waiting: further requests are rejected.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RoleQueue(Generic[RequestT]):
         return request in self._entries
 
     def engine_of(self, request: RequestT) -> int | None:
-        """At which a request has room; None if it waits, or is not in the queue."""
+        """To which a request is assigned; None if it waits, or is not in the queue."""
         entry = self._entries.get(request)
         return None if entry is None else entry.engine
 
@@ -73,15 +74,15 @@ class RoleQueue(Generic[RequestT]):
         """Units of an engine that requests have."""
         return self._num_used.get(engine, 0)
 
-    def set_capacity(self, engine: int, num_units: int) -> list[Placed[RequestT]]:
-        """An engine of this role is there, with room for so much; 0: it takes no more, but what it
-        has goes on. Returns the requests that are placed now."""
+    def set_capacity(self, engine: int, num_units: int) -> list[Assignment[RequestT]]:
+        """A new engine of this role, or a new capacity of one; 0: no further request is assigned to
+        it. Returns the requests that are assigned now."""
         self._capacity[engine] = num_units
-        return self._place_waiting()
+        return self._assign_waiting()
 
-    def add(self, request: RequestT, num_units: int) -> list[Placed[RequestT]] | Refusal:
-        """A request, which must be a new one, needs room. Returns it if it is placed, nothing if it
-        waits, or why it is refused."""
+    def add(self, request: RequestT, num_units: int) -> list[Assignment[RequestT]] | Refusal:
+        """A request, which must be a new one, needs capacity. Returns its assignment, nothing if it
+        waits, or why it is rejected."""
         if request in self._entries:
             raise ValueError(f"{request!r} is in the queue already")
         if not self._fits_somewhere(num_units):
@@ -89,27 +90,27 @@ class RoleQueue(Generic[RequestT]):
         entry = _Entry(request, num_units)
         self._waiting.append(entry)
         self._entries[request] = entry
-        placed = self._place_waiting()
+        assigned = self._assign_waiting()
         if entry.engine is None and len(self._waiting) > self._max_waiting:
             self._waiting.remove(entry)
             del self._entries[request]
             return Refusal.FULL
-        return placed
+        return assigned
 
-    def release(self, *requests: RequestT) -> list[Placed[RequestT]]:
+    def release(self, *requests: RequestT) -> list[Assignment[RequestT]]:
         """These requests have ended, or do not wait any more; may be called repeatedly. Returns the
-        requests that are placed now."""
+        requests that are assigned now."""
         entries = [entry for each in requests if (entry := self._entries.pop(each, None))]
         for entry in entries:
             self._take_back(entry)
-        return self._place_waiting() if entries else []
+        return self._assign_waiting() if entries else []
 
     def retry(
         self, request: RequestT, *, has_failed: bool = True
-    ) -> list[Placed[RequestT]] | Refusal:
-        """A request that was placed has failed there, or the engine was closed before it came. It
-        gets room at an engine on which it has not failed, or else at any, before all that wait.
-        Returns as `add`; if it is refused, it is not in the queue any more."""
+    ) -> list[Assignment[RequestT]] | Refusal:
+        """A request has failed at its engine, or the engine was closed before it came. It is
+        assigned to an engine on which it has not failed, or else to any, before all that wait.
+        Returns as `add`; if it is rejected, it is not in the queue any more."""
         entry = self._entries[request]
         if entry.engine is not None and has_failed:
             entry.failed_on.append(entry.engine)
@@ -118,10 +119,10 @@ class RoleQueue(Generic[RequestT]):
             del self._entries[request]
             return Refusal.FAILED
         self._waiting.insert(0, entry)
-        return self._place_waiting()
+        return self._assign_waiting()
 
     def remove_engine(self, engine: int) -> list[RequestT]:
-        """An engine is lost. Returns the requests that had room there, for `retry`."""
+        """An engine is lost. Returns the requests that were assigned to it, for `retry`."""
         self._capacity.pop(engine, None)
         return [entry.request for entry in self._entries.values() if entry.engine == engine]
 
@@ -133,14 +134,14 @@ class RoleQueue(Generic[RequestT]):
         entry.engine = None
 
     def _fits_somewhere(self, num_units: int) -> bool:
-        """Also while no engine has any room: then it waits for one."""
+        """Also while no engine has any capacity: then it waits for one."""
         largest = max(self._capacity.values(), default=0)
         return largest == 0 or num_units <= largest
 
-    def _place_waiting(self) -> list[Placed[RequestT]]:
-        placed: list[Placed[RequestT]] = []
+    def _assign_waiting(self) -> list[Assignment[RequestT]]:
+        assigned: list[Assignment[RequestT]] = []
         for entry in self._waiting:
-            # An engine that has nothing takes any request: its room may have become smaller.
+            # An engine that has nothing takes any request: capacities may have become smaller.
             engines = [
                 engine
                 for engine, capacity in self._capacity.items()
@@ -152,6 +153,6 @@ class RoleQueue(Generic[RequestT]):
                 break
             entry.engine = self._choose(entry.request, fresh or engines)
             self._num_used[entry.engine] = self.num_used(entry.engine) + entry.num_units
-            placed.append(Placed(entry.request, entry.engine))
-        del self._waiting[: len(placed)]
-        return placed
+            assigned.append(Assignment(entry.request, entry.engine))
+        del self._waiting[: len(assigned)]
+        return assigned

@@ -6,20 +6,23 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.admin import operations
 from longshore.deploy.admin.actions import (
     Action,
     AddEngine,
     DrainOneEngine,
     RemoveEngine,
+    Restart,
     Result,
     ResumeEngine,
     Status,
 )
 from longshore.deploy.admin.operations import NewEngine, Operations
+from longshore.deploy.supervisor import group_restarts
 from longshore.deploy.supervisor.engine_set import EngineSet
-from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.replica import Replica, replicas
-from longshore.protocol.commands import EngineMember
+from longshore.protocol.commands import Command, DrainEngine, EngineMember
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
 from tests.deploy.supervisor.test_orders import WAIT_S, Running, running
@@ -53,7 +56,7 @@ class Deployment:
     def __init__(self, run: Running, state_dir: Path) -> None:
         self.run, self.maker = run, Maker()
         self.engines = EngineSet(replicas(("unified",) * 2))
-        self._operations = Operations(
+        self.operations = Operations(
             run.supervisor,
             self.engines,
             maker=self.maker,
@@ -68,12 +71,12 @@ class Deployment:
         self.run.supervisor.orders.start("gateway", [gateway]).result(WAIT_S)
 
     def perform(self, action: Action) -> Result:
-        answer, _ = self._operations.perform(action)
+        answer, _ = self.operations.perform(action)
         return answer.results[0]
 
     @property
     def states(self) -> dict[str, str]:
-        answer, _ = self._operations.perform(Status())
+        answer, _ = self.operations.perform(Status())
         return {
             each.process: each.values["state"]
             for each in answer.results
@@ -121,6 +124,65 @@ def test_an_engine_that_does_not_start_changes_nothing(
     assert deployment.run.pids == before
     assert deployment.states == {"engine 0": "ready", "engine 1": "ready"}
     assert [number for number, _ in deployment.maker.cleaned_up] == [2]
+
+
+def test_an_engine_whose_processes_cannot_be_described_leaves_its_number_and_gpus_free(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_engine(replica: Replica) -> NewEngine:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(deployment.maker, "make_engine", make_engine)
+    refused = deployment.perform(AddEngine())
+    assert refused.message == "not added: too many open files"
+    assert [each.number for each in deployment.engines.present] == [0, 1]
+
+
+def test_an_engine_that_does_not_end_in_time_can_be_removed_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.start_gateway()
+    before, deployment.maker.behaviour = deployment.run.pids, "deaf"
+    assert deployment.perform(AddEngine()).ok
+    monkeypatch.setattr(group_restarts, "STOP_TIMEOUT_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "END_TIMEOUT_S", 0.0)
+        late = deployment.perform(RemoveEngine(engine=2))
+    assert late.message == (
+        "gets no requests, but its processes have not ended: they still run after 0 s. "
+        "Remove it again"
+    )
+    assert "remove it again" in deployment.perform(DrainOneEngine(engine=2)).message
+    assert deployment.perform(RemoveEngine(engine=2)).ok
+    assert deployment.run.pids == before
+    assert deployment.maker.cleaned_up == [(2, ["worker 2.0", "scheduler 2"])]
+
+
+def test_an_action_for_all_engines_leaves_out_those_that_start_or_end(
+    deployment: Deployment,
+) -> None:
+    starting = deployment.engines.reserve(None)
+    answer, _ = deployment.operations.perform(ResumeEngine())
+    assert [each.process for each in answer.results] == ["scheduler 0", "scheduler 1"]
+    answer, _ = deployment.operations.perform(ResumeEngine(engine=starting.number))
+    assert answer.error == "engine 2 is starting"
+
+
+def test_new_requests_wait_for_a_restart_if_all_other_engines_are_drained(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Command] = []
+
+    def ask(to: Sequence[tuple[ManagedProcess, Command]], timeout_s: float) -> list[Result]:
+        asked.extend(command for _, command in to)
+        return [Result(process.name, True, "") for process, _ in to]
+
+    monkeypatch.setattr(operations, "_ask", ask)
+    assert deployment.perform(Restart(engine=1)).ok
+    assert deployment.perform(DrainOneEngine(engine=0)).ok
+    assert deployment.perform(Restart(engine=1)).ok
+    holds_new = [each.holds_new for each in asked if isinstance(each, DrainEngine)]
+    assert holds_new == [False, False, True]
 
 
 def test_an_engine_that_a_gateway_cannot_use_is_ended(deployment: Deployment) -> None:

@@ -22,7 +22,7 @@ def added(engines: EngineSet, role: Role | None = None) -> Replica:
 def removed(engines: EngineSet, number: int) -> None:
     engines.remove(number, always)
     engines.release(number)
-    engines.forget(number, was_ready=True)
+    engines.remove_stopped(number, was_ready=True)
 
 
 def test_a_number_is_never_used_again_and_gpus_are() -> None:
@@ -52,10 +52,24 @@ def test_an_engine_is_used_between_its_start_and_its_release() -> None:
     assert [each.number for each in engines.used] == [0, 1]  # it finishes its requests
     engines.release(0)
     assert [each.number for each in engines.used] == [1]
-    engines.forget(0, was_ready=True)
+    engines.remove_stopped(0, was_ready=True)
     assert sorted(engines.states.values()) == ["ready", "removed"]
     with pytest.raises(EngineRefused, match="does not exist"):
         engines.remove(0, always)
+
+
+def test_an_engine_that_could_not_be_stopped_is_removed_again_and_not_drained() -> None:
+    engines = EngineSet(replicas(("unified",) * 2))
+    engines.remove(0, always)
+    engines.release(0)
+    engines.keep(0)
+    engines.resume(0)  # which no gateway would use
+    assert engines.states[engines.present[0]] == "not stopped"
+    with pytest.raises(EngineRefused, match="it could not be removed; remove it again"):
+        engines.drain(0, always)
+    engines.remove(0, always)
+    engines.remove_stopped(0, was_ready=True)
+    assert [each.number for each in engines.present] == [1]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,7 @@ class Membership(RuleBasedStateMachine):
         if starts:
             self.engines.use(replica.number)
         else:
-            self.engines.forget(replica.number, was_ready=False)
+            self.engines.remove_stopped(replica.number, was_ready=False)
 
     @rule(place=st.integers(0, 20), ends=st.booleans())
     def drain_or_remove(self, place: int, ends: bool) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.engines.split_requests import SplitConfig
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
@@ -460,3 +461,38 @@ async def test_requests_that_wait_for_a_removed_engine_go_to_another_one() -> No
         engines.remove_engine(1)
         assert engines_of(lives) == [2] * 9
         await fakes[2].wait_for(lambda: len(fakes[2].requests) == 9)
+
+
+async def test_requests_are_split_while_there_are_engines_of_both_roles() -> None:
+    """Also by a gateway that was started without a prefill engine."""
+    router = Router(2, roles=("decode", "unified"))
+    config = SplitConfig(min_tokens=4)
+    async with running(2, router=router, split_config=config) as (engines, _):
+        assert submit(engines, prompt=range(9)).engine == 1  # the unified one
+        runtime_dir = RuntimeDir()
+        endpoint = runtime_dir.endpoint("clients-2")
+        prefill = FakeEngine(endpoint, never_answer)
+        try:
+            router.add_engine(2, "prefill")
+            engines.add_engine(2, endpoint)
+            await engines.wait_until_ready()
+            assert submit(engines, prompt=range(9)).engine == 2
+        finally:
+            prefill.close()
+            runtime_dir.remove()
+
+
+async def test_an_offer_waits_until_the_engine_is_ready() -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "t"}
+    async with running(1) as (engines, (fake,)):
+        fake.fail("its worker was lost")
+        with pytest.raises(EngineDead):
+            await engines.describe(5)
+        submit(engines, kv_transfer_params=params)
+        for count, offered in enumerate((params, None), start=1):  # it can be pulled once
+            await fake.return_to_life()
+            await fake.wait_for(lambda count=count: len(fake.requests) == count)
+            assert fake.requests[-1].kv_transfer_params == offered
+            fake.fail("its worker was lost")
+            with pytest.raises(EngineDead):
+                await engines.describe(5)

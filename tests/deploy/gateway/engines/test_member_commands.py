@@ -21,19 +21,23 @@ async def test_commands_that_came_before_the_loop_are_carried_out_first_and_fail
     def remove(engine: int) -> None:
         if engine == 9:
             raise EngineDead("it is the only one")
+        if engine == 8:
+            raise OSError("too many open files")
         done.append(f"remove {engine}")
 
     commands.take(0, UseEngine(member))
     task = asyncio.create_task(commands.run(add, remove, answers.append))
-    await asyncio.to_thread(commands.take, 1, ReleaseEngine(3))
-    await asyncio.to_thread(commands.take, 2, ReleaseEngine(9))
+    await asyncio.to_thread(commands.take, 1, ReleaseEngine(8))
+    await asyncio.to_thread(commands.take, 2, ReleaseEngine(3))
+    await asyncio.to_thread(commands.take, 3, ReleaseEngine(9))
     async with asyncio.timeout(60):
-        while len(answers) < 3:
+        while len(answers) < 4:
             await asyncio.sleep(0.01)
     task.cancel()
     assert done == ["add 3", "remove 3"]
     assert answers == [
         CommandAnswer(0, True, "uses engine 3"),
-        CommandAnswer(1, True, "does not use engine 3 any more"),
-        CommandAnswer(2, False, "it is the only one"),
+        CommandAnswer(1, False, "OSError: too many open files; the gateway's log has the cause"),
+        CommandAnswer(2, True, "does not use engine 3 any more"),
+        CommandAnswer(3, False, "it is the only one"),
     ]

@@ -52,10 +52,11 @@ class FakeEngine:
     def __init__(
         self,
         number: int,
+        role: Role,
         on_late_end: Callable[[int, FinishedRequest], None],
         capacity: KVCapacity,
     ) -> None:
-        self.number = number
+        self.number, self.role = number, role
         identity = EngineIdentity("model", "float32", 16, 400, 8, 64, "seed")
         self.ready: EngineReady | None = EngineReady("engine", identity, 100, capacity)
         self.is_running = True
@@ -79,6 +80,9 @@ class FakeEngine:
         for live in requests:
             live.engine = self.number
             message = self.requests.resume(live, fork_of)
+            if not self.is_running:  # it waits at the client
+                live.kv_transfer_params = message.kv_transfer_params
+                continue
             self.sent.append(message)
             self.waiting[message.handle] = message
 
@@ -118,7 +122,10 @@ class Split:
         capacity: KVCapacity = CAPACITY,
         **config: Any,
     ) -> None:
-        self.engines = [FakeEngine(number, self.late_end, capacity) for number in range(len(roles))]
+        self.capacity = capacity
+        self.engines = [
+            FakeEngine(number, role, self.late_end, capacity) for number, role in enumerate(roles)
+        ]
         self.now = 0.0
         self.by_number = dict(enumerate(self.engines))
         self.router = Router(len(roles), roles=roles)
@@ -137,26 +144,48 @@ class Split:
         """As `Engines` says."""
         engines = self.by_number.items()
         is_open = {each: one.is_running and one.closed_reason is None for each, one in engines}
-        return is_open if any(is_open.values()) else {each: one.is_running for each, one in engines}
+        if any(is_open.values()):
+            return is_open
+        is_running = {each: one.is_running for each, one in engines}
+        return is_running if any(is_running.values()) else dict.fromkeys(is_running, True)
+
+    def move_requests(self) -> None:
+        """As `Engines` does at every change of an engine."""
+        self.requests.engines_changed()
+        if any(engine.is_running for engine in self.by_number.values()):
+            for engine in self.by_number.values():
+                if not engine.is_running:
+                    self.resume_elsewhere(engine)
+
+    def resume_elsewhere(self, engine: FakeEngine) -> None:
+        for live in engine.requests.release_all():
+            assert self.requests.moved(live)
 
     def close(self, number: int, reason: str | None = "drained by the operator") -> None:
         """An engine gets no new requests; without a reason it gets them again."""
         self.engines[number].closed_reason = reason
-        self.requests.engines_changed()
+        self.move_requests()
 
     def reserved(self, live: LiveRequest) -> int:
-        """The decode engine at which a request has room."""
+        """The decode engine at which a request has capacity."""
         engine = self.requests._requests[live].reserved
         assert engine is not None
         return engine
+
+    def add(self, role: Role) -> None:
+        engine = FakeEngine(len(self.engines), role, self.late_end, self.capacity)
+        self.engines.append(engine)
+        self.router.add_engine(engine.number, role)
+        self.by_number[engine.number] = engine
+        self.move_requests()
 
     def remove(self, number: int) -> None:
         """An engine is removed, as `Engines` does it."""
         self.router.remove_engine(number)
         engine = self.by_number.pop(number)
         self.requests.engines_changed()
-        for live in engine.requests.release_all():
-            assert self.requests.moved(live)
+        self.resume_elsewhere(engine)
+        engine.waiting.clear()
 
     def late_end(self, engine: int, finished: FinishedRequest) -> None:
         self.requests.late_end(engine, finished)
@@ -187,16 +216,13 @@ class Split:
         engine = self.engines[number]
         engine.is_running = False
         engine.waiting.clear()
-        self.requests.engines_changed()
-        if any(each.is_running for each in self.engines):
-            for live in engine.requests.release_all():
-                assert self.requests.moved(live)
+        self.move_requests()
 
     def restore(self, number: int) -> None:
         engine = self.engines[number]
         engine.is_running, engine.closed_reason = True, None
         engine.resume(engine.requests.release_all())
-        self.requests.engines_changed()
+        self.move_requests()
 
     def assert_nothing_is_left(self) -> None:
         requests = self.requests
@@ -335,7 +361,7 @@ def test_forks_wait_for_their_parent_and_start_where_its_kv_is() -> None:
     split.assert_nothing_is_left()
 
 
-def test_when_a_parent_ends_with_its_first_token_a_fork_takes_its_place() -> None:
+def test_when_a_parent_ends_with_its_first_token_a_fork_becomes_the_parent() -> None:
     split = Split("prefill", "decode")
     parent = split.submit()
     for number in range(2):
@@ -388,7 +414,7 @@ def test_a_client_that_leaves_between_the_legs_ends_the_lease() -> None:
     split.assert_nothing_is_left()
 
 
-def test_a_prefill_starts_with_room_at_a_decode_engine_only() -> None:
+def test_a_prefill_starts_with_capacity_at_a_decode_engine_only() -> None:
     """Each request takes 100 + 200 of 1,600 tokens there."""
     split = Split("prefill", "decode", max_waiting=2)
     prefill, decode = split.engines
@@ -421,7 +447,7 @@ def test_a_prefill_engine_keeps_no_more_than_it_may_lease() -> None:
     assert split.requests.skips == {"too_large": 1}
 
 
-def test_gateways_divide_the_room_of_the_engines() -> None:
+def test_gateways_divide_the_capacity_of_the_engines() -> None:
     split = Split("prefill", "decode", num_gateways=2)
     for _ in range(5):
         split.submit(max_tokens=200)
@@ -526,9 +552,9 @@ def answer_all(split: Split) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_room_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
-    """The prefill engine has room for one prompt. The one that it has loses its decode engine, and
-    the other decode engine has room only for those that wait for the prefill engine."""
+def test_capacity_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
+    """The prefill engine has capacity for one prompt. The one that it has loses its decode engine,
+    and the other decode engine has capacity only for those that wait for the prefill engine."""
     split = Split("prefill", "decode", "decode", capacity=leasing(10))
     lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(10)]
     assert [live.engine for live in lives] == [0] + [-1] * 9
@@ -618,7 +644,7 @@ class Lives(RuleBasedStateMachine):
     def requests(self) -> list[tuple[FakeEngine, AddRequest]]:
         return [
             (engine, request)
-            for engine in self.split.engines
+            for engine in self.split.by_number.values()
             if engine.is_running
             for request in engine.waiting.values()
         ]
@@ -649,17 +675,32 @@ class Lives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def close_or_open(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         self.split.close(engine.number, None if engine.closed_reason else "drained")
 
     @rule(data=st.data())
     def lose_or_restore(self, data: st.DataObject) -> None:
-        engine = data.draw(st.sampled_from(self.split.engines))
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
         if engine.is_running:
-            self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
+            self._end_offers(engine)
             self.split.lose(engine.number)
         else:
             self.split.restore(engine.number)
+
+    @rule(role=st.sampled_from(["prefill", "decode"]))
+    def add(self, role: Role) -> None:
+        if len(self.split.by_number) < 6:
+            self.split.add(role)
+
+    @precondition(lambda self: len(self.split.by_number) > 1)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from([*self.split.by_number.values()]))
+        self._end_offers(engine)
+        self.split.remove(engine.number)
+
+    def _end_offers(self, engine: FakeEngine) -> None:
+        self.offered = {t: owner for t, owner in self.offered.items() if owner != engine.number}
 
     @invariant()
     def tokens_are_consecutive(self) -> None:
@@ -678,14 +719,14 @@ class Lives(RuleBasedStateMachine):
         for engine in self.split.engines:
             for request in engine.sent:
                 if "transfer_id" in (request.kv_transfer_params or {}):
-                    assert self.split.router.roles[engine.number] == "decode"
+                    assert engine.role == "decode"
                     used.append(request.kv_transfer_params["transfer_id"])
         return used
 
     def teardown(self) -> None:
         if not hasattr(self, "split"):
             return
-        for engine in self.split.engines:
+        for engine in self.split.by_number.values():
             if not engine.is_running:
                 self.split.restore(engine.number)
         for _ in range(1000):

@@ -215,6 +215,16 @@ def test_a_prefix_in_use_stays_and_an_end_is_evicted_before_its_beginning() -> N
     assert len(index) == 12
 
 
+def test_a_prefix_that_is_stored_again_is_evicted_after_what_was_stored_meanwhile() -> None:
+    index, (first, second, _) = small_index(24), PROMPTS
+    index.store(0, first[3:], 0, "GPU")
+    index.store(0, second[3:], 0, "GPU")
+    index.store(1, first[3:], 0, "GPU")
+    index.store(0, [bytes([7, number]) for number in range(8)], 0, "GPU")
+    assert index.match(hashes_of(first[3:]), [0]) == {0: 36}
+    assert index.match(hashes_of(second[3:]), [0]) == {0: 28}
+
+
 @given(st.lists(st.integers(0, NUM_ENGINES - 1), max_size=20))
 def test_engines_that_clear_again_and_again_leave_nothing(cleared: list[int]) -> None:
     index, (prompt, *_) = small_index(), PROMPTS
@@ -227,13 +237,18 @@ def test_engines_that_clear_again_and_again_leave_nothing(cleared: list[int]) ->
     assert len(index) == 0
 
 
-def test_blocks_in_use_while_an_engine_is_cleared_are_not_those_of_the_next() -> None:
-    """Hits move entries past the place that the removal has reached."""
-    index, (prompt, *_) = small_index(12), PROMPTS
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_blocks_in_use_while_an_engine_is_cleared_are_not_those_of_the_next(
+    is_stored: bool,
+) -> None:
+    """Hits, and blocks that are stored again, move entries past what `collect` has reached."""
+    index, (prompt, *_) = small_index(1000 if is_stored else 12), PROMPTS
     for engine in (0, 1):
         index.store(engine, prompt, 0, "GPU")
     index.clear(0)
     assert index.collect(3)
+    if is_stored:
+        index.store(1, prompt, 0, "GPU")
     assert index.match(hashes_of(prompt), [1]) == {1: 48}
     while index.collect(3):
         pass

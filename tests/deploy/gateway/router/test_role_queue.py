@@ -1,4 +1,4 @@
-"""Requests that wait for room at the engines of one role."""
+"""Requests that wait for capacity at the engines of one role."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from longshore.deploy.gateway.router.role_queue import MAX_ATTEMPTS, Placed, Refusal, RoleQueue
+from longshore.deploy.gateway.router.role_queue import MAX_ATTEMPTS, Assignment, Refusal, RoleQueue
 
 
 def queue_of(*capacities: int, max_waiting: int = 2) -> RoleQueue[str]:
@@ -19,16 +19,16 @@ def queue_of(*capacities: int, max_waiting: int = 2) -> RoleQueue[str]:
     return queue
 
 
-def test_requests_are_placed_while_there_is_room_then_wait_then_are_refused() -> None:
+def test_requests_are_assigned_while_they_fit_then_wait_then_are_rejected() -> None:
     queue = queue_of(10, 5)
-    assert queue.add("a", 6) == [Placed("a", 0)]
-    assert queue.add("b", 5) == [Placed("b", 1)]
+    assert queue.add("a", 6) == [Assignment("a", 0)]
+    assert queue.add("b", 5) == [Assignment("b", 1)]
     assert queue.add("c", 5) == []
     assert queue.add("d", 1) == []  # it would fit, but does not overtake
     assert queue.add("e", 1) is Refusal.FULL
     assert queue.num_waiting == 2
-    assert queue.release("a") == [Placed("c", 0), Placed("d", 0)]
-    assert queue.add("e", 1) == [Placed("e", 0)]
+    assert queue.release("a") == [Assignment("c", 0), Assignment("d", 0)]
+    assert queue.add("e", 1) == [Assignment("e", 0)]
     assert [queue.num_used(engine) for engine in (0, 1)] == [7, 5]
 
 
@@ -36,15 +36,15 @@ def test_a_request_that_fits_nowhere_is_refused_and_without_engines_it_waits() -
     assert queue_of(10, 5).add("a", 11) is Refusal.TOO_LARGE
     for queue in (queue_of(), queue_of(0)):
         assert queue.add("a", 11) == []
-        assert queue.set_capacity(0, 11) == [Placed("a", 0)]
+        assert queue.set_capacity(0, 11) == [Assignment("a", 0)]
 
 
 def test_a_request_that_does_not_wait_any_more_makes_way() -> None:
     queue = queue_of(10)
-    assert queue.add("a", 5) == [Placed("a", 0)]
+    assert queue.add("a", 5) == [Assignment("a", 0)]
     assert queue.add("b", 6) == []
     assert queue.add("c", 5) == []
-    assert queue.release("b") == [Placed("c", 0)]
+    assert queue.release("b") == [Assignment("c", 0)]
     assert queue.release("b") == []
 
 
@@ -52,7 +52,7 @@ def test_an_engine_that_drains_takes_no_more() -> None:
     queue = queue_of(10, 10)
     queue.add("a", 5)
     assert queue.set_capacity(0, 0) == []
-    assert queue.add("b", 5) == [Placed("b", 1)]
+    assert queue.add("b", 5) == [Assignment("b", 1)]
     assert queue.num_used(0) == 5
 
 
@@ -64,16 +64,16 @@ def test_requests_of_a_lost_engine_go_first_to_another_one() -> None:
     assert queue.add("d", 1) == []
     assert queue.remove_engine(0) == ["a", "b"]
     assert queue.retry("b") == []
-    assert queue.release("c") == [Placed("b", 1), Placed("d", 1)]
+    assert queue.release("c") == [Assignment("b", 1), Assignment("d", 1)]
     assert queue.retry("a") == []
-    assert queue.set_capacity(0, 10) == [Placed("a", 0)]  # also where it has failed, if need be
+    assert queue.set_capacity(0, 10) == [Assignment("a", 0)]  # also where it has failed, if need be
 
 
 def test_a_request_that_fails_avoids_that_engine_and_not_for_ever() -> None:
     queue = queue_of(10, 10, 10)
-    assert queue.add("a", 5) == [Placed("a", 0)]
-    assert queue.retry("a") == [Placed("a", 1)]
-    assert queue.retry("a") == [Placed("a", 2)]
+    assert queue.add("a", 5) == [Assignment("a", 0)]
+    assert queue.retry("a") == [Assignment("a", 1)]
+    assert queue.retry("a") == [Assignment("a", 2)]
     assert MAX_ATTEMPTS == 3
     assert queue.retry("a") is Refusal.FAILED
     assert queue.num_used(0) == queue.num_used(1) == queue.num_used(2) == 0
@@ -107,20 +107,20 @@ class Requests(RuleBasedStateMachine):
         return sum(self.units[r] for r, e in self.engine_of.items() if e == engine)
 
     def choose(self, request: int, engines: Sequence[int]) -> int:
-        has_room = {
+        has_capacity = {
             engine
             for engine, capacity in self.capacity.items()
             if self.used(engine) + self.units[request] <= capacity
             or (capacity > 0 and self.used(engine) == 0)
         }
-        fresh = has_room - set(self.failures[request])
-        assert set(engines) == (fresh or has_room)
+        fresh = has_capacity - set(self.failures[request])
+        assert set(engines) == (fresh or has_capacity)
         chosen = engines[request % len(engines)]
         assert request == self.waiting.pop(0)
         self.engine_of[request] = chosen
         return chosen
 
-    def take(self, placed: list[Placed[int]]) -> None:
+    def take(self, placed: list[Assignment[int]]) -> None:
         for request, engine in placed:
             assert self.engine_of[request] == engine
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from longshore.deploy.gateway.router.block_index import BlockIndex, GroupInfo
+from longshore.deploy.gateway.router.block_index import BlockIndex, GroupInfo, PromptHashes
 from longshore.deploy.gateway.router.engine_loads import TOKENS_PER_REQUEST, EngineLoads
 from longshore.deploy.gateway.router.expected_blocks import KEPT_S
 from longshore.deploy.gateway.router.policies import (
@@ -307,6 +307,31 @@ def test_a_prompt_that_is_being_computed_attracts_others_with_its_prefix() -> No
     assert (again.engine, again.reason, again.num_cached_tokens) == (0, "prefix", 20 * SIZE)
     again = decide(router, now_s=5.0 + KEPT_S)
     assert (again.reason, len(index)) == ("load", 0)
+
+
+def test_a_block_is_expected_until_the_last_request_that_computes_it_is_answered() -> None:
+    router, index = prefix_router()
+    decision = decide(router)
+    first, second = prompt(len(TOKENS)), prompt(len(TOKENS))
+    for live in (first, second):  # the engine was cleared meanwhile, or both were chosen at once
+        router.note_sent(decision, live)
+    router.note_answer(first, 0.0)
+    decide(router, now_s=KEPT_S)
+    assert len(index) == 40
+    router.note_answer(second, KEPT_S)
+    decide(router, now_s=2 * KEPT_S)
+    assert len(index) == 0
+
+
+def test_blocks_are_not_expected_of_an_engine_that_another_one_has_replaced() -> None:
+    router, index = prefix_router()
+    live, hashes = prompt(len(TOKENS)), decide(router).next_hashes
+    for engine in range(2):
+        router.note_sent(Decision(engine, "load", 0, hashes), live)
+    chain = PromptHashes(40, lambda known, count: known.extend(hashes[len(known) : count]))
+    assert index.match(chain, range(2)) == {1: 40 * SIZE}
+    router.note_sent(Decision(1, "load"), live)  # nothing is left to compute
+    assert len(index) == 0
 
 
 def test_decisions_are_counted_by_engine_and_reason() -> None:
