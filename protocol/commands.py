@@ -14,7 +14,7 @@ from longshore.protocol.transport.channel import Endpoint
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 PauseMode: TypeAlias = Literal["wait", "keep", "abort"]
 CacheName: TypeAlias = Literal["prefix", "encoder", "connector"]
-EngineRole: TypeAlias = Literal["unified", "prefill", "decode"]
+Role: TypeAlias = Literal["unified", "prefill", "decode"]
 """What an engine is for: whole requests, only their first token, or only what comes after it."""
 
 
@@ -94,7 +94,7 @@ class EngineMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     number: int
-    role: EngineRole
+    role: Role
     clients: Endpoint
     events: EventSource | None = None
 

@@ -31,6 +31,10 @@ ensure_services() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
       'xgrammar>=0.2.8,<0.3' 'apache-tvm-ffi>=0.1.11' || return
   fi
+  if ! .venv/bin/python -c 'import ray' 2>/dev/null; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+      'ray>=2.49' || return
+  fi
   ensure_clients || return
   ensure_lmcache
 }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
-from longshore.protocol.commands import EngineRole, LogLevel, PauseMode
+from longshore.protocol.commands import LogLevel, PauseMode, Role
 
 SOCKET_NAME: Final = "admin"
 """Of the socket in the runtime directory."""
@@ -63,7 +63,7 @@ class AddEngine(
 ):
     """Start one more engine. role: None: that of all engines."""
 
-    role: EngineRole | None = None
+    role: Role | None = None
 
 
 class _EngineChange(

@@ -32,7 +32,7 @@ from longshore.deploy.admin.actions import (
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
 from longshore.deploy.supervisor.orders import GroupBusy
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
-from longshore.deploy.supervisor.replica import Replica, Role
+from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.supervisor import Supervisor
 from longshore.protocol.commands import (
     Command,
@@ -46,6 +46,7 @@ from longshore.protocol.commands import (
     ReleaseEngine,
     ResetCache,
     Resume,
+    Role,
     SetLogLevel,
     UseEngine,
     WriteKVSnapshot,
@@ -64,6 +65,7 @@ DEPLOYMENT: Final = "deployment"
 SUPERVISOR: Final = "supervisor"
 GATEWAYS: Final = "gateways"
 """The stop group of all gateways."""
+_FIXED: Final = "the topology says which engines there are"
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Operations:
     """Thread-safe. Not for the supervisor's own thread, which must read the answers meanwhile.
 
     engines:   the engines of the deployment.
-    maker:     makes further ones; None: none can be added.
+    maker:     makes further ones; None: none can be added or removed, because of a topology.
     stop:      begins to stop the deployment, as SIGTERM does.
     state_dir: profiles are written to its folder `profiles`.
     """
@@ -175,8 +177,8 @@ class Operations:
         present = self._engine_set.present
         if found := [each for each in present if each.number == engine]:
             return found
-        numbers = ", ".join(str(each.number) for each in present)
-        raise InvalidAction(f"engine={engine} does not exist; the engines are {numbers}")
+        numbers = ", ".join(str(each.number) for each in present) or "on other nodes"
+        raise InvalidAction(f"engine={engine} does not exist here; the engines are {numbers}")
 
     def _scheduler(self, engine: Replica) -> ManagedProcess:
         found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
@@ -245,7 +247,7 @@ class Operations:
         begin_s = time.monotonic()
         try:
             if self._maker is None:
-                raise EngineRefused("this deployment has a fixed number of engines")
+                raise EngineRefused(_FIXED)
             replica = self._engine_set.reserve(role)
         except EngineRefused as error:
             return Result(DEPLOYMENT, False, f"no engine was added: {error}")
@@ -286,6 +288,8 @@ class Operations:
         return Result(f"engine {engine.number}", False, why)
 
     def _remove(self, action: RemoveEngine) -> Result:
+        if self._maker is None:
+            return Result(DEPLOYMENT, False, f"no engine was removed: {_FIXED}")
         begin_s = time.monotonic()
         engine = self._begin_change(action.engine, self._engine_set.remove)
         if isinstance(engine, Result):
@@ -344,8 +348,8 @@ class Operations:
                 self._engine_set.keep(engine.number)
                 self._not_stopped[engine] = specs
                 return reason
-        if self._maker is not None:
-            self._maker.clean_up(engine, specs)
+        assert self._maker is not None
+        self._maker.clean_up(engine, specs)
         self._engine_set.remove_stopped(engine.number, was_ready=was_ready)
         return None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from longshore.protocol.commands import EngineRole, LogLevel, PauseMode
+from longshore.protocol.commands import LogLevel, PauseMode, Role
 from longshore.protocol.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ _ONLY = DeploymentOptions()
 
 
 @admin.command
-def add_engine(*, role: EngineRole | None = None, options: _DeploymentOptions = _ONLY) -> None:
+def add_engine(*, role: Role | None = None, options: _DeploymentOptions = _ONLY) -> None:
     """Start one more engine with the settings of the others, and send it requests once it is ready.
     If it does not start, nothing else changes.
 

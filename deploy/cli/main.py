@@ -42,7 +42,9 @@ kv = App(name="kv", help="Look at, check and remove the KV blocks that the disk 
 kv.config = ()  # flags alone: no variable may answer `clean --yes`
 app.command(kv)
 app.command(admin)
-keys = App(name="keys", help="Make, rotate, show and remove the keys of KV event subscribers.")
+keys = App(
+    name="keys", help="Make, rotate, show and remove the keys of KV event subscribers and nodes."
+)
 keys.config = ()  # flags alone, except for the state directory, which `serve` uses as well
 app.command(keys)
 _StateDir = Annotated[Path | None, Parameter(env_var=f"{VARIABLE_PREFIX}STATE_DIR")]
@@ -60,11 +62,41 @@ def serve(
         model: Folder of the model in Hugging Face format, or its id on a model hub
             (owner/name or owner/name@revision).
     """
+    if options.topology is not None:
+        from longshore.deploy.cli.node import serve_topology
+
+        serve_topology(model, options, announce=_announce)
+        return
+
     from longshore.deploy.cli.serve import serve as serve_model
     from longshore.deploy.model.folder import read_model_folder
+    from longshore.deploy.topology.node_plan import whole_deployment
 
     set_up_logging(options.log_level, LINE_FORMATS[options.log_format])
-    serve_model(read_model_folder(model), options, announce=_announce)
+    serve_model(read_model_folder(model), whole_deployment(options), announce=_announce)
+
+
+@app.command
+def node(
+    *,
+    topology: Path,
+    name: str,
+    check: bool = False,
+    api_key: tuple[str, ...] | None = None,
+) -> None:
+    """Start the engines and gateways that a topology has for one node, until SIGTERM or Ctrl-C. All
+    nodes have the same file.
+
+    Args:
+        topology: TOML file that describes all nodes (docs/topology.md). Settings come from it.
+        name: Name of this node in the file.
+        check: Only check the file and the keys of this node, and print what would be started.
+        api_key: API keys that clients may use. Set them in LONGSHORE_API_KEY, because other users
+            can see command lines, or use api_key_file in the file.
+    """
+    from longshore.deploy.cli.node import run_node
+
+    run_node(topology, name, only_checks=check, api_key=api_key, announce=_announce)
 
 
 @app.command
@@ -280,6 +312,32 @@ def keys_show(*, json: bool = False, state_dir: _StateDir = None) -> None:
     from longshore.deploy.cli.keys import show
 
     show(as_json=json, state_dir=state_dir)
+
+
+@keys.command(name="node")
+def keys_node(*, output: Path = Path("node.json")) -> None:
+    """Make the keys of a node of a topology, and print the public key. Run it on the node.
+
+    Args:
+        output: File for the keys.
+    """
+    from longshore.deploy.topology.keys import create_node_keys
+
+    print(f'public_key = "{create_node_keys(output)}"')
+
+
+@keys.command(name="transfer")
+def keys_transfer(*, output: Path = Path("transfer.key")) -> None:
+    """Make the secret that engines on different nodes must know to pull KV from each other. Copy
+    the file to all nodes that have engines.
+
+    Args:
+        output: File for the secret.
+    """
+    from longshore.deploy.topology.keys import create_transfer_secret
+
+    create_transfer_secret(output)
+    print(f"The secret is in {output}: copy the file to all nodes that have engines.")
 
 
 @app.meta.default

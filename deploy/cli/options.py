@@ -21,7 +21,7 @@ from longshore.deploy.cli.vllm_settings import translate_settings
 from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
 from longshore.deploy.supervisor.log_lines import LogFormat
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -30,6 +30,9 @@ from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputB
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
 MetricsNames: TypeAlias = Literal["longshore", "vllm"]
+Launcher: TypeAlias = Literal["ray"]
+SPLIT_ONLY: Final = ("disaggregation_min_tokens", "disaggregation_max_waiting")
+"""Settings that need engines with the roles prefill and decode."""
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -39,6 +42,7 @@ _SERVER: Final = Parameter(group=Group.create_ordered("Server"))
 _CACHE: Final = Parameter(group=Group.create_ordered("KV cache"))
 _SCHEDULING: Final = Parameter(group=Group.create_ordered("Scheduling"))
 _RANKS: Final = Parameter(group=Group.create_ordered("Several workers"))
+_HOSTS: Final = Parameter(group=Group.create_ordered("Several hosts"))
 _CONNECTOR: Final = Parameter(group=Group.create_ordered("KV beyond the device"))
 _EVENTS: Final = Parameter(group=Group.create_ordered("KV events"))
 _OPERATION: Final = Parameter(group=Group.create_ordered("Operation"))
@@ -362,6 +366,10 @@ class ServeOptions(EngineOptions):
             compute are not sent to a prefill engine.
         disaggregation_max_waiting: Maximum number of requests that wait at each gateway for memory
             of a decode engine; further ones get a 429.
+        topology: TOML file that describes engines and gateways on one or several nodes
+            (docs/topology.md). All other settings are in the file then.
+        launcher: What starts the nodes of a topology: ray, on the hosts of its cluster. Default:
+            nothing; a topology of one node is started here.
         replicas: Number of engines with the same model and settings, each with its own scheduler
             and workers. Replicas use consecutive GPUs, or share the CPU and its memory.
         routing_policy: Which engine gets a prompt, with several replicas: the least loaded one
@@ -431,6 +439,8 @@ class ServeOptions(EngineOptions):
     decode: Annotated[int, _RANKS] = 0
     disaggregation_min_tokens: Annotated[int, _RANKS] = 64
     disaggregation_max_waiting: Annotated[int, _RANKS] = 1024
+    topology: Annotated[Path | None, _HOSTS] = None
+    launcher: Annotated[Launcher | None, _HOSTS] = None
     replicas: Annotated[int, _RANKS] = 1
     routing_policy: Annotated[PolicyName, _RANKS] = "least_loaded"
     routing_session_header: Annotated[str, _RANKS] = "x-session-id"
@@ -466,6 +476,11 @@ class ServeOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.launcher is not None and self.topology is None:
+            raise ConfigError(
+                f"launcher={self.launcher} starts the nodes of a topology, and topology is not "
+                "set. Set it, or remove launcher."
+            )
         check_range("replicas", self.replicas, 1, MAX_PROCESSES)
         self._check_roles()
         check_range("gateways", self.gateways, 1, MAX_PROCESSES)
@@ -566,11 +581,8 @@ class ServeOptions(EngineOptions):
                 f"decode={self.decode}: the role of an engine says whether it sends or receives "
                 "KV. Remove kv_role."
             )
-        for name, default in (
-            ("disaggregation_min_tokens", ServeOptions.disaggregation_min_tokens),
-            ("disaggregation_max_waiting", ServeOptions.disaggregation_max_waiting),
-        ):
-            if not self.prefill and getattr(self, name) != default:
+        for name in () if self.prefill or self.topology is not None else SPLIT_ONLY:
+            if getattr(self, name) != getattr(ServeOptions, name):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is set, but prefill is not, so it has no "
                     f"effect. Set prefill and decode, or remove {name}."

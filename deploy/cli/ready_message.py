@@ -46,15 +46,26 @@ def ready_message(
     gateway = next(report for name, report in ready.items() if name.startswith("gateway"))
     max_model_len = int(gateway.details["max_model_len"])
 
+    gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
+    described = _capacities(ready, engines) if engines else "engines on other nodes"
+    return (
+        f"ready at {url} (model {model_name}, {gateways}{described}, {max_model_len:,} per request)"
+    )
+
+
+def node_ready_message(
+    node: str, model_name: str, ready: Mapping[str, Ready], engines: Sequence[Replica]
+) -> str:
+    """One short line for a node without gateways."""
+    return f"node {node} is ready (model {model_name}, {_capacities(ready, engines)})"
+
+
+def _capacities(ready: Mapping[str, Ready], engines: Sequence[Replica]) -> str:
     def capacity(replica: Replica) -> str:
         num_tokens = int(ready[replica.scheduler].details["kv_cache_tokens"])
         return f"a KV cache of {num_tokens:,} tokens"
 
-    gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
-    described = _per_engine(engines, capacity)
-    return (
-        f"ready at {url} (model {model_name}, {gateways}{described}, {max_model_len:,} per request)"
-    )
+    return _per_engine(engines, capacity)
 
 
 def cache_sizes(ready: Mapping[str, Ready], engines: Sequence[Replica]) -> str:
@@ -86,7 +97,8 @@ def _per_engine(engines: Sequence[Replica], describe: Callable[[Replica], str]) 
         kinds = f"{roles['prefill']} prefill and {roles['decode']} decode engines"
     if len(set(each)) == 1:
         return f"{kinds}, each with {each[0]}"
-    return f"{kinds}: " + "; ".join(f"engine {n} has {text}" for n, text in enumerate(each))
+    described = zip(engines, each, strict=True)
+    return f"{kinds}: " + "; ".join(f"engine {e.number} has {text}" for e, text in described)
 
 
 def _bytes(num_blocks: int, block_bytes: Sequence[int]) -> str:

@@ -9,8 +9,7 @@ from longshore.deploy.gateway.router.config import RoutingConfig
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
-from longshore.deploy.supervisor.replica import Role
-from longshore.protocol.commands import EngineMember
+from longshore.protocol.commands import EngineMember, Role
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -27,8 +26,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     members:           the engines now, if some were added or removed since the start; None: those
                        of `engines`.
     awaits_all_engines: accept requests once all engines are ready; False: once one is.
+    awaits_engines:    False: accept requests at once; they wait for an engine.
     number:            number of this gateway within the deployment.
-    peers:             paths of the private sockets of all gateways, including this one.
+    peers:             paths of the private sockets of the gateways on this host, including this
+                       one.
+    num_elsewhere:     number of gateways on other hosts.
     listen_fd:         inherited socket, already bound; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
     tool_call_parser, reasoning_parser: names of parsers, `auto` or `none`.
@@ -70,8 +72,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     members: tuple[EngineMember, ...] | None = None
     model_aliases: tuple[str, ...] = ()
     awaits_all_engines: bool = True
+    awaits_engines: bool = True
     number: int = 0
     peers: tuple[str, ...] = ()
+    num_elsewhere: int = 0
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

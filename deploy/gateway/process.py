@@ -152,11 +152,12 @@ class GatewayProcess:
         self._gateway.metrics.watch_restarts(partial(read_restarts, self._runtime_dir))
         name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
+        num_gateways = max(1, len(config.peers)) + config.num_elsewhere
         self._routing = Routing(
             config.routing,
             config.current_members,
             number=config.number,
-            num_gateways=max(1, len(config.peers)),
+            num_gateways=num_gateways,
         )
         self._gateway.metrics.watch(self._routing)
         self._gateway.lacking_knowledge = self._routing.lacking_knowledge
@@ -165,7 +166,7 @@ class GatewayProcess:
             hello,
             router=self._routing.router,
             split_config=config.split,
-            num_gateways=max(1, len(config.peers)),
+            num_gateways=num_gateways,
             number=config.number,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
@@ -215,14 +216,17 @@ class GatewayProcess:
                 vocab_size=config.vocab_size,
                 max_model_len=config.max_model_len,
             )
-        lifeline.report(Progress("waiting for the scheduler"))
-        engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
-        await self._routing.wait_until_known()
+        details = {"max_model_len": str(config.max_model_len)}
+        if config.awaits_engines:
+            lifeline.report(Progress("waiting for the scheduler"))
+            engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
+            await self._routing.wait_until_known()
+            details = _details(engine)
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,
             vocab_size=config.vocab_size,
-            max_model_len=engine.identity.max_model_len,
+            max_model_len=int(details["max_model_len"]),
             eos_token_ids=config.eos_token_ids,
         )
         self._gateway.serve_with(
@@ -254,7 +258,7 @@ class GatewayProcess:
         # All present objects live as long as the process, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
-        lifeline.report(Ready(_details(engine)))
+        lifeline.report(Ready(details))
 
     async def add_engine(self, member: EngineMember) -> None:
         """Use another engine, and return when it is ready; do nothing if it is used. Raises

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -22,14 +22,15 @@ PULL_CONNECTORS: Final = ("nixl", "mooncake")
 _OptionsT = TypeVar("_OptionsT", bound=EngineOptions)
 
 
-def with_pull_connector(options: _OptionsT) -> _OptionsT:
-    """The settings of engines that pull KV from each other on one host: the first pull connector if
-    none is chosen, and a secret. Raises ConfigError for a connector that cannot pull."""
+def with_pull_connector(options: _OptionsT, defaults: Mapping[str, Any] | None = None) -> _OptionsT:
+    """The settings of an engine that pulls KV from others: the first pull connector if none is
+    chosen. Raises ConfigError for a connector that cannot pull.
+
+    defaults: of its options; None: a secret for engines on one host.
+    """
     name = options.kv_connector or PULL_CONNECTORS[0]
     values = parse_options(options.kv_connector_config)
-    children = _children(name, values)
-    names = [name, *(child["connector"] for child in children)]
-    if not any(each in PULL_CONNECTORS or ":" in each for each in names):
+    if not can_pull(name, values):
         advice = f"or multi to combine one of them with {name}"
         if name == "multi":
             advice = "and add it to its option 'connectors'"
@@ -37,20 +38,40 @@ def with_pull_connector(options: _OptionsT) -> _OptionsT:
             f"kv_connector={name!r} does not pull KV from another engine, as decode engines do. "
             f"Use one of {', '.join(PULL_CONNECTORS)}, {advice}"
         )
-    if name in PULL_CONNECTORS:
-        values = _with_secret(values, options)
-    for child in children:
-        if child["connector"] in PULL_CONNECTORS:
-            child["options"] = _with_secret(child.get("options", {}), options)
-    config = msgspec.json.encode(values).decode()
+
+    def complete(given: dict[str, Any]) -> dict[str, Any]:
+        if defaults is not None:
+            return {**defaults, **given}
+        if "secret_file" in given:
+            return given
+        return {**given, "secret_file": str(StateDir(options.state_dir).transfer_secret_file())}
+
+    config = msgspec.json.encode(map_pull_options(name, values, complete)).decode()
     return replace(options, kv_connector=name, kv_connector_config=config)
 
 
-def _with_secret(values: dict[str, Any], options: EngineOptions) -> dict[str, Any]:
-    """The options of a pull connector."""
-    if "secret_file" in values:
-        return values
-    return {**values, "secret_file": str(StateDir(options.state_dir).transfer_secret_file())}
+def can_pull(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a connector with these options may pull KV from other engines."""
+    names = [name, *(child["connector"] for child in _children(name, values))]
+    return any(each in PULL_CONNECTORS or ":" in each for each in names)
+
+
+def pull_connectors(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of PULL_CONNECTORS it is, or `multi` has."""
+    names = [name, *(child["connector"] for child in _children(name, values))]
+    return tuple(each for each in names if each in PULL_CONNECTORS)
+
+
+def map_pull_options(
+    name: str, values: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The options of a connector, with those of each of PULL_CONNECTORS changed."""
+    if name in PULL_CONNECTORS:
+        return change(values)
+    for child in _children(name, values):
+        if child["connector"] in PULL_CONNECTORS:
+            child["options"] = change(child.get("options", {}))
+    return values
 
 
 def check_router_key(options: ServeOptions, pull: PullOptions | None) -> None:

@@ -1,6 +1,7 @@
 """Derives the configuration of an engine's processes from the user's settings."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
 from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
@@ -71,10 +73,19 @@ TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
+class EngineSockets:
+    """Where an engine listens for other nodes: for requests, KV events and replays of them."""
+
+    clients: Endpoint
+    events: Endpoint
+    replays: Endpoint
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """One engine with its workers: all settings derived, nothing started.
 
-    hash_seed: seed of block hashes, from the state directory; secret.
+    hash_seed: seed of block hashes; secret.
     state_dir:         the directory that outlives the deployment.
     connector_options: options of the connector, parsed; they can contain secrets.
     ec_transfer: the encoder connector, with its options, likewise; None: there is none.
@@ -92,8 +103,13 @@ class EnginePlan:
     ec_transfer: ECTransferConfig | None = field(repr=False)
 
 
-def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
-    """Derive every component's settings. Raises ConfigError for settings that do not fit."""
+def plan_engine(
+    options: EngineOptions, model: ModelFolder, hash_seed: bytes | None = None
+) -> EnginePlan:
+    """Derive every component's settings. Raises ConfigError for settings that do not fit.
+
+    hash_seed: of block hashes; None: that of the state directory.
+    """
     _check_policy(options.scheduling_policy or _DEFAULT_POLICY)
     _check_backend(options.structured_output_backend)
     config = read_model_config(model.path)
@@ -141,7 +157,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         longest = scheduler.longest_request(num_sharing)
         check_holds_one_request(groups, options.num_blocks, longest)
     state_dir = StateDir(options.state_dir)
-    hash_seed = state_dir.block_hash_seed()
+    if hash_seed is None:
+        hash_seed = state_dir.block_hash_seed()
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -256,18 +273,35 @@ def engine_processes(
     runtime_dir: RuntimeDir,
     replica: Replica = _ONLY,
     *,
+    sockets: EngineSockets | None = None,
     is_restarted: bool = False,
     num_standbys: int = 0,
 ) -> tuple[list[ProcessSpec], Endpoint]:
-    """The processes to start, workers first and the scheduler last, and the clients' endpoint.
+    """The processes to start, workers first and the scheduler last, and the endpoint of its
+    clients.
+    sockets: for other nodes; None: all sockets are in the runtime directory.
     is_restarted: processes that die are started again.
     num_standbys: processes that are kept ready to take the place of each worker."""
-    clients = runtime_dir.endpoint(replica.file_name("clients"))
+    clients = sockets.clients if sockets else runtime_dir.endpoint(replica.file_name("clients"))
     ranks = range(plan.options.num_ranks)
     endpoints = [runtime_dir.endpoint(replica.worker(rank).replace(" ", "-")) for rank in ranks]
     layout = _rank_layout(plan.options, runtime_dir, replica)
+    events = kv_events_config(plan.options, runtime_dir, replica)
+    if events is not None and sockets is not None:
+        events = msgspec.structs.replace(
+            events, endpoint=sockets.events, replay_endpoint=sockets.replays
+        )
     scheduler = _scheduler_process(
-        plan, endpoints, clients, layout, runtime_dir, replica, is_restarted=is_restarted
+        plan,
+        endpoints,
+        clients,
+        layout,
+        runtime_dir,
+        replica,
+        events,
+        # Other nodes know the engine from before a restart of its node.
+        epoch=1 if sockets is None else int(time.time()),
+        is_restarted=is_restarted,
     )
     memory_fd = None
     if plan.options.kv_connector is not None and uses_shared_memory(plan.options.kv_connector):
@@ -342,7 +376,9 @@ def _scheduler_process(
     layout: RankLayout,
     runtime_dir: RuntimeDir,
     replica: Replica,
+    events: KVEventsConfig | None,
     *,
+    epoch: int,
     is_restarted: bool,
 ) -> SchedulerProcessConfig:
     return SchedulerProcessConfig(
@@ -360,9 +396,10 @@ def _scheduler_process(
         kv_connector=plan.options.kv_connector,
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         ec_transfer=plan.ec_transfer,
-        kv_events=kv_events_config(plan.options, runtime_dir, replica),
+        kv_events=events,
         structured_output=_structured_output(plan, runtime_dir, replica),
         engine_id=replica.engine_id,
+        epoch=epoch,
         outlives_workers=is_restarted,
         adopts_kv=is_restarted and plan.options.kv_adoption and plan.device == "cpu",
         log_level=plan.options.log_level,
@@ -396,14 +433,16 @@ def _standby(config: WorkerProcessConfig, number: int) -> WorkerProcessConfig:
 def _worker_process(
     plan: EnginePlan, rank: int, endpoint: Endpoint, layout: RankLayout, replica: Replica
 ) -> WorkerProcessConfig:
-    is_one_of_gpus = layout.num_ranks * replica.count > 1 and plan.device == "cuda"
+    is_one_of_gpus = plan.device == "cuda" and (
+        layout.num_ranks * replica.count > 1 or bool(replica.devices)
+    )
     return WorkerProcessConfig(
         model=str(plan.model.path),
         identity=plan.identity,
         endpoint=endpoint,
         rank=rank,
         ranks=layout,
-        num_replicas=replica.count,
+        num_replicas=replica.num_on_host or replica.count,
         device=replica.gpu(rank, layout.num_ranks) if is_one_of_gpus else plan.device,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,

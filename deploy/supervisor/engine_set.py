@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from longshore.deploy.supervisor.replica import Replica, Role
+from longshore.deploy.supervisor.replica import Replica
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import LongshoreError
 
 EngineState: TypeAlias = Literal[
@@ -41,6 +42,7 @@ class EngineSet:
     replicas:  the engines at the start.
     max_engines: limit of engines at one time.
     num_gpu_groups: how many engines the GPUs are enough for; None: no limit is known.
+    elsewhere: roles of the engines on other nodes, which are taken to be ready.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class EngineSet:
         *,
         max_engines: int = 1024,
         num_gpu_groups: int | None = None,
+        elsewhere: Sequence[Role] = (),
     ) -> None:
         self._lock = threading.Lock()
         self._max_engines = max_engines
         self._num_gpu_groups = num_gpu_groups
+        self._elsewhere = tuple(elsewhere)
         self._engines = {each.number: _Engine(each, "ready", True) for each in replicas}
         self._removed: list[Replica] = []
         self._next_number = len(self._engines)
@@ -166,13 +170,13 @@ class EngineSet:
                 raise EngineRefused(f"it is {engine.state}")
             if engine.state == "not stopped" and state != "removing":
                 raise EngineRefused("it could not be removed; remove it again")
-            others = [
+            others = {
                 each.replica.role
                 for each in self._engines.values()
                 if each is not engine and each.state == "ready" and is_running(each.replica)
-            ]
+            }
             role = engine.replica.role
-            if not {*others} & {*_SUCCESSORS[role]}:
+            if not (others | {*self._elsewhere}) & {*_SUCCESSORS[role]}:
                 raise EngineRefused(
                     f"it is the last {role} engine that is ready. Add or resume another one first"
                 )

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from longshore.protocol.commands import EngineRole
-
-Role: TypeAlias = EngineRole
+from longshore.protocol.commands import Role
 
 
 @dataclass(frozen=True)
@@ -15,6 +12,8 @@ class Replica:
     role: what it is for.
     gpu_group: see `gpus_of`; None: its number. An engine that was added can use the GPUs of one
                that was removed.
+    num_on_host: number of engines on its host; 0: all are.
+    devices: GPUs of its ranks; empty: engines use consecutive groups of GPUs.
 
     `worker 1.0` is rank 0 of engine 1.
     """
@@ -23,6 +22,8 @@ class Replica:
     count: int = 1
     role: Role = "unified"
     gpu_group: int | None = None
+    num_on_host: int = 0
+    devices: tuple[int, ...] = ()
 
     @property
     def engine_id(self) -> str:
@@ -55,8 +56,9 @@ class Replica:
         return self.number if self.gpu_group is None else self.gpu_group
 
     def gpu(self, rank: int, num_ranks: int) -> str:
-        """The GPU of a rank: engines use consecutive groups of GPUs."""
-        return f"cuda:{self.gpus_of * num_ranks + rank}"
+        """The GPU of a rank: one of `devices`, or engines use consecutive groups of GPUs."""
+        number = self.devices[rank] if self.devices else self.gpus_of * num_ranks + rank
+        return f"cuda:{number}"
 
 
 def replicas(roles: Sequence[Role]) -> list[Replica]:

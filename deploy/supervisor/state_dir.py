@@ -60,25 +60,12 @@ class StateDir:
         try:
             if not path.exists():
                 self._create(path, secrets.token_hex(HASH_SEED_BYTES) + "\n")
-            check_private(path)
-            text = read_bytes(path).decode("ascii").strip()
+            return read_block_hash_seed(path)
         except OSError as error:
             raise ConfigError(
                 f"the block hash seed {path} cannot be created or read ({error.strerror}). "
                 f"{_OTHER_DIR}"
             ) from error
-        except UnicodeDecodeError:
-            text = ""
-        if len(text) == 2 * HASH_SEED_BYTES:
-            try:
-                return bytes.fromhex(text)
-            except ValueError:
-                pass
-        raise ConfigError(
-            f"the block hash seed {path} is damaged: it does not have {2 * HASH_SEED_BYTES} "
-            "hexadecimal digits. Restore the file from a backup, or delete it to get a new seed, "
-            "with which no KV that is stored already can be found."
-        )
 
     def transfer_secret_file(self) -> Path:
         """A file with the secret that engines must know to pull KV from each other, created at the
@@ -113,6 +100,26 @@ class StateDir:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def read_block_hash_seed(path: Path) -> bytes:
+    """The seed in a private file. Raises ConfigError if other users can read it or it is damaged,
+    OSError if it cannot be read."""
+    check_private(path)
+    try:
+        text = read_bytes(path).decode("ascii").strip()
+    except UnicodeDecodeError:
+        text = ""
+    if len(text) == 2 * HASH_SEED_BYTES:
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            pass
+    raise ConfigError(
+        f"the block hash seed {path} is damaged: it does not have {2 * HASH_SEED_BYTES} "
+        "hexadecimal digits. Restore the file from a backup, or delete it to get a new seed, "
+        "with which no KV that is stored already can be found."
+    )
 
 
 def check_private(path: Path) -> None:

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 _POLLOUT: Final = int(zmq.POLLOUT)
 _POLLIN: Final = int(zmq.POLLIN)  # arithmetic on an IntFlag costs as much as asking the socket
 
+HEARTBEAT_INTERVAL_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 5000
+
 Out = TypeVar("Out")
 In = TypeVar("In")
 
@@ -68,6 +71,7 @@ def open_socket(
     bind: bool,
     max_queued: int = 100_000,
     allow_loopback: bool = False,
+    detects_silence: bool = False,
 ) -> "zmq.Socket[bytes]":
     """Returns a bound or connected socket. Raises ConfigError if the address is not private, or
     cannot be bound.
@@ -75,6 +79,7 @@ def open_socket(
     max_queued: unsent messages per peer.
     allow_loopback: accept TCP without keys on a loopback address, which every user of this host can
                     connect to.
+    detects_silence: disconnect a peer whose host does not answer any more.
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 1000)
@@ -82,6 +87,10 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, 100_000)
     # A last line of defence, per frame and silent; the decoder's limit is lower and is reported.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    if detects_silence:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -31,7 +31,7 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server:     public key of the server, for an end that connects.
     authorized: file with the public keys of the only clients that an end that binds accepts, one at
                 the start of each line. It is read for each new connection.
-    also_authorized: public keys of clients that are accepted in addition.
+    also_authorized: public keys of clients that are accepted in addition, or without a file.
     """
 
     public: str
@@ -79,7 +79,7 @@ def use_keys(
             raise ConfigError(f"endpoint {address!r} needs the server's public key")
         socket.curve_serverkey = keys.server.encode()
         return
-    if keys.authorized is None:
+    if keys.authorized is None and not keys.also_authorized:
         raise ConfigError(f"endpoint {address!r} allows no client keys; no client could connect")
     # The address is the ZAP domain, so that each endpoint has its own list.
     authorized = AuthorizedKeys(keys.authorized, keys.also_authorized)
@@ -92,11 +92,11 @@ def use_keys(
 
 
 class AuthorizedKeys:
-    """The list of clients in a file, and `others`. Keys can be added to and removed from the file
-    while the socket is in use."""
+    """The list of clients in a file, if there is one, and `others`. Keys can be added to and
+    removed from the file while the socket is in use."""
 
-    def __init__(self, path: str, others: Sequence[str] = ()) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | None, others: Sequence[str] = ()) -> None:
+        self._path = None if path is None else Path(path)
         self._others = {key.encode() for key in others}
         self._warnings = LogLimit(logger, max_per_second=1)
 
@@ -105,6 +105,13 @@ class AuthorizedKeys:
         which would end with an exception."""
         if key in self._others:
             return True
+        if self._path is None:
+            self._warnings.warning(
+                "a client of %s was rejected: its public key %s is not authorized",
+                domain,
+                key.decode(errors="replace"),
+            )
+            return False
         try:
             with self._path.open("rb") as file:
                 lines = file.read(MAX_AUTHORIZED_BYTES).splitlines()

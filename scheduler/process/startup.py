@@ -48,7 +48,13 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
             workers.append(stack.enter_context(closing(Channel(worker_socket, FromWorker))))
         # Gateways connect while the workers are awaited; what they send waits for the engine.
-        client_socket = open_socket(context, zmq.ROUTER, config.clients, bind=True)
+        client_socket = open_socket(
+            context,
+            zmq.ROUTER,
+            config.clients,
+            bind=True,
+            detects_silence=config.clients.address.startswith("tcp://"),
+        )
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(client_socket, ToEngine)
         stack.enter_context(closing(clients))
         accepted = accept_workers(

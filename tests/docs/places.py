@@ -30,6 +30,8 @@ NOT_RUN: Final = {  # by the beginning of the command
     ".venv/bin/python scripts/compatibility": "tests/clients/ compares the table",
     "openssl rand": "makes a key for the next command",
     'curl -H "authorization: Bearer $(cat admin-key)"': "tests/integration/test_admin.py does it",
+    "ray start": "tests/integration/test_ray_launcher.py starts a cluster",
+    "systemctl ": "needs systemd",
     "grep ": "reads a file that the tests do not have",
     "lmcache server": "tests/connectors/adapters/ has a server that speaks its protocol",
     "prometheus ": "tests/integration/test_prometheus.py runs one with this configuration",
@@ -42,6 +44,7 @@ RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which nam
     ("docs/kv-events.md", ""): "tests/integration/test_kv_events.py",
     ("docs/models.md", ""): "tests/docs/test_models.py",
     ("docs/tiers.md", ""): "tests/docs/test_tiers.py",
+    ("docs/topology.md", ""): "tests/docs/test_topology.py",
     ("docs/tools.md", ""): "tests/integration/test_tools.py",
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }

@@ -15,8 +15,8 @@ from longshore.deploy.gateway.router.policies import PrefixAware, RoutedPrompt
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
 from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
-from longshore.deploy.supervisor.replica import Role
 from longshore.deploy.supervisor.restart_history import RestartRecord
+from longshore.protocol.commands import Role
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from tests.deploy.gateway.fake_engine import STATS
 

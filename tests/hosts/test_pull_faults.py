@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from longshore.protocol.outputs import FinishReason
 from tests.connectors.engine import Engine, prompts_of
 from tests.hosts.network import Network
 from tests.hosts.served import LIMIT_S, HostEngine, Router
@@ -38,10 +39,16 @@ class Pair:
     """A prefill and a decode engine with the same model, and the engine that knows the tokens."""
 
     def __init__(
-        self, stack: ExitStack, network: Network, model: Path, tmp: Path, connector: str
+        self,
+        stack: ExitStack,
+        network: Network,
+        model: Path,
+        tmp: Path,
+        connector: str,
+        **settings: Any,
     ) -> None:
         self.stack, self.network, self.model, self.tmp = stack, network, model, tmp
-        self.connector = connector
+        self.connector, self.settings = connector, settings
         self.hosts = {name: network.host(name) for name in ("prefill", "decode")}
         self.stages = Stages(tmp / "stages")
         self.plain = stack.enter_context(Engine(model))
@@ -58,6 +65,7 @@ class Pair:
                 options={"lease_s": LEASE_S, "read_timeout_s": READ_TIMEOUT_S},
                 remote_hosts=[host.address for host in self.hosts.values()],
                 stages=self.stages.folder,
+                **self.settings,
             )
         )
 
@@ -140,7 +148,9 @@ class Fault:
 
 def run_cell(pair: Pair, stage: str, side: str, fault: str, seconds: float | None) -> None:
     pair.check_pulls()
-    if stage == "handshake":  # by a reader that does not know the owner
+    # A handshake is that of a reader that does not know the owner, and a worker that was replaced a
+    # short time ago is replaced together with its scheduler.
+    if stage == "handshake" or (pair.connector, stage) == ("mooncake", "read"):
         Fault(pair, "decode").kill()()
     num_restarts = pair.engines["decode"].num_restarts
     router = pair.router
@@ -224,3 +234,31 @@ def test_every_request_ends_and_every_block_is_free(
     pairs: Callable[[str], Pair],
 ) -> None:
     run_cell(pairs(connector), stage, side, fault, seconds)
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("MET-07")
+def test_a_failed_pull_ends_the_request_with_the_reason(
+    network: Network,
+    serving_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with ExitStack() as stack:
+        tmp, model = tmp_path_factory.mktemp("fail"), serving_model("full")
+        pair = Pair(stack, network, model, tmp, "nixl", load_failure_policy="fail")
+        pair.check_pulls()
+        router = pair.router
+        legs = [router.send(pair.request()[0]) for _ in range(2)]
+        router.until(lambda: all(leg.first.end is not None for leg in legs))
+        restart = Fault(pair, "prefill").kill()
+        for leg in legs:
+            router.go_on(leg, max_tokens=MAX_TOKENS)
+            router.until(lambda leg=leg: leg.current.end is not None, leg.engine)
+            assert leg.second is not None
+            assert leg.second.end is not None
+            assert leg.second.end.reason is FinishReason.ERROR
+            assert "its KV could not be loaded" in leg.second.end.message
+            assert leg.second.token_ids == []
+        pair.settle("decode", QUARANTINE_S)
+        restart()
+        pair.check_pulls()

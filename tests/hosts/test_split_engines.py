@@ -1,5 +1,6 @@
 """Prefill and decode engines on hosts of their own give the tokens of one engine: eight requests at
-once, prompts in several chunks, hits on both sides, preemptions on decode engines, and aborts."""
+once, prompts in several chunks, hits on both sides, preemptions on decode engines, and aborts; and
+500 requests at once."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,10 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(1200)]
 MAX_TOKENS: Final = 40
 LENGTHS: Final = (100, 33, 64, 150, 81, 128, 47, 112)
 NUM_ABORTED: Final = 6
+NUM_MANY: Final = 500
+MANY_BLOCKS: Final = 20_000
+"""All requests may be leased or pulled at once."""
+
 LEASE_S: Final = 5.0
 
 Settings: TypeAlias = Mapping[str, Any]
@@ -116,7 +121,9 @@ def test_tokens_are_those_of_one_engine(
         topology = TOPOLOGIES[name]
         if kind not in PREEMPTED:
             decode = tuple({**each, "num_blocks": 120} for each in topology.decode)
-            topology = replace(topology, decode=decode)
+            # Half of them may be leased, and a request has blocks in several groups.
+            prefill = tuple({**each, "num_blocks": 240} for each in topology.prefill)
+            topology = replace(topology, prefill=prefill, decode=decode)
         router = start(stack, network, model, tmp_path_factory.mktemp("split"), topology)
         if topology.delay_s is not None:
             stack.enter_context(network.delay(topology.delay_s))
@@ -133,8 +140,37 @@ def test_tokens_are_those_of_one_engine(
         legs = router.run([*longer, *others], max_tokens=MAX_TOKENS, abort=aborts(len(longer)))
         assert [leg.token_ids for leg in legs[: len(longer)]] == wanted[len(prompts) :]
         router.settle()
-        if kind in PREEMPTED:
+        is_limited = topology.delay_s is not None or topology.megabits is not None
+        if kind in PREEMPTED and not is_limited:  # then, few requests decode at once
             assert router.num_preemptions > 0
+
+
+@pytest.mark.req("CRG-06")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind == "full" else [pytest.mark.hosts_full])
+        for kind in KINDS
+    ],
+)
+def test_many_requests_at_once(
+    kind: str,
+    network: Network,
+    serving_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = serving_model(kind)
+    chance = random.Random(7)
+    prompts = prompts_of(*[chance.randint(20, 150) for _ in range(NUM_MANY)], seed=3)
+    with Engine(model, max_num_seqs=32, num_blocks=1000) as plain:
+        wanted = plain.run(*prompts, max_tokens=8)
+    topology = Topology(({"num_blocks": MANY_BLOCKS},), ({"num_blocks": MANY_BLOCKS},))
+    with ExitStack() as stack:
+        router = start(stack, network, model, tmp_path_factory.mktemp("split"), topology)
+        legs = router.run(prompts, max_tokens=8)
+        assert [leg.token_ids for leg in legs] == wanted
+        assert sum(leg.num_cached_tokens for leg in legs) == sum(len(prompt) for prompt in prompts)
+        router.settle()
 
 
 def aborts(first: int) -> Callable[[int, Answer | None], bool]:

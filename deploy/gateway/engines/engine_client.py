@@ -54,6 +54,16 @@ logger = logging.getLogger(__name__)
 RECONNECT_INTERVAL_MS: Final = 5
 """How often a lost scheduler is tried; it starts in about 0.3 s. ZMQ waits up to twice as long."""
 
+REMOTE_RECONNECT_INTERVAL_MS: Final = 100
+"""The same for an engine on another node."""
+
+UNREACHABLE_INTERVAL_S: Final = 1.0
+"""How often one is tried that ends connections before the handshake."""
+
+REJECTED_INTERVAL_S: Final = 5.0
+"""How often an engine on another node is tried that has rejected this client: its node may be
+upgraded later than this one."""
+
 PING_INTERVAL_S: Final = 1.0
 """A message that was lost is noticed after this time, if no other message follows it."""
 
@@ -93,7 +103,9 @@ class EngineClient:
         self._hello = hello
         self._number = number
         self._context = zmq.Context()
-        self._context.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        self._is_remote = endpoint.address.startswith("tcp://")
+        interval_ms = REMOTE_RECONNECT_INTERVAL_MS if self._is_remote else RECONNECT_INTERVAL_MS
+        self._context.setsockopt(zmq.RECONNECT_IVL, interval_ms)
         self._requests = LiveRequests(seeds, on_late_end)
         self._steps: list[EngineOutputs] = []  # received and not delivered yet
         self._on_stats = on_stats
@@ -108,10 +120,13 @@ class EngineClient:
         self.loss: str | None = None
         self.pause: str | None = None
         self.death: EngineDead | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._connect()
 
     def _connect(self) -> None:
-        socket = open_socket(self._context, zmq.DEALER, self._endpoint, bind=False)
+        socket = open_socket(
+            self._context, zmq.DEALER, self._endpoint, bind=False, detects_silence=self._is_remote
+        )
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._channel: ClientChannel[ToEngine, ToClient] = ClientChannel(socket, ToClient)
         self._watcher = SocketWatcher(socket, self._receive)
@@ -279,7 +294,11 @@ class EngineClient:
                     self.closed_reason = reason
                     self._on_change()
                 case Rejected(reason):
-                    self._die(HandshakeRejected(reason))
+                    if not self._is_remote:
+                        self._die(HandshakeRejected(reason))
+                    else:
+                        logger.warning("%s; trying again in %g s", reason, REJECTED_INTERVAL_S)
+                        self._lose(reason, retry_after_s=REJECTED_INTERVAL_S)
                 case EnginePaused(reason):
                     self._begin_pause(reason)
                 case EngineContinues(engine_id):
@@ -288,7 +307,7 @@ class EngineClient:
                     self._lose(reason)
                 case _:
                     assert_never(message)
-            if self._channel is not channel:  # lost
+            if self._channel is not channel or channel.socket.closed:  # lost
                 return
         self._deliver()
 
@@ -333,9 +352,9 @@ class EngineClient:
         if self._channel is channel:
             self._lose("its scheduler process has ended")
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         """The engine has died. Connect again; its requests wait, unless the deployment stops."""
-        if self.death is not None:
+        if self.death is not None or self._retry is not None:
             return
         was_ready, self.is_ready, self.loss = self.is_ready, False, reason
         self.pause = None
@@ -350,8 +369,17 @@ class EngineClient:
         self._end_stopped()
         self._fail_queries(EngineDead(f"the engine is being restarted: {reason}"))
         self._disconnect()
-        self._connect()
+        if self._is_remote and not was_ready and not retry_after_s:
+            retry_after_s = UNREACHABLE_INTERVAL_S  # it may not accept the keys of this node
+        if retry_after_s:
+            self._retry = asyncio.get_running_loop().call_later(retry_after_s, self._try_again)
+        else:
+            self._connect()
         self._on_change()
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._connect()
 
     def _die(self, death: EngineDead | HandshakeRejected) -> None:
         if self.death is not None:
@@ -360,6 +388,8 @@ class EngineClient:
         self._deliver()
         self.death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         self._next_ping.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         logger.error("%s; %d requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
         if not self._first_ready.done():
@@ -376,5 +406,8 @@ class EngineClient:
 
     def close(self) -> None:
         """Stop receiving. Requests that are still live never finish."""
-        self._disconnect()
+        if self._retry is None:
+            self._disconnect()
+        else:
+            self._retry.cancel()
         self._context.term()

@@ -28,7 +28,7 @@ from longshore.deploy.requests.live_requests import (
     RequestFields,
     seed_source,
 )
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.sampling import SamplingParams

@@ -38,7 +38,7 @@ from longshore.deploy.gateway.router.policies import (
 from longshore.deploy.gateway.router.role_queue import Assignment, Refusal, RoleQueue
 from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
 from longshore.protocol.outputs import FinishedRequest, FinishReason
 from longshore.protocol.sampling import SamplingParams

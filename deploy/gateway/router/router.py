@@ -25,7 +25,7 @@ from longshore.deploy.gateway.router.policies import (
     RoutingPolicy,
 )
 from longshore.deploy.requests.live_requests import LiveRequest
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 
 Stage: TypeAlias = Literal["whole", "prefill", "decode"]
 """What is asked of an engine: a whole request, or one part of it."""

@@ -51,15 +51,15 @@ class Maker:
 
 
 class Deployment:
-    """Two engines, and a gateway once it is started."""
+    """Two engines, and a gateway once it is started. is_fixed: it has a topology."""
 
-    def __init__(self, run: Running, state_dir: Path) -> None:
+    def __init__(self, run: Running, state_dir: Path, *, is_fixed: bool = False) -> None:
         self.run, self.maker = run, Maker()
         self.engines = EngineSet(replicas(("unified",) * 2))
         self.operations = Operations(
             run.supervisor,
             self.engines,
-            maker=self.maker,
+            maker=None if is_fixed else self.maker,
             stop=run.stop_signal.request,
             state_dir=state_dir,
             drain_timeout_s=0.0,
@@ -104,6 +104,19 @@ def test_an_engine_is_added_and_removed(deployment: Deployment) -> None:
     assert deployment.maker.cleaned_up == [(2, ["worker 2.0", "scheduler 2"])]
     assert deployment.states["engine 2"] == "removed"
     assert deployment.perform(AddEngine()).process == "engine 3"
+
+
+def test_a_topology_says_which_engines_there_are(tmp_path: Path) -> None:
+    with running() as run:
+        fixed, before = Deployment(run, tmp_path, is_fixed=True), run.pids
+        for action, begin in (
+            (AddEngine(), "no engine was added"),
+            (RemoveEngine(engine=1), "no engine was removed"),
+        ):
+            result = fixed.perform(action)
+            assert not result.ok
+            assert result.message == f"{begin}: the topology says which engines there are"
+        assert run.pids == before
 
 
 @pytest.mark.parametrize(

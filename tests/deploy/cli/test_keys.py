@@ -85,3 +85,23 @@ def test_the_keys_of_the_engines_are_rotated(keys: Callable[..., str]) -> None:
     assert f"New public key of the engines: {after}" in printed
     with pytest.raises(ConfigError, match="need the name"):
         keys("rotate", "--output", "x")
+
+
+def test_the_keys_of_a_node_are_written_once_and_only_the_public_one_is_shown(
+    keys: Callable[..., str], tmp_path: Path
+) -> None:
+    shown = keys("node")
+    written = json.loads((tmp_path / "node.json").read_bytes())
+    assert shown == f'public_key = "{written["public"]}"\n'
+    assert (tmp_path / "node.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=r"node.json cannot be created .File exists"):
+        keys("node")
+    assert json.loads((tmp_path / "node.json").read_bytes()) == written
+
+
+def test_the_secret_of_transfers_is_not_shown(keys: Callable[..., str], tmp_path: Path) -> None:
+    shown = keys("transfer", "--output", "t.key")
+    secret = (tmp_path / "t.key").read_text().strip()
+    assert len(secret) == 40
+    assert secret not in shown
+    assert (tmp_path / "t.key").stat().st_mode & 0o777 == 0o600

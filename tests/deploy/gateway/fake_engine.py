@@ -49,6 +49,7 @@ from longshore.protocol.transport.channel import (
     Endpoint,
     ServerChannel,
     SocketWatcher,
+    close_context,
     open_socket,
 )
 from longshore.scheduler.step.planner import PauseState
@@ -292,4 +293,4 @@ class FakeEngine:
         """Break the connection, as if the process had died."""
         self._watcher.close()
         self._channel.socket.close(linger=100)
-        self._context.term()
+        close_context(self._context)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
-from longshore.deploy.supervisor.replica import Replica, Role, replicas
+from longshore.deploy.supervisor.replica import Replica, replicas
+from longshore.protocol.commands import Role
 
 
 def always(engine: Replica) -> bool:
@@ -35,6 +36,15 @@ def test_a_number_is_never_used_again_and_gpus_are() -> None:
     fourth = added(engines)
     assert (fourth.number, fourth.gpu(1, 2)) == (3, "cuda:1")
     assert [each.number for each in engines.used] == [1, 2, 3]
+
+
+def test_the_only_engine_of_a_node_is_drained_if_another_node_has_its_role() -> None:
+    only = [Replica(1, 3, "decode")]
+    with pytest.raises(EngineRefused, match="the last decode engine that is ready"):
+        EngineSet(only, elsewhere=["prefill"]).drain(1, always)
+    engines = EngineSet(only, elsewhere=["prefill", "decode"])
+    engines.drain(1, always)
+    assert engines.states == {only[0]: "draining"}
 
 
 def test_an_engine_is_used_between_its_start_and_its_release() -> None:

@@ -213,9 +213,10 @@ def test_unknown_key_and_unreadable_list_are_rejected_with_a_warning(
 
 def test_keys_beside_the_list_need_no_file(tmp_path: Path) -> None:
     (public, _), (other, _) = keypair(), keypair()
-    keys = AuthorizedKeys(str(tmp_path / "missing"), [public])
-    assert keys.allow("here", public.encode())
-    assert not keys.allow("here", other.encode())
+    for path in (str(tmp_path / "missing"), None):
+        keys = AuthorizedKeys(path, [public])
+        assert keys.allow("here", public.encode())
+        assert not keys.allow("here", other.encode())
 
 
 def test_list_is_read_up_to_a_limit(tmp_path: Path) -> None:

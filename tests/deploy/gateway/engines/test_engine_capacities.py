@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from longshore.deploy.gateway.engines.engine_capacities import EngineCapacities
-from longshore.deploy.supervisor.replica import Role
+from longshore.protocol.commands import Role
 from longshore.protocol.handshake import EngineIdentity, EngineReady
 from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,

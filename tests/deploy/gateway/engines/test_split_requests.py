@@ -19,8 +19,8 @@ from longshore.deploy.gateway.engines.split_requests import (
 )
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
-from longshore.deploy.supervisor.replica import Role
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import EngineIdentity, EngineReady
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCapacity, LongestRequest

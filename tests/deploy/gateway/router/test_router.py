@@ -17,8 +17,9 @@ from longshore.deploy.gateway.router.policies import (
     RoundRobin,
     RoutedPrompt,
 )
-from longshore.deploy.gateway.router.router import Role, Router, Stage
+from longshore.deploy.gateway.router.router import Router, Stage
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
+from longshore.protocol.commands import Role
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 

@@ -1,0 +1,1 @@
+"""Deployments on several nodes: the topology file, what runs on each node, and its keys."""
