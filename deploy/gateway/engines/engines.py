@@ -13,8 +13,6 @@ from longshore.deploy.gateway.engines.engine_client import EngineClient
 from longshore.deploy.gateway.engines.split_requests import (
     SplitConfig,
     SplitRequests,
-    routed_prompt,
-    stage_of,
 )
 from longshore.deploy.gateway.router.policies import (
     Decision,
@@ -23,6 +21,7 @@ from longshore.deploy.gateway.router.policies import (
     extra_keys_of,
 )
 from longshore.deploy.gateway.router.router import Router, Stage
+from longshore.deploy.gateway.router.stages import routed_prompt, stage_of
 from longshore.deploy.requests.live_requests import (
     LiveRequest,
     RequestFields,

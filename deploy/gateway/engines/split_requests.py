@@ -16,27 +16,26 @@ Forks (samples of one prompt) wait until the decode engine has their parent, and
 that it pulls: one transfer per prompt.
 """
 
-import enum
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from longshore.deploy.gateway.engines.engine_capacities import EngineCapacities, EngineState
-from longshore.deploy.gateway.router.policies import (
-    ByEngine,
-    Decision,
-    RoutedPrompt,
-    can_reuse,
-    extra_keys_of,
+from longshore.deploy.gateway.engines.split_request import (
+    AT_NO_ENGINE,
+    Phase,
+    SplitRequest,
+    joined,
 )
+from longshore.deploy.gateway.router.policies import ByEngine, Decision
 from longshore.deploy.gateway.router.role_queue import Assignment, Refusal, RoleQueue
 from longshore.deploy.gateway.router.router import Router, Stage
+from longshore.deploy.gateway.router.stages import routed_prompt, stage_of
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
@@ -46,8 +45,6 @@ from longshore.protocol.sampling import SamplingParams
 RESERVED_TOKENS: Final = 256
 """Output tokens for which a request has capacity, beyond those that it has; not all of them,
 because most answers end long before their limit."""
-
-AT_NO_ENGINE: Final = -1
 
 Outcome: TypeAlias = Literal["offered", "refused", "finished", "failed", "aborted"]
 """How a remote prefill has ended; a label of metrics.
@@ -96,48 +93,6 @@ class LegEngine(EngineState, Protocol):
     def release_transfers(self, transfer_ids: Sequence[str]) -> None: ...
 
 
-class _Phase(enum.Enum):
-    QUEUED = "waits for capacity at a decode engine"
-    ADMITTED = "has it, and waits for capacity at a prefill engine"
-    PREFILL = "is at a prefill engine"
-    OFFERED = "has its first token, and waits for a decode engine"
-    FORK = "waits until its parent is at a decode engine"
-    SENT = "is at the engine that computes the rest"
-    ENDED = "has ended"
-
-
-@dataclass(eq=False)
-class _Split:
-    """on_change: of the client.
-    reserved:   the decode engine at which it has capacity, until it is sent there.
-    decision:   by which that was chosen.
-    params:     of an offer that has not been sent to a decode engine.
-    owner:      the engine that has made it.
-    first_end:  how its prefill leg has ended.
-    offered_at: when that was, until its first token of the decode engine.
-    awaits_token: it has got no token of its engine.
-    stopped_at: number of its output tokens, if a stop string was found between the legs.
-    forks:      which wait for it.
-    """
-
-    live: LiveRequest
-    on_change: Callable[[], None]
-    phase: _Phase = _Phase.QUEUED
-    reserved: int | None = None
-    decision: Decision | None = None
-    params: dict[str, Any] | None = None
-    owner: int = AT_NO_ENGINE
-    first_end: FinishedRequest | None = None
-    offered_at: float | None = None
-    awaits_token: bool = False
-    stopped_at: int | None = None
-    forks: "list[_Split]" = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.live.prompt_token_ids) + self.live.num_tokens
-
-
 class SplitRequests:
     """engines: by number; they come and go. router: knows their roles.
 
@@ -167,13 +122,15 @@ class SplitRequests:
         )
         self._usable, self._now = usable, now
         self._new = LiveRequests(seeds)
-        self._requests: dict[LiveRequest, _Split] = {}
-        self._held: dict[_Split, None] = {}  # which no engine has, in order
+        self._requests: dict[LiveRequest, SplitRequest] = {}
+        self._held: dict[SplitRequest, None] = {}  # which no engine has, in order
         self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
-        self._decode: RoleQueue[_Split] = RoleQueue(
+        self._decode: RoleQueue[SplitRequest] = RoleQueue(
             self._choose_decode, max_waiting=config.max_waiting
         )
-        self._prefill: RoleQueue[_Split] = RoleQueue(self._choose_prefill, max_waiting=sys.maxsize)
+        self._prefill: RoleQueue[SplitRequest] = RoleQueue(
+            self._choose_prefill, max_waiting=sys.maxsize
+        )
         self.on_gap: Callable[[float], None] = lambda seconds: None
         self.outcomes: Counter[Outcome] = Counter()
         self.skips: Counter[Skip] = Counter()
@@ -223,10 +180,10 @@ class SplitRequests:
         live, _ = self._new.open(request_id, prompt_token_ids, sampling, **own)
         self._new.abort([live])  # an engine gives it another handle
         live.session_key = session_key
-        split = _Split(live, live.on_change)
+        split = SplitRequest(live, live.on_change)
         live.on_change = partial(self._changed, split)
         self._requests[live] = split
-        self._hold(split, _Phase.QUEUED)
+        self._hold(split, Phase.QUEUED)
         parent = None if fork_of is None else self._requests.get(fork_of)
         if parent is not None:
             self._fork(split, parent)
@@ -244,7 +201,7 @@ class SplitRequests:
         split = self._requests.get(live)
         if split is None:
             return
-        if split.phase is _Phase.PREFILL:
+        if split.phase is Phase.PREFILL:
             self.outcomes["aborted"] += 1
         self._end(split)
 
@@ -277,18 +234,21 @@ class SplitRequests:
         """An engine is ready, lost, paused, closed, open or removed. To be called before
         `moved`."""
         self._take_out(self._capacities.closed_engines)
-        queues: dict[Role, RoleQueue[_Split]] = {"decode": self._decode, "prefill": self._prefill}
+        queues: dict[Role, RoleQueue[SplitRequest]] = {
+            "decode": self._decode,
+            "prefill": self._prefill,
+        }
         for role, queue in queues.items():
             for engine in self._capacities.open_engines(role):
                 if (num_tokens := self._capacities.update(engine)) is not None:
                     self._assigned(queue, queue.set_capacity(engine, num_tokens))
         if not self._capacities.any_open("decode"):
             for split in list(self._held):
-                if split.phase in (_Phase.QUEUED, _Phase.ADMITTED, _Phase.OFFERED):
+                if split.phase in (Phase.QUEUED, Phase.ADMITTED, Phase.OFFERED):
                     self._send_anywhere(split)
         elif not self._capacities.any_open("prefill"):
             for split in list(self._held):
-                if split.phase is _Phase.ADMITTED:
+                if split.phase is Phase.ADMITTED:
                     self._assigned(self._prefill, self._prefill.release(split))
                     self._begin(split)
 
@@ -296,7 +256,7 @@ class SplitRequests:
         """These engines get no further requests. Those that were to continue there are queued
         again. They have no capacity at a prefill engine meanwhile: a request that has capacity at a
         decode engine may wait for it."""
-        lost: list[_Split] = []
+        lost: list[SplitRequest] = []
         for engine in engines:
             self._capacities.remove(engine)
             self._prefill.remove_engine(engine)
@@ -304,9 +264,9 @@ class SplitRequests:
             lost += [split for split in there if split.reserved == engine]
         for split in lost:
             self._reserve(split, None)
-            if split.phase is _Phase.ADMITTED:
-                split.phase = _Phase.QUEUED
-        queued = [split for split in lost if split.phase is _Phase.QUEUED]
+            if split.phase is Phase.ADMITTED:
+                split.enter(Phase.QUEUED)
+        queued = [split for split in lost if split.phase is Phase.QUEUED]
         self._assigned(self._prefill, self._prefill.release(*queued))
         for split in lost:
             if split.reserved is None and split in self._decode:
@@ -317,13 +277,11 @@ class SplitRequests:
         split = self._requests.get(live)
         if split is None:
             return False
-        was_prefill = split.phase is _Phase.PREFILL
+        was_prefill = split.phase is Phase.PREFILL
         self._router.note_answer(live, self._now())
-        params, live.kv_transfer_params = live.kv_transfer_params, None
-        if params is not None:  # it waited for an engine that was not ready
-            self._release_transfer(split.owner, params)
+        self._end_transfer(split)
         live.is_prefill_leg, split.offered_at = False, None
-        self._hold(split, _Phase.QUEUED)
+        self._hold(split, Phase.QUEUED)
         self._assigned(self._prefill, self._prefill.release(split))
         if was_prefill:
             self.outcomes["failed"] += 1
@@ -333,13 +291,13 @@ class SplitRequests:
             self._queue_again(split, has_failed=True)
         elif split.reserved is not None:
             self._begin(split)
-        elif split not in self._decode:  # it has failed too often to wait again
-            self._send_anywhere(split)
+        elif split not in self._decode or not self._capacities.any_open("decode"):
+            self._send_anywhere(split)  # it has failed too often to wait again, or would for ever
         return True
 
     # The queues
 
-    def _queue(self, split: _Split) -> bool:
+    def _queue(self, split: SplitRequest) -> bool:
         """Queue for capacity at a decode engine. False if too many wait."""
         outcome = self._decode.add(split, self._decode_blocks(split))
         if isinstance(outcome, Refusal):
@@ -347,12 +305,12 @@ class SplitRequests:
         self._assigned(self._decode, outcome)
         return True
 
-    def _queue_again(self, split: _Split, *, has_failed: bool) -> None:
+    def _queue_again(self, split: SplitRequest, *, has_failed: bool) -> None:
         """As `_queue`, for a request that was accepted before. has_failed: at its engine."""
         if split in self._held and not self._capacities.any_open("decode"):
             self._send_anywhere(split)
             return
-        outcome: list[Assignment[_Split]] | Refusal
+        outcome: list[Assignment[SplitRequest]] | Refusal
         if split in self._decode:
             outcome = self._decode.retry(split, has_failed=has_failed)
         else:
@@ -362,14 +320,14 @@ class SplitRequests:
         elif split in self._held:
             self._send_anywhere(split)
 
-    def _decode_blocks(self, split: _Split) -> int:
+    def _decode_blocks(self, split: SplitRequest) -> int:
         """At least the share of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
         num_blocks = self._capacities.blocks_of(num_tokens)
         largest = self._capacities.largest("decode")
         return min(max(num_blocks, self._capacities.blocks_per_request), largest or num_blocks)
 
-    def _num_left(self, split: _Split) -> int:
+    def _num_left(self, split: SplitRequest) -> int:
         """Output tokens that the request may still get."""
         live = split.live
         left = self._capacities.max_model_len - split.num_tokens
@@ -378,16 +336,16 @@ class SplitRequests:
             left = min(left, maximum - live.num_primed - live.num_tokens)
         return left
 
-    def _choose_decode(self, split: _Split, engines: Sequence[int]) -> int:
+    def _choose_decode(self, split: SplitRequest, engines: Sequence[int]) -> int:
         split.decision = self._choose(split, engines, "decode")
         return split.decision.engine
 
-    def _choose_prefill(self, split: _Split, engines: Sequence[int]) -> int:
+    def _choose_prefill(self, split: SplitRequest, engines: Sequence[int]) -> int:
         decision = self._choose(split, engines, "prefill")
         self._router.note_sent(decision, split.live)
         return decision.engine
 
-    def _choose(self, split: _Split, engines: Sequence[int], stage: Stage) -> Decision:
+    def _choose(self, split: SplitRequest, engines: Sequence[int], stage: Stage) -> Decision:
         is_usable = {engine: engine in engines for engine in self._engines}
         num_own = {
             engine: client.num_live_requests + self._num_reserved[engine]
@@ -399,11 +357,13 @@ class SplitRequests:
         assert decision is not None
         return decision
 
-    def _assigned(self, queue: RoleQueue[_Split], assigned: Sequence[Assignment[_Split]]) -> None:
+    def _assigned(
+        self, queue: RoleQueue[SplitRequest], assigned: Sequence[Assignment[SplitRequest]]
+    ) -> None:
         """Send requests to their engines. Sending one may lose the engine of a later one."""
         if queue is self._prefill:
             for split, engine in assigned:
-                if split.phase is not _Phase.ADMITTED or queue.engine_of(split) != engine:
+                if split.phase is not Phase.ADMITTED or queue.engine_of(split) != engine:
                     continue
                 if self._capacities.is_open(engine):
                     self._send_prefill(split, engine)
@@ -418,7 +378,7 @@ class SplitRequests:
         for split, _ in assigned:
             self._begin(split)
 
-    def _reserve(self, split: _Split, engine: int | None) -> None:
+    def _reserve(self, split: SplitRequest, engine: int | None) -> None:
         if split.reserved is not None:
             self._num_reserved[split.reserved] -= 1
         split.reserved = engine
@@ -427,12 +387,12 @@ class SplitRequests:
 
     # The legs
 
-    def _begin(self, split: _Split) -> None:
+    def _begin(self, split: SplitRequest) -> None:
         """The request has capacity at a decode engine, unless it has lost it meanwhile. It may
         still be at a prefill engine."""
         if split.reserved is None or split not in self._held:
             return
-        if split.phase is _Phase.OFFERED:
+        if split.phase is Phase.OFFERED:
             self._send_decode(split)
             return
         if split in self._prefill:
@@ -442,12 +402,12 @@ class SplitRequests:
             self.skips[reason] += 1
             self._send_decode(split)
             return
-        self._hold(split, _Phase.ADMITTED)
+        self._hold(split, Phase.ADMITTED)
         outcome = self._prefill.add(split, self._capacities.blocks_of(split.num_tokens))
         assert not isinstance(outcome, Refusal)
         self._assigned(self._prefill, outcome)
 
-    def _skip_reason(self, split: _Split) -> Skip | None:
+    def _skip_reason(self, split: SplitRequest) -> Skip | None:
         decision, minimum = split.decision, self._config.min_tokens
         if not self._capacities.any_open("prefill"):
             return "no_prefill_engine"
@@ -461,13 +421,13 @@ class SplitRequests:
             return "too_large"
         return None
 
-    def _send_prefill(self, split: _Split, engine: int) -> None:
+    def _send_prefill(self, split: SplitRequest, engine: int) -> None:
         live = split.live
         live.is_prefill_leg = True
         live.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
-        self._send(split, engine, _Phase.PREFILL)
+        self._send(split, engine, Phase.PREFILL)
 
-    def _send_decode(self, split: _Split) -> None:
+    def _send_decode(self, split: SplitRequest) -> None:
         """To the decode engine at which it has capacity: what comes after the first token, or all
         of it."""
         live, engine, decision = split.live, split.reserved, split.decision
@@ -478,10 +438,10 @@ class SplitRequests:
             decision = decision._replace(num_cached_tokens=len(live.prompt_token_ids))
         self._reserve(split, None)
         self._router.note_sent(decision, live)
-        self._send(split, engine, _Phase.SENT)
+        self._send(split, engine, Phase.SENT)
         self._release_forks(split)
 
-    def _send_anywhere(self, split: _Split) -> None:
+    def _send_anywhere(self, split: SplitRequest) -> None:
         """To any engine: no decode engine is open, or there were too many retries. Only a decode
         engine pulls the KV of an offer."""
         self._release_capacity(split)
@@ -500,25 +460,26 @@ class SplitRequests:
         live.is_prefill_leg = False
         live.kv_transfer_params, split.params = split.params, None
         self._router.note_sent(decision, live)
-        self._send(split, decision.engine, _Phase.SENT)
+        self._send(split, decision.engine, Phase.SENT)
         self._release_forks(split)
 
     def _send(
-        self, split: _Split, engine: int, phase: _Phase, fork_of: LiveRequest | None = None
+        self, split: SplitRequest, engine: int, phase: Phase, fork_of: LiveRequest | None = None
     ) -> None:
         """Nothing may be done with the request after this: it may have lost the engine."""
         self._held.pop(split, None)
-        split.phase, split.awaits_token = phase, True
+        split.enter(phase)
+        split.awaits_token = True
         self._engines[engine].resume([split.live], fork_of=fork_of)
 
-    def _hold(self, split: _Split, phase: _Phase) -> None:
-        split.phase = phase
+    def _hold(self, split: SplitRequest, phase: Phase) -> None:
+        split.enter(phase)
         split.live.engine = AT_NO_ENGINE
         self._held[split] = None
 
-    def _changed(self, split: _Split) -> None:
+    def _changed(self, split: SplitRequest) -> None:
         live = split.live
-        if split.phase is _Phase.PREFILL:
+        if split.phase is Phase.PREFILL:
             self._router.note_answer(live, self._now())
             end = live.finished
             if end is not None and end.reason is FinishReason.LENGTH_CAPPED:
@@ -530,21 +491,21 @@ class SplitRequests:
             self._settled(split)
         if not live.is_live:
             if live.finished is not None and split.first_end is not None:
-                live.finished = _joined(split.first_end, live.finished)
+                live.finished = joined(split.first_end, live.finished)
             self._end(split)
         split.on_change()
 
-    def _offered(self, split: _Split, end: FinishedRequest) -> None:
+    def _offered(self, split: SplitRequest, end: FinishedRequest) -> None:
         """The prefill leg has ended with a first token, after which the request continues."""
         live = split.live
         live.finished, live.is_prefill_leg, live.kv_transfer_params = None, False, None
         split.first_end = end if split.first_end is None else split.first_end
         split.params, split.owner = end.kv_transfer_params, live.engine
         split.offered_at = self._now()
-        self._hold(split, _Phase.OFFERED)
+        self._hold(split, Phase.OFFERED)
         self.outcomes["offered" if split.params else "refused"] += 1
         split.on_change()
-        if split.phase is not _Phase.OFFERED:
+        if split.phase is not Phase.OFFERED:
             return
         if split.stopped_at is not None:
             live.finished = msgspec.structs.replace(
@@ -562,7 +523,7 @@ class SplitRequests:
         else:  # it may wait for requests that wait for its capacity at the prefill engine
             self._assigned(self._prefill, self._prefill.release(split))
 
-    def _settled(self, split: _Split) -> None:
+    def _settled(self, split: SplitRequest) -> None:
         """The engine that computes the rest has sent a token: it has the KV of the prompt."""
         split.awaits_token = False
         if split.offered_at is not None:
@@ -571,86 +532,54 @@ class SplitRequests:
         self._router.note_answer(split.live, self._now())
         self._assigned(self._prefill, self._prefill.release(split))
 
-    def _end(self, split: _Split) -> None:
+    def _end(self, split: SplitRequest) -> None:
         self._requests.pop(split.live, None)
         self._held.pop(split, None)
-        split.phase = _Phase.ENDED
+        split.enter(Phase.ENDED)
         self._router.note_answer(split.live, self._now())
         self._end_transfer(split)
         self._release_capacity(split)
         self._release_forks(split)
 
-    def _release_capacity(self, split: _Split) -> None:
+    def _release_capacity(self, split: SplitRequest) -> None:
         self._reserve(split, None)
         self._assigned(self._decode, self._decode.release(split))
         self._assigned(self._prefill, self._prefill.release(split))
 
     # Forks
 
-    def _fork(self, split: _Split, parent: _Split) -> None:
-        if parent.phase is _Phase.SENT:
-            self._send(split, parent.live.engine, _Phase.SENT, fork_of=parent.live)
-        elif parent.phase is _Phase.ENDED:
-            self._hold(split, _Phase.QUEUED)
+    def _fork(self, split: SplitRequest, parent: SplitRequest) -> None:
+        if parent.phase is Phase.SENT:
+            self._send(split, parent.live.engine, Phase.SENT, fork_of=parent.live)
+        elif parent.phase is Phase.ENDED:
+            self._hold(split, Phase.QUEUED)
             self._queue_again(split, has_failed=False)
         else:
-            self._hold(split, _Phase.FORK)
+            self._hold(split, Phase.FORK)
             parent.forks.append(split)
 
-    def _release_forks(self, parent: _Split) -> None:
+    def _release_forks(self, parent: SplitRequest) -> None:
         """The parent was sent, or it has ended: then one of its forks becomes the parent."""
         forks, parent.forks = parent.forks, []
         for fork in forks:
-            if fork.phase is not _Phase.FORK or not fork.live.is_live:
+            if fork.phase is not Phase.FORK or not fork.live.is_live:
                 continue
             self._fork(fork, parent)
-            if parent.phase is _Phase.ENDED:
+            if parent.phase is Phase.ENDED:
                 parent = fork
 
     # Offers that are not used
 
-    def _end_transfer(self, split: _Split) -> None:
-        params, split.params = split.params, None
-        if params:
-            self._release_transfer(split.owner, params)
+    def _end_transfer(self, split: SplitRequest) -> None:
+        """If no engine was sent it; the request may wait for one that is not ready."""
+        live = split.live
+        for params in (split.params, live.kv_transfer_params):
+            if params:
+                self._release_transfer(split.owner, params)
+        split.params = live.kv_transfer_params = None
 
     def _release_transfer(self, owner: int, params: Mapping[str, Any]) -> None:
         """No engine will pull the KV: end its lease. An engine that was restarted has none."""
         transfer_id = params.get("transfer_id")
         if isinstance(transfer_id, str) and (engine := self._engines.get(owner)) is not None:
             engine.release_transfers([transfer_id])
-
-
-def stage_of(sampling: SamplingParams, fields: RequestFields) -> Stage:
-    """What a request that is not split asks of an engine."""
-    params = fields.get("kv_transfer_params") or {}
-    if params.get("do_remote_prefill"):
-        return "decode"
-    if params.get("do_remote_decode") or fields.get("pooling") is not None:
-        return "prefill"
-    if fields.get("keeps_blocks") or sampling.max_tokens is None:
-        return "whole"
-    return "prefill" if sampling.max_tokens - fields.get("num_primed", 0) <= 1 else "whole"
-
-
-def routed_prompt(live: LiveRequest) -> RoutedPrompt:
-    """The prompt of a request, with its output so far."""
-    first = live.message
-    return RoutedPrompt(
-        [*live.prompt_token_ids, *live.taken_token_ids, *live.new_token_ids],
-        extra_keys_of(first.cache_salt, first.multimodal),
-        uses_prefix=can_reuse(
-            first.sampling, first.pooling, skips_reading=first.skip_reading_prefix_cache
-        ),
-        session_key=live.session_key,
-    )
-
-
-def _joined(first: FinishedRequest, last: FinishedRequest) -> FinishedRequest:
-    """The end of a request, with what the engine knows that computed its prompt."""
-    return msgspec.structs.replace(
-        last,
-        num_cached_tokens=first.num_cached_tokens,
-        num_preemptions=first.num_preemptions + last.num_preemptions,
-        events=first.events,
-    )

@@ -15,9 +15,9 @@ from longshore.deploy.gateway.engines.split_requests import (
     SplitConfig,
     SplitRequests,
     TooManyWaiting,
-    stage_of,
 )
 from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.router.stages import stage_of
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.commands import Role
@@ -411,6 +411,42 @@ def test_a_client_that_leaves_between_the_legs_ends_the_lease() -> None:
     assert split.engines[0].released == ["t"]
     assert len(other.sent) == num_sent
     split.abort(*reversed(filling))
+    split.assert_nothing_is_left()
+
+
+def test_a_prefill_that_is_lost_while_no_decode_engine_is_open_is_computed_elsewhere() -> None:
+    split = Split("prefill", "prefill", "decode")
+    live = split.submit()
+    lost = live.engine
+    split.close(2)
+    assert live.engine == lost
+    split.lose(lost)
+    assert live.engine == 1 - lost
+    (request,) = split.engines[1 - lost].sent
+    assert request.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_an_offer_that_waits_for_a_lost_engine_is_released_if_it_is_not_used(
+    is_aborted: bool,
+) -> None:
+    split = Split("prefill", "decode", "decode")
+    live = split.submit()
+    reserved = split.reserved(live)
+    filling = [split.submit(PROMPT[:31], max_tokens=300) for _ in range(16)]
+    split.lose(reserved)
+    split.engines[0].offer(split.engines[0].sent[0])
+    split.lose(0)
+    split.lose(3 - reserved)
+    assert live.engine in (1, 2)
+    assert split.engines[0].released == []
+    if is_aborted:
+        split.abort(live)
+    else:
+        split.restore(0)
+        assert live.engine == 0
+    assert split.engines[0].released == ["t"]
+    split.abort(*reversed(filling), *([] if is_aborted else [live]))
     split.assert_nothing_is_left()
 
 
