@@ -21,6 +21,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCapacity, LongestRequest
 from longshore.protocol.outputs import EngineOutputs, FinishReason, TokenLogprobs
 from longshore.protocol.outputs import FinishedRequest as End
 from longshore.protocol.requests import AbortRequests, AddRequest
@@ -38,6 +39,9 @@ IDENTITY: Final = EngineIdentity(
     max_num_seqs=4096,
     max_num_batched_tokens=1 << 20,
     hash_seed_digest="none",
+)
+CAPACITY: Final = KVCapacity(
+    1 << 20, 0, (FullAttentionSpec(16, 1, 2, 4),), LongestRequest(IDENTITY.max_model_len)
 )
 STRIDE: Final = 37
 """Offset between the first tokens of streams i and i - 1 in the list that all of them repeat."""
@@ -85,7 +89,7 @@ class _Engine:
             self._peer, message = received
             match message:
                 case ClientHello():
-                    self._send(EngineReady("engine-0.1", IDENTITY, num_blocks=1 << 20))
+                    self._send(EngineReady("engine-0.1", IDENTITY, 1 << 20, CAPACITY))
                 case AddRequest():
                     self._live[message.handle] = message
                 case AbortRequests(handles):

@@ -52,8 +52,8 @@ class Resume(msgspec.Struct, tag="resume", frozen=True, forbid_unknown_fields=Tr
 
 
 class DrainEngine(msgspec.Struct, tag="drain", frozen=True, forbid_unknown_fields=True):
-    """Clients send new requests to other engines. Answered when no request is left, or after
-    `timeout_s`.
+    """Clients send new requests to other engines. Answered when no request is left and other
+    engines have pulled the KV that is kept for them, or after `timeout_s`.
 
     holds_new: there is no other engine, so requests that do not run yet wait for a restart.
     is_final:  the engine is to be restarted; False: Resume ends it, and it holds after a restart.

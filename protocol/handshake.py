@@ -16,7 +16,7 @@ import msgspec
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError, HandshakeRejected
-from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
+from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig, KVCapacity
 from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
     AdmissionChanged,
@@ -38,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 18
+PROTOCOL_VERSION: Final = 19
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -144,11 +144,16 @@ class ClientHello(msgspec.Struct, tag="client_hello", frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag="engine_ready", frozen=True, forbid_unknown_fields=True):
-    """The engine accepts requests of this client."""
+    """The engine accepts requests of this client.
+
+    num_blocks: of the pool, with the reserved ones.
+    capacity:   what requests can use of it.
+    """
 
     engine_id: str
     identity: EngineIdentity
     num_blocks: int
+    capacity: KVCapacity
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):

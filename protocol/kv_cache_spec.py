@@ -304,8 +304,12 @@ def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:
 
 def max_blocks(groups: Sequence[KVCacheGroup], longest: LongestRequest) -> int:
     """Maximum number of blocks that one request holds at a time, over all groups."""
+    return _max_blocks([group.spec for group in groups], longest)
+
+
+def _max_blocks(specs: Sequence[KVCacheSpec], longest: LongestRequest) -> int:
     size = longest.context_parallel_size
-    return sum(of_all_ranks(group.spec, size).max_blocks(longest) for group in groups)
+    return sum(of_all_ranks(spec, size).max_blocks(longest) for spec in specs)
 
 
 def num_blocks_needed(groups: Sequence[KVCacheGroup], longest: LongestRequest) -> int:
@@ -319,6 +323,44 @@ def tokens_that_fit(
     """Number of tokens that a pool of `num_blocks` blocks holds if every request is this long."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
     return usable * longest.num_tokens // max_blocks(groups, longest)
+
+
+class KVCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many blocks the requests of an engine can hold, and how many each of them needs.
+
+    num_blocks:           of the pool, without reserved ones.
+    num_leasable_blocks:  of these, how many may be kept for other engines when requests have ended.
+    specs:                of the groups.
+    longest:              the longest request that may run.
+    num_lookahead_tokens: slots that a request has after its tokens.
+    """
+
+    num_blocks: int
+    num_leasable_blocks: int
+    specs: tuple[KVCacheSpec, ...]
+    longest: LongestRequest
+    num_lookahead_tokens: int = 0
+
+    @classmethod
+    def of_pool(
+        cls,
+        kv_cache: KVCacheConfig,
+        longest: LongestRequest,
+        *,
+        num_leasable_blocks: int,
+        num_lookahead_tokens: int,
+    ) -> "KVCapacity":
+        """The capacity of an empty pool."""
+        num_blocks = max(0, kv_cache.num_blocks - num_reserved_blocks(kv_cache.groups))
+        specs = tuple(group.spec for group in kv_cache.groups)
+        num_leasable_blocks = min(num_leasable_blocks, num_blocks)
+        return cls(num_blocks, num_leasable_blocks, specs, longest, num_lookahead_tokens)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Maximum number of blocks, over all groups, that a request holds for its first
+        `num_tokens` tokens."""
+        num_tokens += self.num_lookahead_tokens
+        return _max_blocks(self.specs, self.longest._replace(num_tokens=num_tokens))
 
 
 def check_holds_one_request(

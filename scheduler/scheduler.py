@@ -17,6 +17,7 @@ from longshore.protocol.events import KVEvent
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
+    KVCapacity,
     check_holds_one_request,
     max_encoder_tokens,
 )
@@ -77,6 +78,7 @@ class Scheduler:
     grammars:  compiles grammars; None: requests with structured output are rejected.
     num_ranks: workers that each report the end of a transfer.
     block_metrics: receives allocation, access and eviction of blocks.
+    capacity: how many blocks requests can hold.
     Raises ConfigError if one request of `max_model_len` does not fit into the empty pool.
     """
 
@@ -117,6 +119,12 @@ class Scheduler:
             block_metrics=block_metrics,
         )
         self.config = config
+        self.capacity = KVCapacity.of_pool(
+            kv_cache,
+            config.longest_request(cache.context_parallel_size),
+            num_leasable_blocks=0 if connector is None else connector.num_leasable_blocks,
+            num_lookahead_tokens=config.num_lookahead_tokens,
+        )
         self.kv_cache, self.waiting, self.running = part.kv_cache, part.waiting, part.running
         self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
         self._holds, self._forks = part.holds, part.forks
@@ -392,8 +400,8 @@ class Scheduler:
         )
 
     def has_transfers(self) -> bool:
-        """Whether blocks of this engine are being transferred, or the connector has instructions
-        for the workers."""
+        """Whether blocks of this engine are being transferred or held for other engines, or the
+        connector has instructions for the workers."""
         return bool(self._transfers) or self.has_pending_work()
 
     @property

@@ -42,6 +42,8 @@ class SchedulerConnector:
     reads_ahead:  `on_new_request` needs the block hashes of the prompt. Otherwise they are computed
                   when the request is at the head of the queue.
     uses_shared_memory: the worker halves of an engine get a descriptor of memory that they share.
+    num_leasable_blocks: how many blocks it holds at most for other engines after the end of
+                  requests. A client sends no request whose blocks would be more.
     worker_half:  `package.module:Class` of its `WorkerConnector`; a name rather than the class, so
                   that the scheduler does not import what only workers need.
     """
@@ -54,6 +56,7 @@ class SchedulerConnector:
     has_verify_kv: ClassVar[bool] = False
     reads_ahead: bool = False
     uses_shared_memory: ClassVar[bool] = False
+    num_leasable_blocks: int = 0
     worker_half: ClassVar[str] = ""
 
     def __init__(self, config: ConnectorConfig = _DEFAULTS) -> None:

@@ -118,6 +118,7 @@ class MultiConnector(SchedulerConnector):
         self._swapping = next((child for child in self.children if child.can_swap), None)
         self.can_swap = self._swapping is not None
         self.needs_every_step = any(child.needs_every_step for child in self.children)
+        self.num_leasable_blocks = max(child.num_leasable_blocks for child in self.children)
         self._skipping: dict[str, set[int]] = {}  # children because of which a request skips hits
         # Which child has the hit of the last lookup, and whether it loads in the background.
         self._matched: dict[str, tuple[int, bool]] = {}

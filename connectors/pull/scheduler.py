@@ -93,6 +93,7 @@ class PullConnector(SchedulerConnector):
         self._options = read_options(self.transport, config.options)
         describe(config, self.transport)
         self._engine_id = config.engine_id
+        self.num_leasable_blocks = int(self._options.max_leased_share * config.num_blocks)
         self._has_states = any(isinstance(spec, MambaSpec) for spec in config.specs)
         # Whether the token after n others reads less than n tokens, in some group.
         self._frees_skipped = any(first_needed_token(spec, 1 << 40) for spec in config.specs)
@@ -221,12 +222,11 @@ class PullConnector(SchedulerConnector):
             return "a prompt of embeddings is not pulled"
         if len(self._ranks) < self.config.num_ranks:
             return "not all ranks have reported yet"
-        limit = int(self._options.max_leased_share * self.config.num_blocks)
         num_leased = self._num_leased_blocks + self._num_unleased(held)
-        if num_leased > limit:
+        if num_leased > self.num_leasable_blocks:
             return (
                 f"{num_leased} blocks would be leased, and max_leased_share="
-                f"{self._options.max_leased_share:g} allows {limit}"
+                f"{self._options.max_leased_share:g} allows {self.num_leasable_blocks}"
             )
         return None
 

@@ -257,19 +257,11 @@ class Deployment:
         return RoutingConfig(options.routing_policy, options.routing_session_header, prefix)
 
     def _split_config(self) -> SplitConfig:
-        options, node = self.node.options, self.node
-        config = SplitConfig(
+        options = self.node.options
+        return SplitConfig(
             min_tokens=options.disaggregation_min_tokens,
             max_waiting=options.disaggregation_max_waiting,
         )
-        shares = [
-            node.pulls[engine].max_leased_share
-            for engine, role in enumerate(node.roles)
-            if role == "prefill" and engine in node.pulls
-        ]
-        if not shares:
-            return config
-        return msgspec.structs.replace(config, max_leased_share=min(shares))
 
     def _transfers(self) -> TransferAccess:
         pulls, key = self.node.pulls.values(), self.keys.router

@@ -218,6 +218,7 @@ class FaultyConnector(SchedulerConnector):
         self.can_swap = self.wrapped.can_swap
         self.needs_every_step = self.wrapped.needs_every_step
         self.reads_ahead = self.wrapped.reads_ahead
+        self.num_leasable_blocks = self.wrapped.num_leasable_blocks
         self._matched: dict[str, tuple[int, bool]] = {}  # computed tokens, is_async
         self._loads: list[BegunLoad] = []
 

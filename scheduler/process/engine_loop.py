@@ -386,8 +386,14 @@ class Engine:
 
     def _greet(self, index: int) -> None:
         """The client gets the engine's state, and soon the statistics."""
-        num_blocks = self._scheduler.kv_cache.num_blocks
-        self._send(index, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        scheduler = self._scheduler
+        ready = EngineReady(
+            self._engine_id,
+            self._config.identity,
+            scheduler.kv_cache.num_blocks,
+            scheduler.capacity,
+        )
+        self._send(index, ready)
         if self._handshake is not None:
             self._send(index, EnginePaused(self._pause_reason))
         if self._commands.closed_reason is not None:

@@ -148,17 +148,30 @@ class OperatorCommands:
             self._scheduler.set_pause(PauseState.PAUSED_NEW)
             self._advance()
         is_paused = self._scheduler.pause is not PauseState.UNPAUSED
-        self._begin(self._answer_when_idle(command.timeout_s, is_paused, answer))
+        self._begin(
+            self._answer_when_idle(command.timeout_s, is_paused, answer, awaits_transfers=True)
+        )
 
     async def _answer_when_idle(
-        self, timeout_s: float, only_running: bool, answer: Callable[..., None]
+        self,
+        timeout_s: float,
+        only_running: bool,
+        answer: Callable[..., None],
+        *,
+        awaits_transfers: bool = False,
     ) -> None:
-        """Answer when no request runs, or none runs or waits; not ok after `timeout_s`."""
+        """Answer when no request runs, or none runs or waits; not ok after `timeout_s`.
+
+        awaits_transfers: and no blocks are transferred, or held for other engines.
+        """
+        scheduler = self._scheduler
         deadline_s = time.monotonic() + timeout_s
-        while self._is_busy(only_running):
+        while self._is_busy(only_running) or (awaits_transfers and scheduler.has_transfers()):
             if time.monotonic() >= deadline_s:
-                num_running, num_waiting = self._scheduler.get_request_counts()
+                num_running, num_waiting = scheduler.get_request_counts()
                 left = f"{num_running} requests run and {num_waiting} wait"
+                if awaits_transfers and scheduler.num_transfers:
+                    left += f", {scheduler.num_transfers} transfers have not ended"
                 answer(False, f"{self.closed_reason or 'resumed'}; {left} after {timeout_s:g} s")
                 return
             await asyncio.sleep(POLL_S)

@@ -19,6 +19,7 @@ from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AbortRequests, AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats
+from longshore.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE: Final = 16
 
@@ -86,8 +87,12 @@ class Engine:
 
     @property
     def stats(self) -> SchedulerStats:
+        return self.scheduler.make_stats()
+
+    @property
+    def scheduler(self) -> Scheduler:
         assert isinstance(self.engine, InProcessEngine)
-        return self.engine.scheduler.make_stats()
+        return self.engine.scheduler
 
     def add(self, prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any) -> Answer:
         handle = len(self._answers)

@@ -5,6 +5,7 @@ import http.client
 import json
 import re
 import signal
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.integration.test_admin import admin
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -320,6 +322,34 @@ def test_others_may_not_transfer(
         post(pair, {"prompt": prompt(90), "max_tokens": 1, **key(**params)}, headers=headers)
     assert raised.value.code == 400
     assert reason in raised.value.read().decode()
+
+
+def test_a_prefill_engine_is_restarted_when_its_kv_has_been_pulled(pair: Pair) -> None:
+    """The decode engine's worker is stopped until the restart waits for the lease."""
+    num_pulled = pair.num_pulled_blocks
+    prefill, decode = pair.member("scheduler-0"), pair.member("worker-1.0")
+    printed: list[str] = []
+    restart = threading.Thread(
+        target=lambda: printed.append(admin(pair, "restart", "--engine", "0", "--timeout-s", "60"))
+    )
+    decode.send_signal(signal.SIGSTOP)
+    try:
+        stream = Stream(pair, {"prompt": prompt(110, 300), "max_tokens": 20})
+        tokens = stream.next_tokens() or []
+        restart.start()
+        wait_until(lambda: "draining for a restart" in admin(pair, "status"))
+        restart.join(1.0)
+        assert restart.is_alive()
+        assert not pair.is_free(0)
+    finally:
+        decode.send_signal(signal.SIGCONT)
+    tokens += stream.rest()
+    restart.join(PATIENCE_S)
+    assert len(tokens) == 20
+    assert "did not finish" not in printed[0]
+    assert pair.has_replaced("scheduler-0", prefill)
+    wait_until(lambda: pair.num_pulled_blocks == num_pulled + 19)  # those of 300 tokens
+    pair.assert_all_is_free()
 
 
 @pytest.mark.parametrize("victim", ["scheduler-1", "scheduler-0"])

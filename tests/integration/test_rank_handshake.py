@@ -79,6 +79,11 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         pass
     assert isinstance(report, Ready)
     assert report.details["kv_cache_tokens"] == str(999 * 2048 // 256)
+    _, answer = engine.connect()
+    assert isinstance(answer, EngineReady)
+    assert (answer.num_blocks, answer.capacity.num_blocks) == (1000, 999)
+    assert answer.capacity.blocks_of(2048) == 256
+    assert answer.capacity.num_leasable_blocks == 0  # there is no connector
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from longshore.protocol.kv_cache_spec import (
     HeadShare,
     KVCacheConfig,
     KVCacheGroup,
+    KVCapacity,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -225,6 +227,14 @@ caches = st.builds(
         max_size=2,
     ).map(tuple),
     dtype=texts,
+)
+capacities = st.builds(
+    KVCapacity,
+    counts,
+    counts,
+    st.lists(specs, max_size=2).map(tuple),
+    st.builds(LongestRequest, counts, st.none() | counts, counts, counts),
+    counts,
 )
 head_shares = st.tuples(counts, st.integers(1, 9), counts).map(
     lambda drawn: HeadShare(drawn[0], drawn[1], sum(drawn))
@@ -430,7 +440,7 @@ TO_CLIENT = {
     EngineContinues: st.builds(EngineContinues, texts),
     AdmissionChanged: st.builds(AdmissionChanged, st.none() | texts),
     EngineFailed: st.builds(EngineFailed, texts),
-    EngineReady: st.builds(EngineReady, texts, identities, counts),
+    EngineReady: st.builds(EngineReady, texts, identities, counts, capacities),
     Rejected: rejections,
 }
 

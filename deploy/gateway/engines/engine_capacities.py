@@ -1,5 +1,5 @@
-"""The prefill and decode engines that get requests of one gateway, and how many tokens of its
-requests each has KV blocks for; without I/O."""
+"""The prefill and decode engines that get requests of one gateway, and how many KV blocks each
+has for its requests; without I/O."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,10 @@ class EngineState(Protocol):
 
 
 class EngineCapacities:
-    """The capacities of engines that were open when they were last looked at, in tokens.
+    """The capacities of engines that were open when they were last looked at, in KV blocks.
 
     engines: by number; they come and go. roles: of these, and of others.
     num_gateways: that divide the capacity of each engine.
-    max_leased_share: of the KV blocks of a prefill engine, which it may keep for decode engines.
     """
 
     def __init__(
@@ -35,15 +34,13 @@ class EngineCapacities:
         roles: Mapping[int, Role],
         *,
         num_gateways: int,
-        max_leased_share: float,
     ) -> None:
         self._engines, self._roles = engines, roles
         self._num_gateways = num_gateways
-        self._max_leased_share = max_leased_share
-        self._num_tokens: dict[int, int] = {}
+        self._num_blocks: dict[int, int] = {}
 
     def __contains__(self, engine: int) -> bool:
-        return engine in self._num_tokens
+        return engine in self._num_blocks
 
     def is_open(self, engine: int) -> bool:
         """Whether an engine gets new requests."""
@@ -66,33 +63,38 @@ class EngineCapacities:
     @property
     def closed_engines(self) -> list[int]:
         """Those that have a capacity here, and are not open any more."""
-        return [engine for engine in self._num_tokens if not self.is_open(engine)]
+        return [engine for engine in self._num_blocks if not self.is_open(engine)]
 
     def update(self, engine: int) -> int | None:
         """The capacity of an open engine, if it is new or has changed."""
-        num_tokens = self._capacity(engine)
-        if self._num_tokens.get(engine) == num_tokens:
+        num_blocks = self._capacity(engine)
+        if self._num_blocks.get(engine) == num_blocks:
             return None
-        self._num_tokens[engine] = num_tokens
-        return num_tokens
+        self._num_blocks[engine] = num_blocks
+        return num_blocks
 
     def remove(self, engine: int) -> None:
         """The engine was closed."""
-        del self._num_tokens[engine]
+        del self._num_blocks[engine]
 
     def largest(self, role: Role) -> int:
         """0 if there is no engine."""
-        capacities = [self._num_tokens.get(engine, 0) for engine in self._engines_of(role)]
+        capacities = [self._num_blocks.get(engine, 0) for engine in self._engines_of(role)]
         return max(capacities, default=0)
 
+    def blocks_of(self, num_tokens: int) -> int:
+        """Of a request of this length, at the engine where it needs the most."""
+        ready = [each.ready for each in self._engines.values() if each.ready is not None]
+        return max((each.capacity.blocks_of(num_tokens) for each in ready), default=num_tokens)
+
     @property
-    def tokens_per_request(self) -> int:
+    def blocks_per_request(self) -> int:
         """The smallest capacity of a decode engine, divided by the requests that it can run at a
         time; at least 1."""
         shares = [
-            self._num_tokens[engine] * self._num_gateways // ready.identity.max_num_seqs
+            self._num_blocks[engine] * self._num_gateways // ready.identity.max_num_seqs
             for engine in self._engines_of("decode")
-            if engine in self._num_tokens and (ready := self._engines[engine].ready) is not None
+            if engine in self._num_blocks and (ready := self._engines[engine].ready) is not None
         ]
         return max(1, min(shares, default=1))
 
@@ -110,6 +112,6 @@ class EngineCapacities:
     def _capacity(self, engine: int) -> int:
         ready = self._engines[engine].ready
         assert ready is not None
-        num_tokens = ready.num_blocks * ready.identity.block_size
-        share = self._max_leased_share if self._roles[engine] == "prefill" else 1.0
-        return max(1, int(num_tokens * share) // self._num_gateways)
+        capacity, is_prefill = ready.capacity, self._roles[engine] == "prefill"
+        num_blocks = capacity.num_leasable_blocks if is_prefill else capacity.num_blocks
+        return max(1, num_blocks // self._num_gateways)

@@ -7,9 +7,10 @@ once, and its `kv_transfer_params` are sent, unchanged, to the decode engine, wi
 also resumes a request of a lost engine. A request that gains nothing from a remote prefill, or for
 which there is no prefill engine, is sent to the decode engine as a whole.
 
-Capacity is counted in tokens. A request has that of its tokens and of the next RESERVED_TOKENS at a
-decode engine, from its admission to its end, and that of its prompt at a prefill engine, from its
-leg there to its first token of the decode engine, since the KV is kept for that long.
+Capacity is counted in KV blocks: those that a request of this length holds at an engine
+(`KVCapacity`). A request has that of its tokens and of the next RESERVED_TOKENS at a decode engine,
+from its admission to its end, and that of its prompt at a prefill engine, from its leg there to its
+first token of the decode engine, since the KV is kept for that long.
 
 Forks (samples of one prompt) wait until the decode engine has their parent, and start from the KV
 that it pulls: one transfer per prompt.
@@ -69,12 +70,10 @@ too_large: the KV is more than prefill engines may keep.
 class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """min_tokens: fewer tokens are computed on the decode engine.
     max_waiting: requests of a gateway that may wait for capacity at a decode engine.
-    max_leased_share: of the KV blocks of a prefill engine, which it may keep for decode engines.
     """
 
     min_tokens: int = 64
     max_waiting: int = 1024
-    max_leased_share: float = 0.5
 
 
 class TooManyWaiting(LongshoreError):
@@ -120,7 +119,6 @@ class SplitRequests:
             engines,
             router.roles,
             num_gateways=num_gateways,
-            max_leased_share=config.max_leased_share,
         )
         self._usable, self._now = usable, now
         self._new = LiveRequests(seeds)
@@ -301,7 +299,7 @@ class SplitRequests:
 
     def _queue(self, split: SplitRequest) -> bool:
         """Queue for capacity at a decode engine. False if too many wait."""
-        outcome = self._decode.add(split, self._decode_tokens(split))
+        outcome = self._decode.add(split, self._decode_blocks(split))
         if isinstance(outcome, Refusal):
             return False
         self._assigned(self._decode, outcome)
@@ -316,17 +314,18 @@ class SplitRequests:
         if split in self._decode:
             outcome = self._decode.retry(split, has_failed=has_failed)
         else:
-            outcome = self._decode.add(split, self._decode_tokens(split))
+            outcome = self._decode.add(split, self._decode_blocks(split))
         if not isinstance(outcome, Refusal):
             self._assigned(self._decode, outcome)
         elif split in self._held:
             self._send_anywhere(split)
 
-    def _decode_tokens(self, split: SplitRequest) -> int:
+    def _decode_blocks(self, split: SplitRequest) -> int:
         """At least the share of one of the requests that an engine can run at a time."""
         num_tokens = split.num_tokens + min(self._num_left(split), RESERVED_TOKENS)
+        num_blocks = self._capacities.blocks_of(num_tokens)
         largest = self._capacities.largest("decode")
-        return min(max(num_tokens, self._capacities.tokens_per_request), largest or num_tokens)
+        return min(max(num_blocks, self._capacities.blocks_per_request), largest or num_blocks)
 
     def _num_left(self, split: SplitRequest) -> int:
         """Output tokens that the request may still get."""
@@ -404,7 +403,7 @@ class SplitRequests:
             self._send_decode(split)
             return
         self._hold(split, Phase.ADMITTED)
-        outcome = self._prefill.add(split, split.num_tokens + 1)
+        outcome = self._prefill.add(split, self._capacities.blocks_of(split.num_tokens))
         assert not isinstance(outcome, Refusal)
         self._assigned(self._prefill, outcome)
 
@@ -418,7 +417,7 @@ class SplitRequests:
             return "short_prompt"
         if decision is not None and split.num_tokens - decision.num_cached_tokens < minimum:
             return "cached_prefix"
-        if split.num_tokens + 1 > self._capacities.largest("prefill"):
+        if self._capacities.blocks_of(split.num_tokens) > self._capacities.largest("prefill"):
             return "too_large"
         return None
 

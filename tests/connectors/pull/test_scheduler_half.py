@@ -1,5 +1,6 @@
 """The scheduler half alone: what several ranks report, and prompts that are not pulled."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from longshore.connectors.pull.layout import RankLayout
 from longshore.connectors.pull.messages import Commands, PullOutcome, RankInfo, Report
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.handshake import EngineIdentity
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup, KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import PromptEmbeds
 from tests.connectors.pull.local import LocalConnector
@@ -39,13 +40,20 @@ class Holds(BlockHolds):
         pass
 
 
-def half_of(num_ranks: int) -> LocalConnector:
+def half_of(
+    num_ranks: int,
+    *,
+    specs: Sequence[KVCacheSpec] = (SPEC,),
+    num_blocks: int = 40,
+    **options: Any,
+) -> LocalConnector:
     """All of whose ranks are ready."""
     identity = EngineIdentity("model", "float32", 16, 256, 4, 64, "")
     half = LocalConnector(
         ConnectorConfig(
-            num_blocks=40,
-            specs=(SPEC,),
+            options,
+            num_blocks=num_blocks,
+            specs=tuple(specs),
             num_ranks=num_ranks,
             engine_id="engine.1",
             identity=identity,

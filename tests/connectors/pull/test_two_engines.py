@@ -649,6 +649,23 @@ def test_params_that_were_changed_get_nothing(
         pair.settle()
 
 
+@pytest.mark.req("CRG-06")
+@pytest.mark.parametrize("kind", ["full", "windows", "states"])
+def test_the_longest_prompt_of_which_a_gateway_hears_is_offered(
+    kind: str, model_of: ModelOf
+) -> None:
+    """Models with windows or states need more blocks per token than the block size says."""
+    model, _ = model_of(kind)
+    with Pair(model, options={"max_leased_share": 0.2}, prefill={"num_blocks": 60}) as pair:
+        capacity = pair.prefill.scheduler.capacity
+        assert capacity.num_leasable_blocks == 12
+        longest = max(n for n in range(1, 240) if capacity.blocks_of(n) <= 12)
+        assert (longest == 12 * 16) is (kind == "full")
+        (prompt,) = prompts_of(longest)
+        assert pair.begin(prompt).end.kv_transfer_params is not None  # type: ignore[union-attr]
+        assert pair.half(pair.prefill).num_refused_leases == 0
+
+
 def test_leased_blocks_are_bounded(model_of: ModelOf, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = model_of("full")
     with Pair(model, options={"max_leased_share": 0.2}, prefill={"num_blocks": 60}) as pair:

@@ -105,7 +105,6 @@ def test_a_gateway_without_engines_on_its_node_divides_requests_among_those_of_o
     addresses = [member.clients.address for member in config.current_members]
     assert addresses == ["tcp://10.0.0.1:9000", "tcp://10.0.0.2:9000"]
     assert config.transfers.hosts == ("10.0.0.1", "10.0.0.2")
-    assert config.split.max_leased_share == 0.2
     assert (config.awaits_engines, config.num_elsewhere) == (False, 3)
 
 

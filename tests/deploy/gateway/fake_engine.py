@@ -16,6 +16,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCapacity, LongestRequest
 from longshore.protocol.outputs import (
     EngineFailed,
     EngineOutputs,
@@ -63,6 +64,9 @@ IDENTITY = EngineIdentity(
     max_num_seqs=8,
     max_num_batched_tokens=64,
     hash_seed_digest="a seed",
+)
+CAPACITY = KVCapacity(
+    99, 49, (FullAttentionSpec(16, 1, 2, 4),), LongestRequest(IDENTITY.max_model_len)
 )
 STATS = SchedulerStats(
     num_running=3,
@@ -216,7 +220,7 @@ class FakeEngine:
                     pass
                 case ClientHello(model_fingerprint=fingerprint):
                     if fingerprint == IDENTITY.model_fingerprint:
-                        self.send(EngineReady("engine-0.1", IDENTITY, num_blocks=100))
+                        self.send(EngineReady("engine-0.1", IDENTITY, 100, CAPACITY))
                     else:
                         self.send(Rejected(f"model_fingerprint={fingerprint!r} is another"))
                 case AddRequest():
@@ -283,7 +287,7 @@ class FakeEngine:
         """A new engine with the same address, once the client has connected again."""
         await self.wait_for(lambda: self._peer != self._lost_peer)
         self._has_failed = False
-        self.send(EngineReady("engine-0.2", IDENTITY, num_blocks=100))
+        self.send(EngineReady("engine-0.2", IDENTITY, 100, CAPACITY))
 
     def close(self) -> None:
         """Break the connection, as if the process had died."""

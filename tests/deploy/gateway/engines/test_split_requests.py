@@ -23,6 +23,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import EngineIdentity, EngineReady
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCapacity, LongestRequest
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
 from longshore.protocol.requests import AddRequest, PoolingParams
 from longshore.protocol.sampling import SamplingParams
@@ -32,18 +33,32 @@ OFFER: Final = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_
 ASKS: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
+SPEC: Final = FullAttentionSpec(16, num_kv_heads=1, head_size=2, dtype_bytes=4)
+CAPACITY: Final = KVCapacity(100, 50, (SPEC,), LongestRequest(400))
+
+
+def leasing(num_blocks: int) -> KVCapacity:
+    """That of an engine that may lease so many blocks."""
+    return msgspec.structs.replace(CAPACITY, num_leasable_blocks=num_blocks)
+
+
 class FakeEngine:
     """An engine that has 100 blocks of 16 tokens, and the requests that it was sent.
 
+    capacity: by default that of a model with one group, which may lease 50 blocks.
     waiting: requests by handle that it has neither ended nor aborted.
     """
 
     def __init__(
-        self, number: int, role: Role, on_late_end: Callable[[int, FinishedRequest], None]
+        self,
+        number: int,
+        role: Role,
+        on_late_end: Callable[[int, FinishedRequest], None],
+        capacity: KVCapacity,
     ) -> None:
         self.number, self.role = number, role
         identity = EngineIdentity("model", "float32", 16, 400, 8, 64, "seed")
-        self.ready: EngineReady | None = EngineReady("engine", identity, num_blocks=100)
+        self.ready: EngineReady | None = EngineReady("engine", identity, 100, capacity)
         self.is_running = True
         self.closed_reason: str | None = None
         self.requests = LiveRequests(
@@ -100,9 +115,16 @@ class FakeEngine:
 class Split:
     """Engines with these roles, and the requests of a gateway."""
 
-    def __init__(self, *roles: Role, num_gateways: int = 1, **config: Any) -> None:
+    def __init__(
+        self,
+        *roles: Role,
+        num_gateways: int = 1,
+        capacity: KVCapacity = CAPACITY,
+        **config: Any,
+    ) -> None:
+        self.capacity = capacity
         self.engines = [
-            FakeEngine(number, role, self.late_end) for number, role in enumerate(roles)
+            FakeEngine(number, role, self.late_end, capacity) for number, role in enumerate(roles)
         ]
         self.now = 0.0
         self.by_number = dict(enumerate(self.engines))
@@ -151,7 +173,7 @@ class Split:
         return engine
 
     def add(self, role: Role) -> None:
-        engine = FakeEngine(len(self.engines), role, self.late_end)
+        engine = FakeEngine(len(self.engines), role, self.late_end, self.capacity)
         self.engines.append(engine)
         self.router.add_engine(engine.number, role)
         self.by_number[engine.number] = engine
@@ -447,8 +469,8 @@ def test_a_prefill_starts_with_capacity_at_a_decode_engine_only() -> None:
 
 
 def test_a_prefill_engine_keeps_no_more_than_it_may_lease() -> None:
-    """160 of its 1,600 tokens, which is one prompt of 100."""
-    split = Split("prefill", "decode", max_leased_share=0.1)
+    """10 of its 100 blocks, which is one prompt of 100 tokens."""
+    split = Split("prefill", "decode", capacity=leasing(10))
     prefill, decode = split.engines
     for _ in range(2):
         split.submit()
@@ -569,7 +591,7 @@ def answer_all(split: Split) -> None:
 def test_capacity_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
     """The prefill engine has capacity for one prompt. The one that it has loses its decode engine,
     and the other decode engine has capacity only for those that wait for the prefill engine."""
-    split = Split("prefill", "decode", "decode", max_leased_share=0.1)
+    split = Split("prefill", "decode", "decode", capacity=leasing(10))
     lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(10)]
     assert [live.engine for live in lives] == [0] + [-1] * 9
     if is_lost:
@@ -585,7 +607,7 @@ def test_capacity_at_both_sides_is_not_awaited_crosswise(is_lost: bool) -> None:
 def test_a_request_without_a_decode_engine_waits_when_the_prefill_engine_goes(
     is_lost: bool,
 ) -> None:
-    split = Split("prefill", "decode", "decode", max_leased_share=0.1)
+    split = Split("prefill", "decode", "decode", capacity=leasing(10))
     lives = [split.submit(request_id=str(number), max_tokens=200) for number in range(11)]
     split.lose(2)
     if is_lost:
@@ -611,7 +633,7 @@ class Lives(RuleBasedStateMachine):
         num_decode=st.integers(1, 3),
         num_unified=st.integers(0, 1),
         max_waiting=st.sampled_from([3, 20]),
-        max_leased_share=st.sampled_from([0.1, 0.2, 0.5]),
+        num_leasable_blocks=st.sampled_from([10, 20, 50]),
     )
     def start(
         self,
@@ -619,11 +641,11 @@ class Lives(RuleBasedStateMachine):
         num_decode: int,
         num_unified: int,
         max_waiting: int,
-        max_leased_share: float,
+        num_leasable_blocks: int,
     ) -> None:
         roles: list[Role] = ["prefill"] * num_prefill + ["decode"] * num_decode
         roles += ["unified"] * num_unified
-        self.split = Split(*roles, max_waiting=max_waiting, max_leased_share=max_leased_share)
+        self.split = Split(*roles, max_waiting=max_waiting, capacity=leasing(num_leasable_blocks))
         self.lives: list[LiveRequest] = []
         self.num_offers = 0
         self.offered: dict[str, int] = {}
