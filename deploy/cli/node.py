@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
+from longshore.connectors.pull.options import url_host
 from longshore.deploy.cli.deployment import prepare
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.serve import serve
@@ -103,7 +104,8 @@ def describe(topology: Topology, plan: NodePlan) -> list[str]:
         lines.append(text)
     if plan.num_gateways:
         processes = "" if plan.num_gateways == 1 else f" ({plan.num_gateways} processes)"
-        lines.append(f"gateway at http://{plan.options.host}:{plan.options.port}{processes}")
+        host = url_host(plan.options.host)
+        lines.append(f"gateway at http://{host}:{plan.options.port}{processes}")
         others = [
             f"engine {number} at {remote.clients.address}"
             for number, remote in plan.remote.items()
