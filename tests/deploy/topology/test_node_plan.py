@@ -163,6 +163,12 @@ def test_key_files_are_checked(
         plan_node(topology, "a")
 
 
+def test_a_secret_key_that_is_none_is_rejected(topology: Topology, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"public": "a" * 40, "secret": "~" * 40}))
+    with pytest.raises(ConfigError, match=r"a.json is damaged.*longshore keys node"):
+        plan_node(topology, "a")
+
+
 def test_a_key_file_of_another_node_is_rejected(topology: Topology, tmp_path: Path) -> None:
     (tmp_path / "b.json").replace(tmp_path / "a.json")
     with pytest.raises(ConfigError, match=r"but the topology has .* for this node"):
