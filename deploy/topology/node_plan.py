@@ -141,15 +141,17 @@ def _engines(topology: Topology, name: str, keys: CurveKeys | None) -> tuple[Nod
     engines = []
     first_gpu = 0
     for engine in own:
-        num_ranks = engine.options.num_ranks
+        devices = engine.devices
+        if not devices and engine.options.device != "cpu":
+            devices = tuple(range(first_gpu, first_gpu + engine.options.num_ranks))
+        first_gpu = max(first_gpu, *(device + 1 for device in devices), 0)
         replica = Replica(
             engine.number,
             len(topology.engines),
             engine.role,
             num_on_host=len(own),
-            devices=engine.devices or tuple(range(first_gpu, first_gpu + num_ranks)),
+            devices=devices,
         )
-        first_gpu += num_ranks
         sockets = None
         if keys is not None and topology.is_remote(engine):
             sockets = _sockets(topology, engine, keys)

@@ -81,6 +81,18 @@ def test_a_node_starts_its_own_engines_under_their_numbers(topology: Topology) -
     assert first.replica.num_on_host == 2
 
 
+def test_an_engine_without_devices_gets_those_after_the_engines_before_it(tmp_path: Path) -> None:
+    engines = ["devices = [1]", "tensor_parallel_size = 2", 'device = "cpu"', "", "devices = [0]"]
+    path = tmp_path / "topology.toml"
+    path.write_text(
+        '[nodes.a]\naddress = "127.0.0.1"\n[[gateways]]\nnode = "a"\nport = 8000\n'
+        + "".join(f'[[engines]]\nnode = "a"\n{settings}\n' for settings in engines)
+    )
+    plan = plan_node(read_topology(path), "a")
+    devices = [engine.replica.devices for engine in plan.engines]
+    assert devices == [(1,), (2, 3), (), (4,), (0,)]
+
+
 def test_engines_accept_the_nodes_with_gateways_and_gateways_check_the_engines_node(
     topology: Topology,
 ) -> None:
