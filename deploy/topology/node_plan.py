@@ -250,7 +250,7 @@ def _map_pull_options(
 
 def _as_seen_elsewhere(options: ServeOptions) -> ServeOptions:
     """Settings from which another node derives the limits of requests: it may have neither the
-    device nor the connector."""
+    device nor the packages of the engine."""
     return replace(
         options,
         device="cpu",
@@ -262,4 +262,6 @@ def _as_seen_elsewhere(options: ServeOptions) -> ServeOptions:
         ec_role="ec_both",
         verify_kv=None,
         preemption_mode="recompute",
+        scheduling_policy=None,
+        structured_output_backend="auto",
     )

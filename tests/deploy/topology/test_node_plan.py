@@ -134,8 +134,14 @@ def test_pull_connectors_get_the_secret_and_the_addresses_of_the_topology(
 
 
 def test_other_nodes_are_planned_without_their_devices_and_connectors(topology: Topology) -> None:
-    (other,) = plan_node(topology, "a").others
+    first, engine, second = topology.engines
+    options = replace(
+        engine.options, scheduling_policy="own.package:Policy", structured_output_backend="xgrammar"
+    )
+    engines = (first, replace(engine, options=options), second)
+    (other,) = plan_node(replace(topology, engines=engines), "a").others
     assert (other.device, other.kv_connector, other.block_size) == ("cpu", None, 32)
+    assert (other.scheduling_policy, other.structured_output_backend) == (None, "auto")
 
 
 def test_every_node_knows_which_engines_pull_without_their_secret(topology: Topology) -> None:
