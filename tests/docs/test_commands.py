@@ -38,7 +38,14 @@ from tests.models import make_tiny_llama
 
 URL = "http://127.0.0.1:8000"
 # Flags of other programs that the pages name.
-OTHERS_FLAGS = {"--backend", "--chunk-size", "--l2-adapter", "--no-deps", "--shm-size"}
+OTHERS_FLAGS = {
+    "--backend",
+    "--chunk-size",
+    "--l2-adapter",
+    "--no-deps",
+    "--resources",
+    "--shm-size",
+}
 
 
 def commands_at(*places: str) -> list[Any]:

@@ -148,7 +148,9 @@ class Fault:
 
 def run_cell(pair: Pair, stage: str, side: str, fault: str, seconds: float | None) -> None:
     pair.check_pulls()
-    if stage == "handshake":  # by a reader that does not know the owner
+    # A handshake is that of a reader that does not know the owner, and a worker that was replaced a
+    # short time ago is replaced together with its scheduler.
+    if stage == "handshake" or (pair.connector, stage) == ("mooncake", "read"):
         Fault(pair, "decode").kill()()
     num_restarts = pair.engines["decode"].num_restarts
     router = pair.router
