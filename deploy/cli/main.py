@@ -94,8 +94,9 @@ def node(
         api_key: API keys that clients may use. Set them in LONGSHORE_API_KEY, because other users
             can see command lines, or use api_key_file in the file.
     """
-    from longshore.deploy.cli.node import run_node
+    from longshore.deploy.cli.node import check_variables, run_node
 
+    check_variables(os.environ)
     run_node(topology, name, only_checks=check, api_key=api_key, announce=_announce)
 
 

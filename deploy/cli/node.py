@@ -1,10 +1,11 @@
 """`longshore node`, and `longshore serve --topology`: start what a topology has for one node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
+from longshore.connectors.pull.options import url_host
 from longshore.deploy.cli.deployment import prepare
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.serve import serve
@@ -12,6 +13,7 @@ from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
+from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.deploy.topology.file import PORTS_PER_ENGINE, Topology, read_topology
 from longshore.deploy.topology.node_plan import NodePlan, plan_node
 from longshore.protocol.errors import ConfigError
@@ -36,6 +38,18 @@ def run_node(
             announce(line)
         return
     _serve(topology, plan, announce)
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError for settings in variables, which `longshore node` does not read: a node
+    with LONGSHORE_API_KEY_FILE must not serve without keys."""
+    for setting in fields(ServeOptions):
+        name = VARIABLE_PREFIX + setting.name.upper()
+        if setting.name not in _OF_COMMAND and name in variables:
+            raise ConfigError(
+                f"{name} is set, but all settings of a node come from its topology. Write "
+                f"{setting.name} into [settings] of the file, and unset the variable."
+            )
 
 
 def serve_topology(
@@ -103,7 +117,8 @@ def describe(topology: Topology, plan: NodePlan) -> list[str]:
         lines.append(text)
     if plan.num_gateways:
         processes = "" if plan.num_gateways == 1 else f" ({plan.num_gateways} processes)"
-        lines.append(f"gateway at http://{plan.options.host}:{plan.options.port}{processes}")
+        host = url_host(plan.options.host)
+        lines.append(f"gateway at http://{host}:{plan.options.port}{processes}")
         others = [
             f"engine {number} at {remote.clients.address}"
             for number, remote in plan.remote.items()

@@ -14,6 +14,7 @@ from longshore.deploy.supervisor.connector_options import (
     pull_connectors,
 )
 from longshore.deploy.topology.file import PORTS_PER_ENGINE, Engine, Topology
+from longshore.protocol.transport.security import is_key
 
 _PORT_USES: Final = ("requests", "KV events", "replays of KV events", "the connector")
 
@@ -260,6 +261,12 @@ def _check_keys(topology: Topology) -> None:
                 f"nodes.{name}.public_key",
                 "engines and gateways are on different nodes, so each node needs keys. Run "
                 f"`longshore keys node` on {name}, and write the public key here.",
+            )
+        if not is_key(node.public_key):
+            raise topology.error(
+                f"nodes.{name}.public_key",
+                f"{node.public_key!r} is not a key. Write the one that `longshore keys node` has "
+                f"printed on {name}.",
             )
         if node.public_key in owners:
             raise topology.error(

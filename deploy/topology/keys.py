@@ -36,7 +36,7 @@ def read_node_keys(path: str, public_key: str) -> CurveKeys:
     try:
         keys = msgspec.json.decode(content, type=CurveKeys)
         derived = zmq.curve_public(keys.secret.encode()).decode()
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, zmq.ZMQError) as error:
         raise ConfigError(
             f"{path} is damaged: {error}. Restore it, or delete it, run `longshore keys node`, and "
             "write the new public key into the topology."
@@ -47,7 +47,7 @@ def read_node_keys(path: str, public_key: str) -> CurveKeys:
             "node. Write the key of the file into the topology, on all nodes, or use the right "
             "file."
         )
-    return CurveKeys(keys.public, keys.secret)
+    return CurveKeys(derived, keys.secret)
 
 
 def check_transfer_secret(path: str) -> None:

@@ -145,15 +145,17 @@ def _engines(topology: Topology, name: str, keys: CurveKeys | None) -> tuple[Nod
     engines = []
     first_gpu = 0
     for engine in own:
-        num_ranks = engine.options.num_ranks
+        devices = engine.devices
+        if not devices and engine.options.device != "cpu":
+            devices = tuple(range(first_gpu, first_gpu + engine.options.num_ranks))
+        first_gpu = max(first_gpu, *(device + 1 for device in devices), 0)
         replica = Replica(
             engine.number,
             len(topology.engines),
             engine.role,
             num_on_host=len(own),
-            devices=engine.devices or tuple(range(first_gpu, first_gpu + num_ranks)),
+            devices=devices,
         )
-        first_gpu += num_ranks
         sockets = None
         if keys is not None and topology.is_remote(engine):
             sockets = _sockets(topology, engine, keys)
@@ -280,7 +282,7 @@ def _map_pull_options(
 
 def _as_seen_elsewhere(options: ServeOptions) -> ServeOptions:
     """Settings from which another node derives the limits of requests: it may have neither the
-    device nor the connector."""
+    device nor the packages of the engine."""
     return replace(
         options,
         device="cpu",
@@ -292,4 +294,6 @@ def _as_seen_elsewhere(options: ServeOptions) -> ServeOptions:
         ec_role="ec_both",
         verify_kv=None,
         preemption_mode="recompute",
+        scheduling_policy=None,
+        structured_output_backend="auto",
     )

@@ -148,7 +148,9 @@ class _Watch:
     def poll(self) -> None:
         """Does not wait for nodes that do not answer."""
         for name, runner in self._runners.items():
-            answer = self._pending.setdefault(name, runner.status.remote())
+            if name not in self._pending:
+                self._pending[name] = runner.status.remote()
+            answer = self._pending[name]
             done, _ = self._ray.wait([answer], timeout=0.1)
             if not done:
                 continue

@@ -87,6 +87,7 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, 100_000)
     # A last line of defence, per frame and silent; the decoder's limit is lower and is reported.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.IPV6, int(endpoint.address.startswith("tcp://[")))
     if detects_silence:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -5,6 +5,7 @@ no message, and what it sends is not delivered.
 """
 
 import logging
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.logs.limits import LogLimit
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_AUTHORIZED_BYTES: Final = 1 << 20
+_KEY_BYTES: Final = 32
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +42,14 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: str | None = None
     authorized: str | None = None
     also_authorized: tuple[str, ...] = ()
+
+
+def is_key(text: str) -> bool:
+    """Whether this can be a key: 40 characters of Z85."""
+    try:
+        return len(z85.decode(text)) == _KEY_BYTES
+    except (KeyError, ValueError, struct.error):
+        return False
 
 
 def new_secret() -> str:

@@ -157,6 +157,21 @@ def test_a_variable_that_would_be_passed_over_is_rejected(
     assert words in run.stderr
 
 
+def test_a_node_takes_no_settings_from_variables(tmp_path: Path) -> None:
+    arguments = ("node", "--name", "a", "--check")
+    run = longshore(*arguments, "--topology", "t.toml", LONGSHORE_API_KEY_FILE="keys.toml")
+    assert run.returncode == 2
+    assert "LONGSHORE_API_KEY_FILE is set, but all settings of a node come from" in run.stderr
+    file = tmp_path / "topology.toml"
+    file.write_text(
+        f'[settings]\nstate_dir = "{tmp_path}/state"\n[nodes.a]\naddress = "127.0.0.1"\n'
+        '[[engines]]\nnode = "a"\n[[gateways]]\nnode = "a"\nport = 8000\n'
+    )
+    variables = {"LONGSHORE_API_KEY": "k", "LONGSHORE_TOPOLOGY": str(file), "LONGSHORE_URL": "u"}
+    run = longshore(*arguments, **variables)
+    assert (run.returncode, "the topology is valid" in run.stdout) == (0, True), run.stderr
+
+
 def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
     run = longshore(
         "doctor",

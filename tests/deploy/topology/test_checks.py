@@ -106,6 +106,8 @@ def test_a_good_file_passes(tmp_path: Path) -> None:
         ),
         ("10.0.0.2", "10.0.0.1", r"engines\[1\]: port 9000 \(requests\) is also a port of engines"),
         (f'public_key = "{KEYS["b"]}"', "", "nodes.b.public_key: engines and gateways are on diff"),
+        (KEYS["b"], "~" * 40, "nodes.b.public_key: '~~~.*' is not a key. Write the one that"),
+        (KEYS["b"], "#" * 40, "nodes.b.public_key: '###.*' is not a key"),
         (KEYS["b"], KEYS["a"], "nodes.b.public_key: node a has the same key"),
         ('node = "node.json"', "", "keys.node: it is missing"),
         ('transfer_secret = "transfer.key"', "", "keys.transfer_secret: it is missing"),

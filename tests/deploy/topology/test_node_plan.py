@@ -81,6 +81,18 @@ def test_a_node_starts_its_own_engines_under_their_numbers(topology: Topology) -
     assert first.replica.num_on_host == 2
 
 
+def test_an_engine_without_devices_gets_those_after_the_engines_before_it(tmp_path: Path) -> None:
+    engines = ["devices = [1]", "tensor_parallel_size = 2", 'device = "cpu"', "", "devices = [0]"]
+    path = tmp_path / "topology.toml"
+    path.write_text(
+        '[nodes.a]\naddress = "127.0.0.1"\n[[gateways]]\nnode = "a"\nport = 8000\n'
+        + "".join(f'[[engines]]\nnode = "a"\n{settings}\n' for settings in engines)
+    )
+    plan = plan_node(read_topology(path), "a")
+    devices = [engine.replica.devices for engine in plan.engines]
+    assert devices == [(1,), (2, 3), (), (4,), (0,)]
+
+
 def test_engines_accept_the_nodes_with_gateways_and_gateways_check_the_engines_node(
     topology: Topology,
 ) -> None:
@@ -154,8 +166,14 @@ def test_encoder_connectors_get_the_secret_and_the_addresses_of_the_others(
 
 
 def test_other_nodes_are_planned_without_their_devices_and_connectors(topology: Topology) -> None:
-    (other,) = plan_node(topology, "a").others
+    first, engine, second = topology.engines
+    options = replace(
+        engine.options, scheduling_policy="own.package:Policy", structured_output_backend="xgrammar"
+    )
+    engines = (first, replace(engine, options=options), second)
+    (other,) = plan_node(replace(topology, engines=engines), "a").others
     assert (other.device, other.kv_connector, other.block_size) == ("cpu", None, 32)
+    assert (other.scheduling_policy, other.structured_output_backend) == (None, "auto")
 
 
 def test_every_node_knows_which_engines_pull_without_their_secret(topology: Topology) -> None:
@@ -192,6 +210,12 @@ def test_key_files_are_checked(
         case _:
             path.write_text("{}")
     with pytest.raises(ConfigError, match=message):
+        plan_node(topology, "a")
+
+
+def test_a_secret_key_that_is_none_is_rejected(topology: Topology, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"public": "a" * 40, "secret": "~" * 40}))
+    with pytest.raises(ConfigError, match=r"a.json is damaged.*longshore keys node"):
         plan_node(topology, "a")
 
 

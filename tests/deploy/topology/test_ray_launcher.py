@@ -2,13 +2,15 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from longshore.deploy.cli.main import app
 from longshore.deploy.topology.file import Topology, read_topology
-from longshore.deploy.topology.ray_launcher import bundles_of
+from longshore.deploy.topology.node_runner import NodeStatus
+from longshore.deploy.topology.ray_launcher import _Watch, bundles_of
 from longshore.protocol.errors import ConfigError
 
 FILE = """\
@@ -65,6 +67,39 @@ def test_numbers_of_gpus_that_ray_does_not_give_are_rejected(tmp_path: Path) -> 
     alive = [host("10.0.0.1", GPU=8.0), host("10.0.0.2")]
     with pytest.raises(ConfigError, match=r"nodes.a: devices has GPU 3, but .* from 0 to 1"):
         bundles_of(topology(tmp_path, "devices = [2, 3]"), alive)
+
+
+class FakeRay:
+    """A node that does not answer until `is_answering`."""
+
+    def __init__(self) -> None:
+        self.is_answering = False
+        self.num_calls = 0
+        self.status = self
+        self.exceptions = SimpleNamespace(RayError=OSError)
+
+    def remote(self) -> object:
+        self.num_calls += 1
+        return self.num_calls
+
+    def wait(self, answers: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        return (answers, []) if self.is_answering else ([], answers)
+
+    def get(self, answer: object) -> NodeStatus:
+        return NodeStatus(1, (f"answer {answer}",), None)
+
+
+def test_a_node_that_does_not_answer_is_asked_once() -> None:
+    ray, said = FakeRay(), list[str]()
+    watch = _Watch(ray, {"a": ray}, said.append)
+    for _ in range(5):
+        watch.poll()
+    assert ray.num_calls == 1
+    ray.is_answering = True
+    watch.poll()
+    watch.poll()
+    assert ray.num_calls == 2
+    assert said == ["node a: answer 1"]
 
 
 def serve(*arguments: str) -> None:

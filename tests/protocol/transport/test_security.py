@@ -1,6 +1,7 @@
 """Peers that prove themselves, and others that try to be peers, on real sockets."""
 
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_curve_accepts_only_authorized_clients(sockets: Sockets, tmp_path: Path)
     assert server.receive() is None
     assert wrong.receive() is None
     assert misled.receive() is None
+
+
+def test_a_host_can_have_an_ipv6_address(sockets: Sockets) -> None:
+    server_keys, client_keys = keypair(), keypair()
+    allowed = CurveKeys(*server_keys, also_authorized=(client_keys[0],))
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    server = sockets.server(Endpoint("tcp://[::1]:*", allowed), sockets.new_context())
+    address = last_address(server.socket)
+    client = sockets.client(
+        curve_client(address, client_keys, server_keys[0]), sockets.new_context()
+    )
+    client.send(ClientHello("over IPv6", "f"))
+    assert server.socket.poll(WAIT_S * 1000)
+    ((_, message),) = server.drain()
+    assert message.name == "over IPv6"
 
 
 def test_two_curve_endpoints_of_one_context_have_separate_lists(
