@@ -42,6 +42,8 @@ _POLLIN: Final = int(zmq.POLLIN)  # arithmetic on an IntFlag costs as much as as
 
 HEARTBEAT_INTERVAL_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 5000
+HANDSHAKE_TIMEOUT_MS: Final = 5000
+"""A connection that does not prove its key within this time is closed, with what it has sent."""
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -87,6 +89,8 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, 100_000)
     # A last line of defence, per frame and silent; the decoder's limit is lower and is reported.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    if bind and endpoint.address.startswith("tcp://"):
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, int(endpoint.address.startswith("tcp://[")))
     if detects_silence:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from longshore.protocol.handshake import ClientHello, Rejected
+from longshore.protocol.transport import channel
 from longshore.protocol.transport.channel import Endpoint
 from longshore.protocol.transport.security import AuthorizedKeys, CurveKeys, new_secret
 from tests.harness.sockets import WAIT_S, Sockets
@@ -87,6 +88,18 @@ def test_a_host_can_have_an_ipv6_address(sockets: Sockets) -> None:
     assert server.socket.poll(WAIT_S * 1000)
     ((_, message),) = server.drain()
     assert message.name == "over IPv6"
+
+
+def test_a_connection_that_proves_nothing_is_closed(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_MS", 200)
+    endpoint = Endpoint("tcp://127.0.0.1:*", CurveKeys(*keypair(), also_authorized=(keypair()[0],)))
+    server = sockets.server(endpoint, sockets.new_context())
+    port = int(last_address(server.socket).rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
+        while connection.recv(64):  # its greeting
+            pass
 
 
 def test_two_curve_endpoints_of_one_context_have_separate_lists(
