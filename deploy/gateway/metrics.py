@@ -238,6 +238,10 @@ class GatewayMetrics:
         """
         self._engines.observe(engine, stats)
 
+    def engine_lost(self, engine: str) -> None:
+        """What an engine that is not ready holds is nothing."""
+        self._engines.engine_lost(engine)
+
     def remove_engine(self, engine: str) -> None:
         """The engine is gone: its series end."""
         self._engines.remove_engine(engine)

@@ -170,7 +170,7 @@ class GatewayProcess:
             number=config.number,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
-            on_ready=self._routing.follow,
+            on_ready=self._note_ready,
             why_stopped=partial(read_death_note, self._runtime_dir),
             why_lost=self._why_lost,
         )
@@ -325,6 +325,11 @@ class GatewayProcess:
         asyncio.get_running_loop().call_later(
             self._config.drain_timeout_s, self._engines.shut_down, "the server is shutting down"
         )
+
+    def _note_ready(self, engine: int, is_ready: bool) -> None:
+        self._routing.follow(engine, is_ready)
+        if not is_ready:
+            self._gateway.metrics.engine_lost(str(engine))
 
     def _why_lost(self, engine: int) -> str | None:
         return read_restarts(self._runtime_dir).deaths.get(Replica(engine).engine_id)

@@ -7,6 +7,7 @@ counter reset.
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import msgspec
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -209,6 +210,27 @@ class EngineMetrics:
         """Replace an engine's statistics by its latest ones."""
         self._latest[engine] = stats
         self._keys.update(tenant.name for tenant in stats.tenants)
+
+    def engine_lost(self, engine: str) -> None:
+        """It may come back: its requests and its KV are gone, but its counts stay."""
+        stats = self._latest.get(engine)
+        if stats is None:
+            return
+        pulls = stats.pulls
+        if pulls is not None:
+            pulls = msgspec.structs.replace(pulls, num_leases=0, num_leased_blocks=0)
+        self._latest[engine] = msgspec.structs.replace(
+            stats,
+            num_running=0,
+            num_waiting=0,
+            num_free_blocks=max(stats.num_blocks - 1, 0),
+            kv_usage=0.0,
+            steps_in_flight=0.0,
+            encoder_cache_usage=0.0,
+            num_quarantined_blocks=0,
+            tenants=(),
+            pulls=pulls,
+        )
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone."""

@@ -91,6 +91,40 @@ def test_every_statistic_of_tiers_and_transfers_is_shown() -> None:
         assert shown[f"longshore_kv_{name}"] == value
 
 
+def test_a_lost_engine_holds_nothing_and_keeps_its_counts() -> None:
+    metrics = GatewayMetrics()
+    metrics.engine_lost("0")  # it has not reported yet
+    stats = msgspec.structs.replace(
+        STATS,
+        num_running=3,
+        num_waiting=2,
+        num_blocks=10,
+        num_free_blocks=4,
+        kv_usage=0.5,
+        num_preemptions=7,
+        tenants=(TenantStats("alice", 2, 1),),
+        pulls=PullStats(1, 2, 3, 4, {"complete": 5}),
+    )
+    metrics.observe_scheduler("0", stats)
+    metrics.observe_scheduler("1", stats)
+    metrics.engine_lost("0")
+    shown = samples(metrics)
+    for name, lost in (
+        ("scheduler_running_requests{%s}", 0),
+        ("scheduler_waiting_requests{%s}", 0),
+        ("scheduler_free_blocks{%s}", 9),
+        ("scheduler_kv_usage_ratio{%s}", 0),
+        ('scheduler_key_running_requests{%s,key="alice"}', 0),
+        ("kv_pull_leased_blocks{%s}", 0),
+    ):
+        full = f"longshore_{name}"
+        assert shown[full % 'engine="0"'] == lost
+        assert shown[full % 'engine="1"'] != lost
+    for name in ("scheduler_preemptions_total{%s}", "kv_pull_refused_leases_total{%s}"):
+        full = f"longshore_{name}"
+        assert shown[full % 'engine="0"'] == shown[full % 'engine="1"'] > 0
+
+
 def test_every_statistic_of_pulls_is_shown() -> None:
     metrics = GatewayMetrics()
     pulls = PullStats(1, 2, 3, 4, {"complete": 5, "late": 0})
