@@ -1,6 +1,6 @@
 """What one node of a deployment starts, and how its gateways reach the engines of other nodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,12 +143,7 @@ def plan_node(topology: Topology, name: str, api_key: tuple[str, ...] | None = N
 def _engines(topology: Topology, name: str, keys: CurveKeys | None) -> tuple[NodeEngine, ...]:
     own = topology.engines_of(name)
     engines = []
-    first_gpu = 0
-    for engine in own:
-        devices = engine.devices
-        if not devices and engine.options.device != "cpu":
-            devices = tuple(range(first_gpu, first_gpu + engine.options.num_ranks))
-        first_gpu = max(first_gpu, *(device + 1 for device in devices), 0)
+    for engine, devices in zip(own, devices_of(own), strict=True):
         replica = Replica(
             engine.number,
             len(topology.engines),
@@ -162,6 +157,17 @@ def _engines(topology: Topology, name: str, keys: CurveKeys | None) -> tuple[Nod
         options = _with_encoder_peers(topology, engine, _with_transfers(topology, engine))
         engines.append(NodeEngine(replica, options, sockets))
     return tuple(engines)
+
+
+def devices_of(engines: Iterable[Engine]) -> Iterator[tuple[int, ...]]:
+    """GPUs of the ranks of each engine of a node."""
+    first_gpu = 0
+    for engine in engines:
+        devices = engine.devices
+        if not devices and engine.options.device != "cpu":
+            devices = tuple(range(first_gpu, first_gpu + engine.options.num_ranks))
+        first_gpu = max(first_gpu, *(device + 1 for device in devices), 0)
+        yield devices
 
 
 def _url(topology: Topology, engine: Engine, offset: int) -> str:

@@ -15,6 +15,7 @@ from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.topology.checks import check_topology
 from longshore.deploy.topology.file import Topology
+from longshore.deploy.topology.node_plan import devices_of
 from longshore.deploy.topology.node_runner import NodeRunner, NodeStatus
 from longshore.protocol.errors import ConfigError, EngineDead
 
@@ -100,18 +101,19 @@ def bundles_of(topology: Topology, alive: list[Mapping[str, Any]]) -> dict[str, 
 def _num_gpus(topology: Topology, name: str, *, has_gpus: bool) -> int:
     """GPUs that the engines of a node use. Raises ConfigError for numbers that Ray does not give
     them: it shows a process only the GPUs that are reserved for it, numbered from 0."""
-    count = 0
-    numbers: set[int] = set()
-    for engine in topology.engines_of(name):
-        device = engine.options.device
-        if device != "cpu" and (has_gpus or device != "auto"):
-            count += engine.options.num_ranks
-            numbers.update(engine.devices)
-    if numbers and max(numbers) >= count:
+    engines = [
+        engine
+        for engine in topology.engines_of(name)
+        if engine.options.device != "cpu" and (has_gpus or engine.options.device != "auto")
+    ]
+    count = sum(engine.options.num_ranks for engine in engines)
+    last = max((device for devices in devices_of(engines) for device in devices), default=-1)
+    if last >= count:
         raise topology.error(
             f"nodes.{name}",
-            f"devices has GPU {max(numbers)}, but with --launcher ray the {count} GPUs that Ray "
-            f"reserves for the node are numbered from 0 to {count - 1}. Remove devices.",
+            f"its engines would use GPU {last}, but with --launcher ray the {count} GPUs that Ray "
+            f"reserves for the node are numbered from 0 to {count - 1}. Remove devices "
+            "from all of them.",
         )
     return count
 

@@ -65,8 +65,11 @@ def test_a_node_that_is_not_in_the_cluster_is_named(tmp_path: Path) -> None:
 
 def test_numbers_of_gpus_that_ray_does_not_give_are_rejected(tmp_path: Path) -> None:
     alive = [host("10.0.0.1", GPU=8.0), host("10.0.0.2")]
-    with pytest.raises(ConfigError, match=r"nodes.a: devices has GPU 3, but .* from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"nodes.a: .* GPU 3, but .* from 0 to 1"):
         bundles_of(topology(tmp_path, "devices = [2, 3]"), alive)
+    after = "devices = [1, 2]\n[[engines]]\nnode = 'a'\nport = 9100\ndevice = 'cuda'"
+    with pytest.raises(ConfigError, match=r"nodes.a: .* GPU 3, but .* from 0 to 2"):
+        bundles_of(topology(tmp_path, after), alive)
 
 
 class FakeRay:
