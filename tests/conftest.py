@@ -71,6 +71,13 @@ def long_run(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--long"))
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its path is short, unlike that of pytest's own fixture, because a socket below it may have a
+    path of 107 bytes."""
+    return tmp_path_factory.mktemp("t")
+
+
 def place_in_order(path: Path) -> int:
     """The position of a test file in LONGEST; all other files come last."""
     for place, name in enumerate(LONGEST):

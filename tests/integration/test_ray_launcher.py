@@ -70,9 +70,10 @@ def cluster() -> Iterator[Any]:
 def add_b(cluster: Any) -> Any:
     services = pytest.importorskip("ray._private.services")
     raylet = cluster.add_node(node_ip_address=ADDRESSES["b"], **RAYLET)
-    # The file says which address this host has, and each raylet writes its own into it.
-    head = cluster.head_node
-    services.write_node_ip_address(head.get_session_dir_path(), head.node_ip_address)
+    # In older versions, a file says which address this host has, and each raylet writes its own.
+    if (write := getattr(services, "write_node_ip_address", None)) is not None:
+        head = cluster.head_node
+        write(head.get_session_dir_path(), head.node_ip_address)
     return raylet
 
 
