@@ -1,5 +1,5 @@
-"""`nixl` and `mooncake` pass the conformance suite. A peer in this process computes each prompt
-first, and every third request is also offered to a reader that never comes."""
+"""`nixl` and `mooncake` pass the conformance suite. A peer computes each prompt first, and every
+third request is also offered to a reader that never comes."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -22,12 +22,14 @@ PEER: Final = {"block_size": 8, "num_blocks": 600, "max_model_len": 64}
 
 @pytest.fixture(scope="class")
 def peer(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """With the connector of the class."""
+    """With the connector of the class, in processes of its own, as in a deployment: the transfer
+    library then has one engine per process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp")
         patch.setenv("UCX_LOG_LEVEL", "fatal")
         options = {"lease_s": 5.0, "max_leased_share": 0.9}
-        with Engine(DEMO_MODEL_DIR, request.cls.connector, options, **PEER) as engine:
+        connector = request.cls.connector
+        with Engine(DEMO_MODEL_DIR, connector, options, in_process=False, **PEER) as engine:
             yield engine
 
 
