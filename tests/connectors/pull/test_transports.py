@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import pytest
 
 import longshore.connectors.pull.nixl as nixl_transport
@@ -137,6 +138,19 @@ def test_runs_of_bytes_are_read_from_blocks_of_another_process(
         wanted[7] = source[4]
         np.testing.assert_array_equal(reader.blocks, wanted)
         reader.transport.disconnect(peer)
+
+
+def test_a_transport_without_reads_leaves_the_processor_to_others(
+    name: str, start_owner: Callable[..., Owner]
+) -> None:
+    owner = start_owner(name)
+    with Reader(name) as reader:
+        reader.transport.connect(owner.metadata)
+        owner_times = psutil.Process(owner.process.pid).cpu_times
+        before, owner_before = time.process_time(), sum(owner_times()[:2])
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.3
+        assert sum(owner_times()[:2]) - owner_before < 0.3
 
 
 @pytest.mark.req("CRG-06")
