@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from longshore.deploy.topology.checks import check_topology
@@ -17,15 +18,17 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_can_work(tmp_path: Path) -> None:
-    (text,) = blocks("toml")
+@pytest.mark.parametrize("number", range(2))
+def test_the_examples_can_work(number: int, tmp_path: Path) -> None:
     path = tmp_path / "topology.toml"
-    path.write_text(text)
+    path.write_text(blocks("toml")[number])
     topology = read_topology(path)
     check_topology(topology)
     assert [engine.role for engine in topology.engines] == ["prefill", "decode"]
-    # Every key of the example is in the table.
-    read = tomllib.loads(text)
+
+
+def test_the_table_has_every_key_of_the_example() -> None:
+    read = tomllib.loads(blocks("toml")[-1])
     for key in (*read["keys"], *read["nodes"]["a"], *read["gateways"][0]):
         assert re.search(rf"^\|.*[`.]{key}`", PAGE.read_text(), re.MULTILINE), key
 
