@@ -112,7 +112,8 @@ def test_environment_is_read_in_deploy_only(package: str) -> None:
         set_here = {
             node.value
             for node in nodes
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+            or (isinstance(node, ast.Attribute) and node.attr == "setdefault")
         }
         readers += [
             f"{path}:{node.lineno}"

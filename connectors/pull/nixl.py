@@ -19,9 +19,11 @@ import numpy.typing as npt
 
 from longshore.connectors.nixl_library import NixlLibrary, load_nixl
 from longshore.connectors.pull.layout import MAX_REGION_BYTES, Pattern
+from longshore.connectors.pull.options import PullOptions, url_host
 from longshore.connectors.pull.transport import BlockReads, Memory, ReadState, TransportError
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import ConfigError, shortened
+from longshore.protocol.transport.channel import Endpoint, is_loopback
 
 MAX_PREPARED: Final = 1 << 17
 """Descriptors that are prepared for a pattern and a side; for more, each read has its own list."""
@@ -71,8 +73,10 @@ class _Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NixlTransport:
-    def __init__(self) -> None:
+    def __init__(self, options: PullOptions) -> None:
         """Raises ConfigError if NIXL is not installed."""
+        if is_loopback(Endpoint(f"tcp://{url_host(options.host)}:0")):
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen on all interfaces
         try:
             self._nixl = load_nixl()
         except ImportError as error:

@@ -12,5 +12,5 @@ from longshore.connectors.pull.transport import Transport
 TRANSPORTS: Final[dict[str, Callable[[PullOptions], Transport]]] = {
     "mooncake": MooncakeTransport,
     "moriio": MoRIIOTransport,
-    "nixl": lambda options: NixlTransport(),
+    "nixl": NixlTransport,
 }

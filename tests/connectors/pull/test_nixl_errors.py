@@ -8,6 +8,7 @@ import pytest
 from longshore.connectors.nixl_library import NixlLibrary
 from longshore.connectors.pull.layout import Pattern
 from longshore.connectors.pull.nixl import NixlTransport
+from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.transport import BlockReads, Memory, Read, ReadState, TransportError
 
 READ: Final = BlockReads(
@@ -81,9 +82,10 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> NixlTransport:
     """Connected to one peer."""
     for name in ("transfers", "checks", "preparations", "released"):
         monkeypatch.setattr(Agent, name, [], raising=False)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     library = NixlLibrary(Api, (BackendError, Disconnected), Disconnected)
     monkeypatch.setattr("longshore.connectors.pull.nixl.load_nixl", lambda: library)
-    transport = NixlTransport()
+    transport = NixlTransport(read_options("nixl", {}))
     transport.connect(transport.register(Memory(1 << 20, 1 << 12, 64)))
     return transport
 

@@ -89,6 +89,7 @@ class Reader:
 @pytest.fixture(params=["mooncake", "nixl"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")
     return str(request.param)
 
@@ -138,6 +139,16 @@ def test_runs_of_bytes_are_read_from_blocks_of_another_process(
         wanted[7] = source[4]
         np.testing.assert_array_equal(reader.blocks, wanted)
         reader.transport.disconnect(peer)
+
+
+def test_by_default_nixl_listens_on_loopback_only(
+    start_owner: Callable[..., Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    owner = start_owner("nixl")
+    connections = psutil.Process(owner.process.pid).net_connections()
+    listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
 
 
 def test_a_transport_without_reads_leaves_the_processor_to_others(
