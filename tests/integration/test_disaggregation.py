@@ -5,6 +5,7 @@ import http.client
 import json
 import re
 import signal
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -16,6 +17,8 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from tests.conftest import ROOT
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_admin import admin
 
@@ -251,6 +254,23 @@ def test_chats_are_split_and_short_prompts_are_not(pair: Pair, unified: Deployme
     assert answers[0] == answers[1]
     assert pair.sample("remote_prefills") == before[0] + 1
     assert pair.sample("remote_prefill_skips", reason="short_prompt") == before[1] + 1
+
+
+def test_the_commands_of_the_page_start_both_engines_and_answer(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "disaggregation.md").read_text()
+    serve, curl = (
+        re.findall(rf"^```sh\n({program}.*?)\n```", page, re.MULTILINE | re.DOTALL)[0]
+        for program in ("longshore serve ", "curl ")
+    )
+    flags = serve.removeprefix("longshore serve ").split()
+    with Pair(DEMO_MODEL_DIR, tmp_path, *flags, num_blocks=None) as served:
+        served.wait_until_ready()
+        command = curl.replace("http://127.0.0.1:8000", served.url)
+        asked = subprocess.run(["bash", "-c", command], capture_output=True, timeout=PATIENCE_S)
+        assert json.loads(asked.stdout)["choices"][0]["message"]["content"] == "C417 B42 red"
+        assert served.sample("remote_prefills", outcome="offered") == 1
+        wait_until(lambda: served.num_pulled_blocks > 0)
+        assert served.stop() == 0, served.output
 
 
 def test_a_client_that_leaves_between_the_legs_frees_both_sides(pair: Pair) -> None:
