@@ -1,7 +1,6 @@
 """`--launcher ray` on a cluster of two raylets, of which one is killed and returns."""
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -45,7 +44,6 @@ def cluster() -> Iterator[Any]:
     """With the raylet of node a. A driver connects to a raylet with the address of its host, and
     ends with it; that of node b has another address."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
-    services = pytest.importorskip("ray._private.services")
     head = {**RAYLET, "resources": {"longshore:a": 1}, "include_log_monitor": False}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -61,10 +59,15 @@ def cluster() -> Iterator[Any]:
         try:
             yield started
         finally:
+            processes = [each for node in started.list_all_nodes() for each in processes_of(node)]
             started.shutdown()
-            for each in gc.get_objects():  # Ray kills its processes without waiting for them
-                if isinstance(each, services.ConsolePopen):
-                    each.wait(PATIENCE_S)
+            for each in processes:
+                each.wait(PATIENCE_S)
+
+
+def processes_of(raylet: Any) -> list[Any]:
+    """Ray kills them without waiting for them."""
+    return [each.process for some in raylet.all_processes.values() for each in some]
 
 
 def add_b(cluster: Any) -> Any:
@@ -121,6 +124,7 @@ class Launcher:
             print(self.output)
         with contextlib.suppress(psutil.Error):
             self.process.kill()
+        self.process.wait(PATIENCE_S)
         for node in self.nodes():
             node.kill()
 
@@ -162,7 +166,10 @@ def test_a_killed_raylet_costs_no_stream_and_its_node_returns(cluster: Any, tmp_
             streams = [stack.enter_context(post(url, f"{n} goes on", **fields)) for n in range(4)]
             for each in streams:
                 assert each.readline().startswith(b"data: ")
+            processes = processes_of(raylet)
             cluster.remove_node(raylet, allow_graceful=False)
+            for process in processes:
+                process.wait(PATIENCE_S)
             for each in streams:
                 assert b'"finish_reason":"length"' in each.read()
         launcher.wait_for("node b is lost")
