@@ -41,13 +41,20 @@ EXTRAS: Final = (
     Extra(
         "nixl",
         ("nixl", "nixl-cu13"),
-        "faster access to the files of the disk tier",
+        "prefill and decode apart; faster access to the files of the disk tier",
         # Its dependencies would install the builds for both CUDA versions.
-        install="pip install --no-deps nixl nixl-cu13",
+        install="pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'",
         hints={"libcuda": "It needs an NVIDIA driver's libcuda.so.1 or a build for CPUs"},
+    ),
+    Extra(
+        "mooncake",
+        ("mooncake-transfer-engine-non-cuda",),
+        "prefill and decode apart, with Mooncake",
+        hints={"libibverbs": "It needs the system package libibverbs1"},
     ),
     Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
     Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
+    Extra("ray", ("ray",), "nodes of a topology, placed by Ray"),
     Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
     Extra("xgrammar", ("xgrammar",), "a second backend of structured output"),

@@ -55,7 +55,7 @@ def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_pa
     found = look(tmp_path, {"torch": "2.13.0"})
     for name, command in (
         ("audio", "pip install 'longshore[audio]'"),
-        ("nixl", "pip install --no-deps nixl nixl-cu13"),
+        ("nixl", "pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'"),
         ("s3", "pip install 'longshore[s3]'"),
         ("xgrammar", "pip install 'longshore[xgrammar]'"),
         (
