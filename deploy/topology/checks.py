@@ -127,6 +127,15 @@ def _check_connectors(topology: Topology) -> None:
                 f"{' and '.join(names[first.number])}, which {first.where} has. Set the same "
                 "connector in [settings].",
             )
+        for name in ("dtype", "kv_cache_dtype"):
+            one, other = getattr(first.options, name), getattr(second.options, name)
+            may_be_equal = name == "dtype" and "auto" in (one, other)
+            if one != other and not may_be_equal:
+                raise topology.error(
+                    f"{second.where}.{name}",
+                    f"{other!r} is not {one!r}, which {first.where} has, so no KV could be pulled. "
+                    f"Set {name} in [settings].",
+                )
 
 
 def connector_name(engine: Engine) -> str:

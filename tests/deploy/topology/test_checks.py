@@ -91,6 +91,11 @@ def test_a_good_file_passes(tmp_path: Path) -> None:
         ),
         (
             'role = "decode"',
+            'role = "decode"\nkv_cache_dtype = "fp8_e4m3"',
+            r"engines\[1\].kv_cache_dtype: 'fp8_e4m3' is not 'auto', which engines\[0\] has",
+        ),
+        (
+            'role = "decode"',
             'role = "decode"\nkv_connector = "nixl"\nkv_role = "kv_consumer"',
             r"engines\[1\].kv_role: 'kv_consumer' is not supported with the role decode",
         ),
