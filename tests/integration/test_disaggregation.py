@@ -32,7 +32,7 @@ ALL: Final = {"ignore_eos": True, "return_token_ids": True}
 
 
 class Pair(Deployment):
-    """A prefill and a decode engine."""
+    """Prefill and decode engines: one of each unless more are started or added."""
 
     def sample(self, name: str, **labels: str) -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as response:
@@ -46,7 +46,11 @@ class Pair(Deployment):
 
     @property
     def num_pulled_blocks(self) -> float:
-        return self.sample("kv_offload_blocks", engine="1", transfer_type="REMOTE_to_GPU")
+        return self.num_blocks_pulled_by(1)
+
+    def num_blocks_pulled_by(self, engine: int) -> float:
+        labels = {"engine": str(engine), "transfer_type": "REMOTE_to_GPU"}
+        return self.sample("kv_offload_blocks", **labels)
 
     def report(self, engine: int) -> dict[str, Any]:
         url = f"{self.url}/engine/report?engine={engine}"
