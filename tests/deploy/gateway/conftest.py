@@ -1,4 +1,4 @@
-"""A real gateway on a real port, in the test's own loop, with a scripted engine."""
+"""A real gateway on a real port, in the test's own loop, with scripted engines."""
 
 import asyncio
 import json
@@ -26,11 +26,16 @@ PATIENCE_S = 60.0  # for an answer that should arrive at once; other tests may u
 
 @dataclass
 class RunningGateway:
-    """The gateway under test, its engine, and a client of it."""
+    """The gateway under test, its engines, and a client of it."""
 
     process: GatewayProcess
-    engine: FakeEngine
+    engines: list[FakeEngine]
     port: int
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The first one."""
+        return self.engines[0]
 
     @property
     def client(self) -> HttpEndpoint:
@@ -62,7 +67,8 @@ StartGateway = Callable[..., AbstractAsyncContextManager[RunningGateway]]
 
 @pytest.fixture
 def start_gateway(tmp_path: Path) -> StartGateway:
-    """`async with start_gateway(script, **config) as gateway`; `tokenizer=False` for none."""
+    """`async with start_gateway(script, **config) as gateway`; `tokenizer=False` for none. There is
+    one engine, or one for each of `roles`."""
 
     @asynccontextmanager
     async def start(
@@ -71,8 +77,9 @@ def start_gateway(tmp_path: Path) -> StartGateway:
         if tokenizer:
             save_tokenizer(tmp_path)
         runtime_dir = RuntimeDir()
-        endpoint = runtime_dir.endpoint("clients")
-        engine = FakeEngine(endpoint, script)
+        num_engines = len(settings.get("roles", ())) or 1
+        endpoints = [runtime_dir.endpoint(f"clients-{number}") for number in range(num_engines)]
+        engines = [FakeEngine(endpoint, script) for endpoint in endpoints]
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         config = GatewayConfig(
@@ -84,7 +91,7 @@ def start_gateway(tmp_path: Path) -> StartGateway:
                 "eos_token_ids": (EOS_ID,),
                 "max_model_len": IDENTITY.max_model_len,
                 "sampling_defaults": SamplingDefaults(),
-                "engines": (endpoint,),
+                "engines": tuple(endpoints),
                 "listen_fd": listener.detach(),
                 "max_body_bytes": 4096,
             }
@@ -94,12 +101,13 @@ def start_gateway(tmp_path: Path) -> StartGateway:
         serving = asyncio.create_task(process.serve())
         try:
             await process.start(Lifeline(None))
-            yield RunningGateway(process, engine, port)
+            yield RunningGateway(process, engines, port)
         finally:
             process.stop()
             await serving
             process.close()
-            engine.close()
+            for engine in engines:
+                engine.close()
             runtime_dir.remove()
 
     return start
