@@ -21,8 +21,11 @@ and one decode engine, and two unified ones for each chunk size (`max_num_batche
 to compare with is the largest chunk whose TTFT is not above that of the separate engines.
 
 `overload`: as many clients as fill the engines give their capacity; then requests arrive at
-`--factor` times that rate. `reprefilled_tokens` are prompt tokens that the engines computed in
-excess of the prompts that were accepted.
+`--factor` times that rate. `statuses` and `pulls` are counts, by HTTP status and by outcome.
+`computed_prompt_tokens` are the tokens that the worker of each engine computed, without the
+generated ones that answers continue after; `accepted_prompt_tokens` are the prompts of the requests
+with status 200. `reprefilled_tokens` are what both engines computed beyond these, for whatever
+reason: a KV transfer that failed, a preemption, a retry.
 """
 
 import argparse
@@ -98,9 +101,10 @@ def times_of(answer: HttpAnswer, started_s: float | None = None) -> Times:
     return Times(arrivals[0] - (answer.sent_s if started_s is None else started_s), gaps)
 
 
-def metrics(url: str) -> Sample:
-    """Engines report once per second: waits until the last report is there."""
-    time.sleep(1.5)
+def metrics(url: str, *, of_workers: bool = False) -> Sample:
+    """Engines report once per second, and their workers report to them as often: waits until the
+    last report is there."""
+    time.sleep(2.5 if of_workers else 1.5)
     with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as response:
         return read_metrics(response.read().decode(), time.perf_counter())
 
@@ -252,17 +256,24 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
         rate = options.factor * per_s
         count = round(rate * options.seconds)
         waits_s = np.random.default_rng(0).exponential(1 / rate, count).tolist()
-        before = metrics(url)
+        before = metrics(url, of_workers=True)
         prompts = prompts_of(count, options.prompt_tokens, seed=3)
         answers = asyncio.run(arrive(url, prompts, waits_s, options.output_tokens))
-        window = Window(metrics(url), before)
+        window = Window(metrics(url, of_workers=True), before)
     statuses = Counter(
         each.status if isinstance(each, HttpAnswer) else type(each).__name__ for each in answers
     )
-    ended = [each for each in answers if isinstance(each, HttpAnswer) and each.status == 200]
-    failed = sum(b'"error"' in data for each in ended for _, data in each.events)
-    num_tokens = sum(len(each.events) > 1 for each in ended) * options.prompt_tokens
-
+    accepted = [each for each in answers if isinstance(each, HttpAnswer) and each.status == 200]
+    complete = [each for each in accepted if not any(b'"error"' in data for _, data in each.events)]
+    # The prefill engine computes the prompt, and with it the first token of the answer; the decode
+    # engine computes one token for each further one.
+    num_continued = window.added("longshore_generated_tokens_total") - len(accepted)
+    computed = {
+        role: window.added("longshore_worker_step_tokens_sum", {"engine": engine})
+        for role, engine in (("prefill", "0"), ("decode", "1"))
+    }
+    computed["decode"] -= num_continued
+    num_accepted_tokens = len(accepted) * options.prompt_tokens
     return [
         {
             "seconds": options.seconds,
@@ -270,15 +281,17 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
             "offered_per_s": rate,
             "requests": count,
             "statuses": {str(status): number for status, number in statuses.items()},
-            "errors_in_streams": failed,
-            "pulls": window.added("longshore_kv_pulls_total"),
+            "errors_in_streams": len(accepted) - len(complete),
+            "pulls": {
+                outcome: window.added("longshore_kv_pulls_total", {"outcome": outcome})
+                for (outcome,) in window.now.label_values("longshore_kv_pulls_total", "outcome")
+            },
             "expired_leases": window.added("longshore_kv_pull_expired_leases_total"),
             "refused_leases": window.added("longshore_kv_pull_refused_leases_total"),
-            "prefilled_tokens": window.added(
-                "longshore_scheduler_prompt_tokens_total", {"engine": "0"}
-            ),
-            "accepted_prompt_tokens": num_tokens,
-            "ttft_p50_ms": float(np.median([times_of(each).ttft_s * 1e3 for each in ended])),
+            "computed_prompt_tokens": computed,
+            "accepted_prompt_tokens": num_accepted_tokens,
+            "reprefilled_tokens": sum(computed.values()) - num_accepted_tokens,
+            "ttft_p50_ms": float(np.median([times_of(each).ttft_s * 1e3 for each in complete])),
         }
     ]
 
