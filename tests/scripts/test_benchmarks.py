@@ -253,14 +253,47 @@ def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.services
-def test_separate_engines_are_compared_with_one(tmp_path: Path) -> None:
-    sizes = ("--lengths", "64", "--requests", "1")
-    (row,) = Result(tmp_path, "disaggregation.py", "handover", *sizes).rows
+@pytest.mark.parametrize(
+    ("kind", "length"), [("idle", "--prompt-tokens"), ("handover", "--lengths")]
+)
+def test_separate_engines_are_compared_with_one(kind: str, length: str, tmp_path: Path) -> None:
+    sizes = (length, "64", "--requests", "1")
+    (row,) = Result(tmp_path, "disaggregation.py", kind, *sizes).rows
     assert row["prompt_tokens"] == 64
     assert row["added_ttft_ms"] == pytest.approx(row["split_ttft_ms"] - row["unified_ttft_ms"])
     rest_ms = row["gap_ms"] - row["transfer_ms"] - row["step_ms"]
     assert row["gap_beyond_ms"] == pytest.approx(rest_ms)
     assert row["transfer_ms"] > 0
+
+
+@pytest.mark.services
+def test_separate_engines_are_compared_with_two_for_each_chunk_size(tmp_path: Path) -> None:
+    prompts = ("--rate", "20", "--seconds", "0.2", "--prompt-tokens", "64", "--output-tokens", "4")
+    result = Result(tmp_path, "disaggregation.py", "mixed", *prompts, "--chunks", "64")
+    assert [row["engines"] for row in result.rows] == [
+        "1 prefill, 1 decode",
+        "two unified, chunk 64",
+    ]
+    for row in result.rows:
+        assert row["requests"] == 4
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+        assert 0 <= row["itl_p50_ms"] <= row["itl_p99_ms"]  # 0: tokens of one event
+        assert row["itl_p99_from_second_ms"] >= 0
+
+
+@pytest.mark.services
+def test_an_overload_counts_the_tokens_that_each_engine_computes(tmp_path: Path) -> None:
+    load = ("--seconds", "1", "--clients", "1", "--factor", "1")
+    lengths = ("--prompt-tokens", "64", "--output-tokens", "4")
+    (row,) = Result(tmp_path, "disaggregation.py", "overload", *load, *lengths).rows
+    assert row["requests"] == sum(row["statuses"].values()) >= 10
+    assert row["pulls"]["complete"] > 0
+    computed = row["computed_prompt_tokens"]
+    assert computed["prefill"] > 0
+    assert row["accepted_prompt_tokens"] == 64 * row["statuses"]["200"]
+    excess = computed["prefill"] + computed["decode"] - row["accepted_prompt_tokens"]
+    assert row["reprefilled_tokens"] == excess
+    assert row["ttft_p50_ms"] > 0
 
 
 def test_the_metrics_that_benchmarks_read_exist() -> None:
