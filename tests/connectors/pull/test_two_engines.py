@@ -1,6 +1,7 @@
 """A request's prompt is computed on one engine, and its output on another: the tokens are those of
 one engine, and no block leaks, whatever happens between them."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 from longshore.connectors.pull.layout import PullPlan, plan_pull
+from longshore.connectors.pull.owner import Owner
 from longshore.connectors.pull.scheduler import PullConnector
 from longshore.connectors.pull.transport import ReadState, TransportError
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
@@ -20,6 +22,7 @@ from longshore.worker.transfer.connector import HookFailed
 from tests.connectors.conftest import KINDS
 from tests.connectors.engine import Answer, Engine, prompts_of
 from tests.connectors.pull.local import LocalTransport, Network, network
+from tests.models import make_tiny_model
 
 ModelOf = Callable[[str], tuple[Path, Any]]
 LOCAL: Final = "tests.connectors.pull.local:LocalConnector"
@@ -37,7 +40,10 @@ def fresh_network() -> Iterator[None]:
 
 
 class Pair:
-    """A prefill and a decode engine, and what a router does between them."""
+    """A prefill and a decode engine, and what a router does between them.
+
+    prefill_model: None: that of the decode engine.
+    """
 
     def __init__(
         self,
@@ -47,9 +53,10 @@ class Pair:
         *,
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
+        prefill_model: Path | None = None,
     ) -> None:
         options = dict(options or {})
-        self.prefill = Engine(model, connector, options, **(prefill or {}))
+        self.prefill = Engine(prefill_model or model, connector, options, **(prefill or {}))
         self.decode = Engine(model, connector, options, **(decode or {}))
 
     def __enter__(self) -> "Pair":
@@ -647,6 +654,59 @@ def test_params_that_were_changed_get_nothing(
         assert network.num_posted == 0
         assert message in caplog.text
         pair.settle()
+
+
+@pytest.mark.parametrize("side", ["owner", "reader"])
+@pytest.mark.parametrize(
+    ("name", "prefill"),
+    [
+        ("model_fingerprint", {}),
+        ("dtype", {"dtype": "bfloat16"}),
+        ("kv_cache_dtype", {"kv_cache_dtype": "fp8_e4m3"}),
+    ],
+    ids=["model", "dtype", "kv_cache_dtype"],
+)
+def test_engines_that_differ_do_not_pull_and_say_why(
+    name: str,
+    prefill: dict[str, Any],
+    side: str,
+    model_of: ModelOf,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner refuses the reader. If it does not, the reader does not use its blocks."""
+    model, _ = model_of("full")
+    prompt = PROMPTS[0]
+    if name == "model_fingerprint":
+        make_tiny_model("Llama", tmp_path, seed=7)
+    if side == "reader":
+        monkeypatch.setattr(Owner, "_objection", lambda owner, hello: None)
+    other = tmp_path if name == "model_fingerprint" else model
+    options = {"lease_s": 1.0}
+    with Pair(model, options=options, prefill=prefill, prefill_model=other) as pair:
+        first = pair.begin(prompt)
+        answer = pair.go_on(prompt, first)
+        pair.until(lambda: answer.end is not None)
+        pair.settle()
+        assert outcomes(pair) == {"refused": 1}
+        assert pair.num_failed == 1
+        assert network.num_posted == 0
+        assert pair.decode.num_computed >= len(prompt)
+    with Engine(model) as plain:
+        same = plain.add(
+            prompt, max_tokens=MAX_TOKENS, output_token_ids=int32_array(first.token_ids)
+        )
+        plain.wait(same)
+    assert answer.token_ids == same.token_ids
+    reason = rf": {name} is '\S+' on the reader and '\S+' on the owner"
+    of_owner = f"the reader in-process@127.0.0.1 was refused{reason}"
+    says = {
+        "owner": "its owner refuses this engine",
+        "reader": "it cannot be pulled from its owner",
+    }
+    assert bool(re.search(of_owner, caplog.text)) is (side == "owner")
+    assert re.search(f"a pull from in-process.1 failed: {says[side]}{reason}", caplog.text)
 
 
 @pytest.mark.req("CRG-06")
