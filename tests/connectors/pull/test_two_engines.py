@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import pytest
 
+from longshore.connectors.multi.scheduler import MultiConnector
 from longshore.connectors.pull.layout import PullPlan, plan_pull
 from longshore.connectors.pull.owner import Owner
 from longshore.connectors.pull.scheduler import PullConnector
@@ -113,6 +114,8 @@ class Pair:
 
     def half(self, engine: Engine) -> PullConnector:
         half = engine.engine.connector_halves[0]  # type: ignore[union-attr]
+        if isinstance(half, MultiConnector):
+            half = half.children[0]
         assert isinstance(half, PullConnector)
         return half
 
@@ -248,6 +251,52 @@ def test_preemptions_of_the_owner_touch_no_leased_block(model_of: ModelOf) -> No
         assert [*first.token_ids, *answer.token_ids] == expected
         pair.settle()
         assert outcomes(pair) == {"complete": 1}
+
+
+@pytest.mark.req("CRG-07")
+@pytest.mark.parametrize("tier", ["simple_cpu", "offloading"])
+@pytest.mark.parametrize("kind", ["full", "windows"])
+def test_multi_pulls_prompts_and_loads_evicted_ones_from_a_tier(
+    kind: str, tier: str, model_of: ModelOf
+) -> None:
+    """On both engines, whose GPU blocks are too few for all prompts."""
+    model, _ = model_of(kind)
+    expected = wanted(model, *PROMPTS)
+    children = [
+        {"connector": LOCAL, "options": {"max_leased_share": 0.9}},
+        {"connector": tier, "options": {"cpu_bytes_to_use": "16MiB"}},
+    ]
+    num_blocks = {"full": 18, "windows": 34}[kind]
+    small = {
+        "num_blocks": num_blocks,
+        "max_loading_blocks": num_blocks - 1,
+        "max_num_batched_tokens": 32,
+    }
+    with Pair(model, "multi", {"connectors": children}, prefill=small, decode=small) as pair:
+        assert [pair.run(prompt) for prompt in PROMPTS] == expected
+        pair.settle()
+        assert outcomes(pair) == {"complete": len(PROMPTS)}
+        num_pulled = sum(map(len, PROMPTS))
+        assert pair.num_pulled == num_pulled
+        # Without the other engine: from the tier, which has what was pulled.
+        assert pair.decode.run(*PROMPTS, max_tokens=MAX_TOKENS) == expected
+        assert pair.num_pulled > num_pulled
+        assert outcomes(pair) == {"complete": len(PROMPTS)}
+        # The owner offers what it has loaded from its tier.
+        assert [pair.run(prompt) for prompt in PROMPTS] == expected
+        assert pair.prefill.stats.num_external_hit_tokens > 0
+        assert outcomes(pair) == {"complete": 2 * len(PROMPTS)}
+        # A pull that fails is computed: no other child is asked.
+        network.state = lambda number: ReadState.FAILED
+        before = pair.decode.num_computed
+        assert pair.run(PROMPTS[0]) == expected[0]
+        assert pair.decode.num_computed - before > len(PROMPTS[0]) // 2
+        assert (pair.num_failed, outcomes(pair)["failed"]) == (1, 1)
+        pair.settle()
+        ways = {(each.source, each.destination) for each in pair.decode.stats.transfers}
+        assert ways == {("REMOTE", "GPU"), ("CPU", "GPU"), ("GPU", "CPU")}
+        for engine in (pair.prefill, pair.decode):
+            assert engine.stats.num_free_blocks == num_blocks - 1
 
 
 # Faults
