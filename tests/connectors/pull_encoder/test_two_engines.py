@@ -28,6 +28,7 @@ SETTINGS: Final[dict[str, Any]] = {
     "block_size": 16,
     "in_process": True,
 }
+ON_HOST: Final[dict[str, Any]] = {"cpu_bytes_to_use": "16MiB"}
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=8)
 SOUNDS: Final = [tone(0.3 + 0.3 * n, 200.0 + 300 * n, noise=0.02 * n, seed=n) for n in range(3)]
 
@@ -221,6 +222,41 @@ def test_a_model_without_an_encoder_is_rejected(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="this model has no encoder"):
         LLM(DEMO_MODEL_DIR, ec_connector=LOCAL, ec_role="ec_producer", **SETTINGS)
+
+
+@pytest.mark.parametrize("ec_role", [None, "ec_producer"], ids=["alone", "beside an encoder's"])
+@pytest.mark.parametrize(
+    ("connector", "options", "message"),
+    [
+        ("tests.connectors.pull.local:LocalConnector", {}, "local: KV cache group 1 has a Cross"),
+        ("simple_cpu", ON_HOST, "simple_cpu does not support a CrossAttentionSpec"),
+        ("offloading", ON_HOST, "the offloading connector cannot store KV cache group 1, which is"),
+        ("hidden_states", {"path": "kv"}, "cross attention and cannot run with kv_connector"),
+        ("example", {"path": "kv"}, "example supports only one KV cache group"),
+        ("decode_bench", {}, "decode_bench cannot fill blocks of a CrossAttentionSpec"),
+        (
+            "multi",
+            {"connectors": [{"connector": "simple_cpu", "options": ON_HOST}] * 2},
+            "simple_cpu does not support a CrossAttentionSpec",
+        ),
+    ],
+    ids=["local", "simple_cpu", "offloading", "hidden_states", "example", "decode_bench", "multi"],
+)
+def test_a_kv_connector_of_a_speech_model_is_rejected_by_name(
+    connector: str,
+    options: dict[str, Any],
+    message: str,
+    ec_role: str | None,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = SETTINGS | {"kv_connector": connector, "kv_connector_config": json.dumps(options)}
+    if ec_role is not None:
+        settings |= {"ec_connector": LOCAL, "ec_role": ec_role}
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **settings)
 
 
 def test_a_role_without_a_connector_is_rejected(model: Path) -> None:
