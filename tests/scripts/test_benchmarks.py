@@ -160,6 +160,15 @@ def test_routing_policies_are_compared_with_one_pool(tmp_path: Path) -> None:
         assert ("unknown" in row) == (row["policy"] == "prefix_aware")
 
 
+def test_a_restarted_router_makes_few_decisions_without_knowledge(tmp_path: Path) -> None:
+    """It restarts once a minute of simulated time and does not wait for snapshots."""
+    sizes = ("--requests", "1000", "--engines", "4", "--policies", "prefix_aware")
+    result = Result(tmp_path, "routing.py", *sizes, "--restart-every-s", "60")
+    unknown = {row["trace"]: row["unknown"] for row in result.rows}
+    assert unknown.keys() == {"conversation", "synthetic"}
+    assert 0 < max(unknown.values()) <= 0.006
+
+
 def test_routing_decisions_and_events_are_measured(tmp_path: Path) -> None:
     result = Result(tmp_path, "routing_cost.py", "--repeats", "3", "--max-blocks", "10000")
     assert [row["found"] for row in result.rows] == [0, 64]
