@@ -88,14 +88,15 @@ class EngineProcess:
         kv_connector: str | None = None,
         kv_events: dict[str, Any] | None = None,
         outlives_workers: bool = False,
+        clients: Endpoint | None = None,
     ) -> None:
-        """kv_events: fields of KVEventsConfig; None: no events."""
+        """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = self._endpoints = tuple(
             Endpoint(f"ipc://{self.runtime_dir}/worker-{rank}") for rank in range(num_workers)
         )
-        self._clients = Endpoint(f"ipc://{self.runtime_dir}/clients")
+        self._clients = clients or Endpoint(f"ipc://{self.runtime_dir}/clients")
         self._lifeline, child_end = socket.socketpair()
         self._lifeline.settimeout(TIMEOUT_S)
         self._lines = self._lifeline.makefile("rb")
