@@ -13,6 +13,7 @@ import pytest
 from longshore.connectors.multi.scheduler import MultiConnector
 from longshore.connectors.pull.layout import PullPlan, plan_pull
 from longshore.connectors.pull.owner import Owner
+from longshore.connectors.pull.reader import RENEWALS_PER_LEASE
 from longshore.connectors.pull.scheduler import PullConnector
 from longshore.connectors.pull.transport import ReadState, TransportError
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
@@ -533,8 +534,10 @@ def test_a_lease_ends_when_its_request_needs_no_pull(model_of: ModelOf) -> None:
 @pytest.mark.req("MET-08")
 @pytest.mark.parametrize("stage", ["queued", "reading", "ended"])
 def test_a_client_may_cancel_at_any_moment(stage: str, model_of: ModelOf) -> None:
+    """Both sides are free within one renewal interval."""
     model, _ = model_of("full")
-    with Pair(model) as pair:
+    lease_s = 90.0
+    with Pair(model, options={"lease_s": lease_s}) as pair:
         prompt = PROMPTS[0]
         first = pair.begin(prompt)
         network.state = lambda number: ReadState.IN_PROGRESS
@@ -544,12 +547,14 @@ def test_a_client_may_cancel_at_any_moment(stage: str, model_of: ModelOf) -> Non
         if stage == "ended":
             network.state = lambda number: ReadState.DONE
             pair.until(lambda: len(answer.token_ids) > 2)
+        aborted_at = time.monotonic()
         pair.decode.abort(answer)
         pair.until(lambda: answer.end is not None)
         pair.until(lambda: not pair.half(pair.prefill)._leased)  # at once, not by expiry
         assert pair.half(pair.prefill).num_expired_leases == 0
         network.state = lambda number: ReadState.DONE
         pair.settle()
+        assert time.monotonic() - aborted_at < lease_s / RENEWALS_PER_LEASE
         assert pair.half(pair.decode)._remote == {}
 
 
