@@ -5,7 +5,7 @@ replaced only if its transport cannot end a read."""
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ PROMPT_TOKENS: Final = 100
 MAX_TOKENS: Final = 12
 LEASE_S: Final = 3.0
 READ_TIMEOUT_S: Final = 5.0
+SHORT_TIMES: Final = {"lease_s": LEASE_S, "read_timeout_s": READ_TIMEOUT_S}
 QUARANTINE_S: Final = 60.0
 SLOW_MEGABITS: Final = 0.1
 """The reads of a prompt take about 5 s."""
@@ -45,10 +46,11 @@ class Pair:
         model: Path,
         tmp: Path,
         connector: str,
+        options: Mapping[str, float] = SHORT_TIMES,
         **settings: Any,
     ) -> None:
         self.stack, self.network, self.model, self.tmp = stack, network, model, tmp
-        self.connector, self.settings = connector, settings
+        self.connector, self.options, self.settings = connector, options, settings
         self.hosts = {name: network.host(name) for name in ("prefill", "decode")}
         self.stages = Stages(tmp / "stages")
         self.plain = stack.enter_context(Engine(model))
@@ -62,7 +64,7 @@ class Pair:
                 self.model,
                 self.tmp / f"{name}-{next(_seeds)}",
                 connector=self.connector,
-                options={"lease_s": LEASE_S, "read_timeout_s": READ_TIMEOUT_S},
+                options=self.options,
                 remote_hosts=[host.address for host in self.hosts.values()],
                 stages=self.stages.folder,
                 **self.settings,
@@ -234,6 +236,38 @@ def test_every_request_ends_and_every_block_is_free(
     pairs: Callable[[str], Pair],
 ) -> None:
     run_cell(pairs(connector), stage, side, fault, seconds)
+
+
+@pytest.mark.hosts_full
+@pytest.mark.req("CRG-06")
+@pytest.mark.req("MET-07")
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+def test_no_block_is_in_quarantine_a_minute_after_a_partition_with_default_timeouts(
+    connector: str,
+    network: Network,
+    serving_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The request has not waited for the end of its pull, whose blocks are in quarantine."""
+    with ExitStack() as stack:
+        tmp, model = tmp_path_factory.mktemp("default"), serving_model("full")
+        pair = Pair(stack, network, model, tmp, connector, options={}, load_timeout_s=2.0)
+        pair.check_pulls()
+        router = pair.router
+        prompt, wanted = pair.request()
+        leg = router.send(prompt)
+        router.until(lambda: leg.first.end is not None)
+        pair.hosts["prefill"].limit(SLOW_MEGABITS)
+        with pair.stages.held("read") as shown:
+            router.go_on(leg, max_tokens=MAX_TOKENS)
+            router.until(shown.exists, pair.engines["decode"])
+            Fault(pair, "decode").cut()
+            failed_at = time.monotonic()
+        assert router.wait(leg) == wanted
+        assert pair.engines["decode"].snapshot["QUARANTINED"] > 0
+        pair.settle("decode", failed_at + QUARANTINE_S - time.monotonic())
+        print(f"decode had settled after {time.monotonic() - failed_at:.1f} s")
+        pair.settle("prefill", failed_at + QUARANTINE_S - time.monotonic())
 
 
 @pytest.mark.req("CRG-06")
