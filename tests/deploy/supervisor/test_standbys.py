@@ -1,5 +1,6 @@
 """Standbys that take over, die, load and fail, with real child processes."""
 
+import contextlib
 import io
 import os
 import signal
@@ -156,8 +157,10 @@ def test_without_a_living_standby_a_new_process_is_started(
 ) -> None:
     engine = start(worker(), scheduler())
     standby, dead = engine.wait_for_standby("worker 0 standby"), engine.named("worker 0").pid
-    for pid in (standby, dead):
-        os.kill(pid, signal.SIGKILL)
+    os.kill(standby, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # the supervisor may know it already
+        os.waitid(os.P_PID, standby, os.WEXITED | os.WNOWAIT)  # until then, it could take over
+    os.kill(dead, signal.SIGKILL)
     wait_until(lambda: engine.is_ready("worker 0", other_than=dead))
     assert engine.named("worker 0").pid != standby
     assert "takes the place" not in caplog.text
