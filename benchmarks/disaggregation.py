@@ -224,6 +224,7 @@ def mixed(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "itl_p50_ms": float(np.median(gaps_ms)),
                 "itl_p99_ms": float(np.percentile(gaps_ms, 99)),
                 "itl_p99_from_second_ms": float(np.percentile(late_ms, 99)),
+                "itl_p999_from_second_ms": float(np.percentile(late_ms, 99.9)),
             }
         )
     return rows
