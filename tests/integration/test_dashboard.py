@@ -196,14 +196,23 @@ def test_the_tiers_and_their_transfers_are_shown(
             texts = page.run(cells + "[...row.cells].map((cell) => cell.textContent))")
             return {name: values for name, *values in texts}
 
-        wait_until(lambda: rows("transfers").get("host memory → device", ["–"])[-3] != "0 B")
+        names = ("device → host memory", "host memory → device", "host memory → disk")
+
+        def have_ended() -> bool:
+            """All blocks that are to be moved have been."""
+            found = rows("transfers")
+            return all(name in found for name in names) and all(
+                found[name][-3] != "0 B" and found[name][-2] == "0" for name in names
+            )
+
+        wait_until(have_ended)
         tiers, transfers = rows("offload-tiers"), rows("transfers")
         assert set(tiers) == {"host memory", "disk"}
         for blocks, room, _, _, dropped in tiers.values():
             assert 0 < number(blocks) <= number(room)
             assert dropped == "0"
         assert number(tiers["host memory"][3]) > 0, "tokens were loaded"
-        for name in ("device → host memory", "host memory → device", "host memory → disk"):
+        for name in names:
             _, speed, moved, queued, failed = transfers[name]
             assert speed.endswith(" GB/s")
             assert moved != "0 B"
