@@ -108,12 +108,18 @@ def test_environment_is_read_in_deploy_only(package: str) -> None:
     readers = []
     for path in (ROOT / package).rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        # A variable that a library reads may be set.
+        # A variable that a library reads may be set, or given a default that is not used here.
         set_here = {
             node.value
             for node in nodes
-            if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
-            or (isinstance(node, ast.Attribute) and node.attr == "setdefault")
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+        } | {
+            node.value.func.value
+            for node in nodes
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.value.func, ast.Attribute)
+            and node.value.func.attr == "setdefault"
         }
         readers += [
             f"{path}:{node.lineno}"
