@@ -1,6 +1,7 @@
 """The NIXL library, which is imported only by what uses it."""
 
 import logging
+from functools import cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -29,11 +30,12 @@ def load_nixl() -> NixlLibrary:
     )
 
 
+@cache
 def _let_agents_sleep(bindings: Any) -> None:
     """`nixl_agent` of NIXL 1.5 sets the interval to 0, and has no parameter for it: the progress
     thread of each agent would poll without a pause, and so use a processor."""
     config = bindings.nixlAgentConfig
-    if not hasattr(config, "pthrDelay") or config.__name__ == "SleepyConfig":
+    if not hasattr(config, "pthrDelay"):
         return
     interval = config.pthrDelay
 
