@@ -4,8 +4,9 @@
 
 Both sides have a process with the halves of the connector, but without a model. The library reads
 the same bytes from the same blocks of the same memory by itself, in turns with the connector.
-Blocks of 16 tokens are scattered over both sides, so each is one descriptor. Rates are in 10^9
-bytes per second, and medians.
+NIXL's progress threads sleep for both, as in an engine; by default they poll. Blocks of 16 tokens
+are scattered over both sides, so each is one descriptor. Rates are in 10^9 bytes per second, and
+medians.
 
 `connector` is the rate from the request to its end, which includes everything that the connector
 does; `ratio` is this rate divided by the library's, and the aim is 0.8. `handover_ms` is what is
