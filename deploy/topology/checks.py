@@ -106,7 +106,7 @@ def _check_roles(topology: Topology) -> None:
 
 
 def _check_connectors(topology: Topology) -> None:
-    """All engines of a split deployment pull by one library."""
+    """All engines of a split deployment pull KV of one type by one library."""
     split = [engine for engine in topology.engines if engine.role != "unified"]
     names = {
         engine.number: _pull_connectors(engine) or (connector_name(engine),) for engine in split
