@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.native import RMS_NORM, empty, kernels_for, num_threads
+from longshore.worker.kernels.operators import uses_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,11 +40,16 @@ def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
             f"the weight is {weight.dtype} {tuple(weight.shape)}, but x is {x.dtype} "
             f"{tuple(x.shape)}; the weight must be {x.dtype} or torch.float32 ({size},)"
         )
+    lines = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size)
+    if uses_triton(x):
+        from longshore.worker.kernels.gpu import rms_norm as gpu
+
+        normal: Tensor = gpu.rms_norm(lines, residual, weight, eps)
+        return normal.view(x.shape)
     kernels = kernels_for(x)
     if kernels is None:
         return reference(x, residual, weight, eps, torch.empty_like(x))
     out = empty(x.shape, x.dtype)
-    lines = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size)
     num_rows = len(lines)
     kernels.run(
         "rms_norm",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
-from tests.worker.kernels.variants import every_variant, using
+from tests.worker.kernels.variants import every_variant_and_triton, using
 
 EPS = 1e-5
 SIZES = st.integers(1, 70) | st.sampled_from([128, 1000])
@@ -25,7 +25,7 @@ def assert_close(actual: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@every_variant
+@every_variant_and_triton
 @given(rows=st.integers(0, 5), size=SIZES, dtype=DTYPES)
 def test_lines_of_any_length_are_normalised(
     variant: str, rows: int, size: int, dtype: torch.dtype
@@ -36,7 +36,7 @@ def test_lines_of_any_length_are_normalised(
         assert_close(rms_norm(x, weight, EPS), wanted)
 
 
-@every_variant
+@every_variant_and_triton
 @given(rows=st.integers(1, 5), size=SIZES, dtype=DTYPES)
 def test_the_residual_becomes_the_sum_that_is_normalised(
     variant: str, rows: int, size: int, dtype: torch.dtype
@@ -50,7 +50,7 @@ def test_the_residual_becomes_the_sum_that_is_normalised(
     assert_close(normal, expected(total, weight))
 
 
-@every_variant
+@every_variant_and_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @given(rows=st.integers(1, 5), size=SIZES, has_residual=st.booleans())
 def test_a_wider_weight_multiplies_what_is_not_rounded_yet(
@@ -70,7 +70,7 @@ def test_a_wider_weight_multiplies_what_is_not_rounded_yet(
     torch.testing.assert_close(actual.double(), wanted, rtol=once, atol=1e-6)
 
 
-@every_variant
+@every_variant_and_triton
 def test_a_part_of_wider_lines_and_heads_of_lines_are_normalised(variant: str) -> None:
     wide = torch.randn(7, 100)
     part, heads = wide[:, 20:84], wide[:, :96].view(7, 3, 32)
@@ -79,7 +79,7 @@ def test_a_part_of_wider_lines_and_heads_of_lines_are_normalised(variant: str) -
         assert_close(rms_norm(heads, torch.ones(32), EPS), expected(heads, torch.ones(32)))
 
 
-@every_variant
+@every_variant_and_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_line_depends_neither_on_its_neighbours_nor_on_the_threads(
     variant: str, dtype: torch.dtype

@@ -1,8 +1,8 @@
-"""The implementations of the kernels that this machine can run: plain torch, and every instruction
-set of the compiled library."""
+"""The implementations of the kernels that this machine can run: plain torch, every instruction set
+of the compiled library, and Triton in its interpreter."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from longshore.worker.kernels.native import (
     load,
     select,
 )
+from longshore.worker.kernels.operators import interpreted
 
 
 def load_all() -> dict[str, Native]:
@@ -35,7 +36,21 @@ native_only = pytest.mark.parametrize(
     or [pytest.param(None, marks=pytest.mark.skip(reason="the CPU kernels are not built"))],
 )
 
+TRITON = "triton"
+
 every_variant = pytest.mark.parametrize("variant", ["torch", *NATIVE])
+"""Of kernels without a Triton source."""
+
+every_variant_and_triton = pytest.mark.parametrize("variant", ["torch", *NATIVE, TRITON])
+
+
+@contextmanager
+def in_triton() -> Iterator[None]:
+    """Within the block, CPU tensors are computed by the Triton kernels, in the interpreter."""
+    from tests.worker.kernels.triton_interpreter import exact_bfloat16  # needs Triton
+
+    with interpreted(), exact_bfloat16():
+        yield
 
 
 @contextmanager
@@ -43,12 +58,13 @@ def using(variant: str, *, num_threads: int = 1) -> Iterator[None]:
     """Within the block, the wrappers use this variant and torch this number of threads."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    if variant == "torch":
+    if variant in ("torch", TRITON):
         select(use_native=False)
     else:
         select(use_native=True, instruction_set=variant)
     try:
-        yield
+        with in_triton() if variant == TRITON else nullcontext():
+            yield
     finally:
         select(use_native=True)
         torch.set_num_threads(threads_before)
