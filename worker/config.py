@@ -37,8 +37,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_kernels:         "auto" uses the compiled kernels if they were built; "torch" uses torch.
     poison_kv:           fill blocks with a pattern before use, and verify that full ones do not
                          change.
+    enforce_eager:       run every step kernel by kernel, never as a graph.
     threads:             threads of CPU kernels; None keeps torch's setting.
-    show_progress:       progress bar while loading; None shows it on a terminal only.
+    show_progress:       progress bars while loading and capturing; None shows them on a terminal
+                         only.
     """
 
     model: str
@@ -59,6 +61,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     poison_kv: bool = False
+    enforce_eager: bool = False
     show_progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  how many blocks a request can hold.
     threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
                  engines.
-    poison_kv:   see WorkerConfig.
+    poison_kv, enforce_eager: see WorkerConfig.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
@@ -181,6 +184,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     poison_kv: bool = False
+    enforce_eager: bool = False
     startup_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
     kv_connector: str | None = None
@@ -231,6 +235,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "cpu_kernels": self.cpu_kernels,
                 "threads": self.threads,
                 "poison_kv": self.poison_kv,
+                "enforce_eager": self.enforce_eager,
                 "show_progress": self.show_progress,
             },
             WorkerConfig,

@@ -214,6 +214,7 @@ class Worker:
             connector=self.connector,
             encoder_connector=self.encoder_connector,
             guards_blocks=self._config.poison_kv,
+            enforce_eager=self._config.enforce_eager,
         )
 
     @cached_property
@@ -371,7 +372,7 @@ class Worker:
         if self._device.type == "cpu":  # nothing to tune or reserve, only threads to start
             num_tokens = min(num_tokens, CPU_WARM_UP_TOKENS)
             num_decodes = min(num_decodes, CPU_WARM_UP_DECODES)
-        runner.warm_up(num_tokens, num_decodes)
+        runner.warm_up(num_tokens, num_decodes, show_progress=config.show_progress)
 
 
 def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:

@@ -177,6 +177,8 @@ class EngineOptions:
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
+        enforce_eager: Run every step kernel by kernel. By default decode steps run as graphs, which
+            are captured at start-up: CUDA graphs on a GPU, and on a CPU where that is faster.
         seed: Derive the seeds of requests without a seed from this one, so that they are
             reproducible. Default: random seeds.
         state_dir: Directory of what must survive a restart: the seed of block hashes. It is created
@@ -241,6 +243,7 @@ class EngineOptions:
     kv_events_hashes: Annotated[HashFormat, _EVENTS] = "bytes"
     cpu_kernels: Annotated[Literal["auto", "torch"], _MODEL] = "auto"
     threads: Annotated[int | None, _MODEL] = None
+    enforce_eager: Annotated[bool, _MODEL] = False
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"

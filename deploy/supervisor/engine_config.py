@@ -451,6 +451,7 @@ def _worker_process(
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
         poison_kv=plan.options.poison_kv,
+        enforce_eager=plan.options.enforce_eager,
         startup_timeout_s=plan.options.startup_timeout_s,
         step_timeout_s=plan.options.step_timeout_s,
         kv_connector=plan.options.kv_connector,

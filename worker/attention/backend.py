@@ -60,6 +60,10 @@ class AttentionBackend(Protocol):
     Block table entries that no token of the step needs (outside its window or chunk, or older
     states) may refer to blocks that now belong to other rows. A backend must not read them, not
     even masked.
+
+    A backend with the attribute `is_replayable = True` can be captured in a graph: for a step of
+    decodes, everything that depends on rows, lengths and blocks is read on the device, from the
+    metadata's tensors, and rows of length 0 read and write nothing. Their results are finite.
     """
 
     def begin_step(self, metadata: AttentionMetadata) -> AttentionStep:

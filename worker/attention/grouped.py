@@ -49,6 +49,11 @@ class GroupedAttention:
         for description in dict.fromkeys(str(backend) for _, backend in self._backends):
             logger.debug("attention: %s", description)
 
+    @property
+    def is_replayable(self) -> bool:
+        """See AttentionBackend; of all backends."""
+        return all(getattr(backend, "is_replayable", False) for _, backend in self._backends)
+
     def begin_step(
         self, metadata: Sequence[AttentionMetadata], hooks: LayerHooks | None = None
     ) -> "GroupedStep":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionStep, LayerHooks
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.errors import OutOfMemory
@@ -31,6 +31,7 @@ from longshore.worker.sampling.extras import DeviceExtras
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.sampler import sample
 from longshore.worker.sampling.token_masks import TokenMask
+from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
@@ -46,6 +47,7 @@ class DeviceState:
     """State on the device that all steps use; only the compute queue touches the tensors.
 
     block_tables: per group, (max_num_seqs, max_blocks) int32.
+    graphs:      of decode steps; None if there are none.
     link:        link to the other pipeline stages; None if there is one stage.
     pooled:      running sums of pooling rows.
     may_repeat_steps: a step without memory is reported as not computed; else it fails.
@@ -58,6 +60,7 @@ class DeviceState:
     tokens: TokenTable
     block_tables: Sequence[Tensor]
     parallel: Parallel
+    graphs: DecodeGraphs | None
     link: StageLink | None
     pooled: PooledSums
     may_repeat_steps: bool
@@ -91,6 +94,7 @@ class DeviceStep:
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     guard:    verifies full blocks, with `--poison-kv`.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
+    captures: the step is captured as a graph, and gives no results; used in the warm-up.
     unsampled: set by `compute` if rows of this rank's stage sample.
     """
 
@@ -107,6 +111,7 @@ class DeviceStep:
     transfers: StepTransfers | None = None
     guard: GuardedStep | None = None
     prepare: Preparation | None = None
+    captures: bool = False
     unsampled: Unsampled | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -171,6 +176,14 @@ class DeviceStep:
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs
+        if inputs.num_padded is not None:
+            assert state.graphs is not None
+            if self.captures:
+                state.graphs.capture(inputs.num_padded, partial(self._decode, ints))
+                return
+            hidden, logits = state.graphs.replay(inputs.num_padded, self.transfers)
+            self._finish(hidden, ints, reals, logits)
+            return
         attention = state.attention.begin_step(self._metadata(ints), self.transfers)
         for item in self.encoded:
             state.model.write_encoded(self._encoded(item, ints.device), item.row, attention)
@@ -188,6 +201,16 @@ class DeviceStep:
         else:
             assert state.link is not None
             state.link.send(hidden)
+
+    def _decode(self, ints: Tensor, hooks: LayerHooks | None) -> Decoded:
+        """What graphs replay of a step in which every row computes one token. It reads only memory
+        that later steps fill again."""
+        state, inputs = self.state, self.inputs
+        attention = state.attention.begin_step(self._metadata(ints), hooks)
+        token_ids = state.tokens.gather(ints[inputs.token_index])
+        hidden = state.forward(token_ids, ints[inputs.positions], attention)
+        last = hidden.index_select(0, ints[inputs.last_tokens])
+        return Decoded(hidden, state.model.logits(last))
 
     def _encoded(self, item: EncoderInput, device: torch.device) -> Tensor:
         """(num_tokens, hidden_size), from the encoder connector if it has it."""
@@ -218,8 +241,11 @@ class DeviceStep:
             )
         return metadata
 
-    def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
-        """Pool, score the prompt, and compute the logits of sampling rows on all shards."""
+    def _finish(
+        self, hidden: Tensor, ints: Tensor, reals: Tensor, logits: Tensor | None = None
+    ) -> None:
+        """Pool, score the prompt, and compute the logits of sampling rows on all shards, unless a
+        graph has: then they are the first ones of `logits`."""
         state, inputs = self.state, self.inputs
         if self.transfers is not None and state.parallel.samples:
             self.transfers.after_layers(hidden)
@@ -230,8 +256,9 @@ class DeviceStep:
             extras.score_prompt(hidden, state.model.logits, state.tokens)
         if not len(inputs.sampled_rows):
             return
-        last = hidden.index_select(0, ints[inputs.last_tokens])
-        self.unsampled = Unsampled(state.model.logits(last), extras, ints, reals)
+        if logits is None:
+            logits = state.model.logits(hidden.index_select(0, ints[inputs.last_tokens]))
+        self.unsampled = Unsampled(logits[: len(inputs.sampled_rows)], extras, ints, reals)
 
     def _sample_and_share(self, unsampled: Unsampled, mask: TokenMask | None) -> None:
         """Sample on the sampling rank, and broadcast the tokens to all shards."""

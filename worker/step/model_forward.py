@@ -41,7 +41,7 @@ def least_seconds(function: Callable[[], object], num_runs: int) -> float:
 class ModelForward:
     """Computes the hidden states of a step. All calls are on the compute queue.
 
-    has_layer_hooks: steps run layer by layer, never as a graph.
+    is_eager: steps run kernel by kernel, never as a graph.
     seconds: runs a function the given number of times and returns its time.
     is_capturable: whether to try to capture a graph; the same on all ranks of a model.
     max_graph_tokens: the largest step, in tokens, that replays the graph; 0 if none does.
@@ -51,7 +51,7 @@ class ModelForward:
         self,
         model: DecoderModel,
         *,
-        has_layer_hooks: bool = False,
+        is_eager: bool = False,
         seconds: Callable[[Callable[[], object], int], float] = least_seconds,
     ) -> None:
         self._model = model
@@ -63,7 +63,7 @@ class ModelForward:
             type(model).forward is DecoderModel.forward  # `replay` repeats what it does
             and model.parallel.num_shards == 1
             and native() is not None
-            and not has_layer_hooks
+            and not is_eager
         )
 
     def __call__(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:

@@ -32,6 +32,7 @@ from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
+from longshore.worker.step.decode_graphs import GraphMaker
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
@@ -80,12 +81,14 @@ class ModelRunner:
         connector: ConnectorRunner | None = None,
         encoder_connector: EncoderRunner | None = None,
         guards_blocks: bool = False,
+        graph_maker: GraphMaker | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
         encoder_connector: likewise, of the encoder connector.
-        guards_blocks: see BlockGuard."""
+        guards_blocks: see BlockGuard. graph_maker, enforce_eager: see StepLauncher."""
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -98,6 +101,8 @@ class ModelRunner:
             parallel=parallel,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
             may_repeat_steps=connector is None or connector.may_repeat_steps,
+            graph_maker=graph_maker,
+            enforce_eager=enforce_eager,
         )
         self._make_rows = partial(
             WorkerRows,
@@ -311,9 +316,12 @@ class ModelRunner:
             raise EngineDead(report.reason)
         return report
 
-    def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
+    def warm_up(
+        self, num_prefill_tokens: int, num_decodes: int, *, show_progress: bool | None = None
+    ) -> None:
         """See WarmUp.run. Call it on all ranks before the first plan."""
-        WarmUp(self._launcher, self._rows.sampling).run(num_prefill_tokens, num_decodes)
+        warm_up = WarmUp(self._launcher, self._rows.sampling)
+        warm_up.run(num_prefill_tokens, num_decodes, show_progress=show_progress)
 
     def verify_adopted(self, block_ids: Int32Array) -> None:
         """See BlockGuard; nothing is verified without one."""

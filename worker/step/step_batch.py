@@ -28,6 +28,11 @@ class StepBatch:
     num_decodes: int
 
     @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token; there is at least one."""
+        return self.num_decodes == len(self.rows) > 0
+
+    @property
     def ends(self) -> Int64s:
         """(num_seqs,) tokens computed after the step."""
         return self.starts + self.counts

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,16 @@ class Packer:
         self._buffer = buffer
         self.num_used = 0
 
-    def put(self, values: npt.NDArray[np.generic]) -> slice:
-        """Append `values`; returns their slice of the buffer and of its copy on the device."""
-        span = slice(self.num_used, self.num_used + len(values))
-        self._buffer[span] = values
-        self.num_used = span.stop
-        return span
+    def put(
+        self, values: npt.NDArray[np.generic], *, padded_to: int | None = None, padding: int = 0
+    ) -> slice:
+        """Append `values`, and `padding` up to `padded_to` values; returns their slice of the
+        buffer and of its copy on the device."""
+        first, end = self.num_used, self.num_used + len(values)
+        self.num_used = end if padded_to is None else first + padded_to
+        self._buffer[first:end] = values
+        self._buffer[end : self.num_used] = padding
+        return slice(first, self.num_used)
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,14 @@ class StepInputs:
     cleared_blocks: ids of blocks to zero after the copies and before any KV is written.
     sampled_rows: (num_sampled,) on the host.
     extras: None if no row needs more than a token.
+    device_ints: where the integers are copied to, so that graphs find them; None: to new memory.
+    num_padded: of a decode step that replays a graph: its rows. What the graph reads is then padded
+                to it, so that it is at the same place in every step of as many rows.
     """
 
     staging: StagingSet
+    device_ints: Tensor | None
+    num_padded: int | None
     num_ints: int
     num_reals: int
     token_index: slice
@@ -141,14 +151,17 @@ class StepInputs:
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The integers and the float64s on the device: two copies, on the compute queue."""
         ints = self.staging.tensors["ints"][: self.num_ints]
-        reals = self.staging.tensors["reals"][: self.num_reals]
-        return ints.to(device, non_blocking=True), reals.to(device, non_blocking=True)
+        reals = self.staging.tensors["reals"][: self.num_reals].to(device, non_blocking=True)
+        if self.device_ints is None:
+            return ints.to(device, non_blocking=True), reals
+        return self.device_ints[: self.num_ints].copy_(ints, non_blocking=True), reals
 
 
 class StepInputsBuilder:
     """Packs the inputs of steps into a ring of staging sets.
 
     token_width: token ids per row of the token table.
+    device:      keeps the integers of every step at one address, for graphs; None: it need not.
     """
 
     def __init__(
@@ -161,6 +174,7 @@ class StepInputsBuilder:
         num_groups: int,
         vocab_size: int,
         pin_memory: bool,
+        device: torch.device | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
@@ -181,6 +195,9 @@ class StepInputsBuilder:
             },
             pin_memory=pin_memory,
         )
+        self._device_ints: Tensor | None = None
+        if device is not None:
+            self._device_ints = torch.zeros(num_ints, dtype=torch.int64, device=device)
 
     def build(
         self,
@@ -194,8 +211,10 @@ class StepInputsBuilder:
         copied_blocks: Int64s,
         cleared_blocks: Int64s,
         sampling: SamplingColumns,
+        num_padded: int | None = None,
     ) -> StepInputs:
-        """slots: per group. kept_tokens, cross_lens, copied_blocks, cleared_blocks: see StepInputs.
+        """slots: per group. kept_tokens, cross_lens, copied_blocks, cleared_blocks, num_padded: see
+        StepInputs.
         sampled_rows, sampled_positions: (n,) ascending rows, and the position of each new token.
 
         The caller must guard the inputs' staging set with the operation that reads it.
@@ -206,17 +225,21 @@ class StepInputsBuilder:
         seq_of_row = np.empty(self._max_num_seqs, np.int64)
         seq_of_row[batch.rows] = np.arange(len(batch.rows))
         draws = _Drawn(sampling, sampled_rows, sampled_positions)
+        put = partial(ints.put, padded_to=num_padded)  # of what graphs read
+        token_index = batch.token_rows() * self._token_width + positions
         return StepInputs(
             staging=staging,
-            token_index=ints.put(batch.token_rows() * self._token_width + positions),
-            positions=ints.put(positions),
-            slots=tuple(ints.put(of_group) for of_group in slots),
+            device_ints=self._device_ints,
+            num_padded=num_padded,
+            token_index=put(token_index),
+            positions=put(positions),
+            slots=tuple(put(of_group, padding=-1) for of_group in slots),
+            decode_rows=put(batch.rows[: batch.num_decodes]),
+            decode_lens=put(batch.ends[: batch.num_decodes]),
+            last_tokens=put(batch.last_tokens[seq_of_row[sampled_rows]]),
             kept_tokens=ints.put(kept_tokens),
-            decode_rows=ints.put(batch.rows[: batch.num_decodes]),
-            decode_lens=ints.put(batch.ends[: batch.num_decodes]),
             cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),
             cross_lens=ints.put(cross_lens),
-            last_tokens=ints.put(batch.last_tokens[seq_of_row[sampled_rows]]),
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
             copied_blocks=ints.put(copied_blocks),
             cleared_blocks=ints.put(cleared_blocks),

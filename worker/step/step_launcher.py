@@ -27,6 +27,7 @@ from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.token_masks import TokenMask
+from longshore.worker.step.decode_graphs import CudaGraphMaker, DecodeGraphs, GraphMaker
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.step.fed_back_tokens import FedBackTokens
@@ -105,8 +106,14 @@ class StepLauncher:
         parallel: Parallel,
         has_layer_hooks: bool = False,
         may_repeat_steps: bool = True,
+        graph_maker: GraphMaker | None = None,
+        enforce_eager: bool = False,
     ) -> None:
-        """has_layer_hooks, may_repeat_steps: see ConnectorRunner."""
+        """has_layer_hooks, may_repeat_steps: see ConnectorRunner. enforce_eager: see WorkerConfig.
+        graph_maker: captures decode steps, if the model's attention can be captured; None: the
+        device's, if it has graphs."""
+        if graph_maker is None and cache.device.type == "cuda":
+            graph_maker = CudaGraphMaker()
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
@@ -131,15 +138,26 @@ class StepLauncher:
             max_samples=model.config.max_audio_samples,
             pin_memory=self.pin_memory,
         )
+        graphs = None
+        if (
+            graph_maker is not None
+            and not enforce_eager
+            and attention.is_replayable
+            and model.config.has_head
+            and parallel.num_stages == 1
+        ):
+            max_rows = min(max_num_seqs, max_num_batched_tokens)
+            graphs = DecodeGraphs(graph_maker, max_rows=max_rows, has_layer_hooks=has_layer_hooks)
         tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
         self.state = DeviceState(
             model,
-            ModelForward(model, has_layer_hooks=has_layer_hooks),
+            ModelForward(model, is_eager=enforce_eager or has_layer_hooks),
             cache,
             attention,
             tokens,
             self.tables.device_tables,
             parallel,
+            graphs,
             _stage_link(parallel, model, cache),
             PooledSums(max_num_seqs),
             may_repeat_steps=may_repeat_steps and parallel.num_ranks == 1,
@@ -152,6 +170,7 @@ class StepLauncher:
             num_groups=len(cache.groups),
             vocab_size=model.config.vocab_size,
             pin_memory=self.pin_memory,
+            device=None if graphs is None else cache.device,
         )
 
     def prepare(
@@ -170,6 +189,7 @@ class StepLauncher:
         transfers: StepTransfers | None = None,
         guard: GuardedStep | None = None,
         prepare: Preparation | None = None,
+        captures: bool = False,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
         unsampled: UnsampledStep | None = None,
@@ -178,7 +198,7 @@ class StepLauncher:
         and without their mask, there may be two: each occupies a staging set.
 
         sampling:  settings of all rows.
-        prepare:   see DeviceStep.
+        prepare, captures: see DeviceStep.
         on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first. The
                    time of a step in two operations is the sum of both.
         unsampled: see PreparedStep.
@@ -188,6 +208,9 @@ class StepLauncher:
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
         token_rows, positions = batch.token_rows(), batch.positions()
         share, cross_lens = self._share, self.encoder.lens_of(token_rows)
+        num_padded = len(batch.rows) if captures else None
+        if self.state.graphs is not None and not captures and not encoded and batch.is_decode:
+            num_padded = self.state.graphs.num_padded(len(batch.rows))
         inputs = self._inputs.build(
             batch,
             slots=tables.slots(token_rows, positions),
@@ -198,6 +221,7 @@ class StepLauncher:
             copied_blocks=copies.blocks,
             cleared_blocks=np.concatenate((zero_block_ids, *begun)),
             sampling=sampling,
+            num_padded=num_padded,
         )
         step = DeviceStep(
             state=self.state,
@@ -213,6 +237,7 @@ class StepLauncher:
             transfers=transfers,
             guard=guard,
             prepare=prepare,
+            captures=captures,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         return PreparedStep(unsampled, self._queue, step, on_done, step_id)

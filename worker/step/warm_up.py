@@ -1,17 +1,25 @@
 """The warm-up of a rank: steps of made-up tokens on the null block, before the first plan."""
 
+import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
+from tqdm import tqdm
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.errors import RankLost
+from longshore.worker.process.byte_size import byte_size
+from longshore.worker.process.device import available_bytes
 from longshore.worker.sampling.columns import SamplingColumns
+from longshore.worker.step.decode_graphs import DecodeGraphs
 from longshore.worker.step.device_step import Preparation
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.model_forward import GRAPH_TOKENS
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.step.step_launcher import StepLauncher
+
+logger = logging.getLogger(__name__)
 
 
 class WarmUp:
@@ -24,9 +32,11 @@ class WarmUp:
         self._launcher = launcher
         self._sampling = sampling
 
-    def run(self, num_prefill_tokens: int, num_decodes: int) -> None:
-        """Compute a prompt in two chunks and a step of decodes on the null block, then clear it.
-        A model with an encoder encodes silence first.
+    def run(
+        self, num_prefill_tokens: int, num_decodes: int, *, show_progress: bool | None = None
+    ) -> None:
+        """Compute a prompt in two chunks and a step of decodes on the null block, capture the
+        graphs, and clear the block. A model with an encoder encodes silence first.
 
         The first calls of a process choose kernels and grow memory pools; requests must not wait
         for that. Call it on all ranks before the first plan. Raises EngineDead if the model cannot
@@ -44,9 +54,34 @@ class WarmUp:
         self._compute(batches[0], encoded=() if silence is None else (silence,))
         for batch in batches[1:]:
             self._compute(batch)
-        if self._launcher.state.cache.device.type == "cpu":
+        if self._launcher.state.graphs is not None:
+            self._capture_decodes(self._launcher.state.graphs, show_progress)
+        elif self._launcher.state.cache.device.type == "cpu":
             self._prepare_graph()
         self._launcher.clear_null_block()
+
+    def _capture_decodes(self, graphs: DecodeGraphs, show_progress: bool | None) -> None:
+        """Capture decode steps, the largest first, so that the others find its memory in the
+        pool."""
+        device = self._launcher.state.cache.device
+        bytes_before, started = available_bytes(device), time.perf_counter()
+        sizes = tqdm(
+            graphs.sizes[::-1],
+            desc="Capturing decode steps",
+            unit="graph",
+            disable=None if show_progress is None else not show_progress,
+        )
+        for size in sizes:
+            rows = np.arange(size)
+            batch = StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=size)
+            self._compute(batch, captures=True)
+        logger.info(
+            "captured decode steps of up to %d rows as %d graphs in %.1f s; they hold %s",
+            graphs.sizes[-1],
+            len(graphs.sizes),
+            time.perf_counter() - started,
+            byte_size(max(0, bytes_before - available_bytes(device))),
+        )
 
     def _prepare_graph(self) -> None:
         launcher = self._launcher
@@ -69,6 +104,7 @@ class WarmUp:
         prepare: Preparation | None = None,
         *,
         encoded: Sequence[EncoderInput] = (),
+        captures: bool = False,
     ) -> None:
         samples = slice(None if self._launcher.state.model.config.has_head else 0)
         step = self._launcher.prepare(
@@ -78,6 +114,7 @@ class WarmUp:
             sampled_positions=batch.ends[samples],
             encoded=encoded,
             prepare=prepare,
+            captures=captures,
         )
         completion = step.submit()
         completion.wait()
