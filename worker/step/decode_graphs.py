@@ -57,6 +57,11 @@ class GraphMaker(Protocol):
         ...
 
 
+def graph_maker(device: torch.device) -> GraphMaker | None:
+    """None: the device has no graphs of torch operations."""
+    return CudaGraphMaker() if device.type == "cuda" else None
+
+
 class DecodeGraphs:
     """The graphs of a rank. All calls but `num_padded` are on the compute queue.
 
@@ -64,8 +69,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, maker: GraphMaker, *, max_rows: int, has_layer_hooks: bool = False) -> None:
-        smaller = (size for size in GRAPH_ROWS if size < max_rows)
-        self.sizes = (*smaller, min(max_rows, GRAPH_ROWS[-1]))
+        largest = min(max_rows, GRAPH_ROWS[-1])
+        self.sizes = (*(size for size in GRAPH_ROWS if size < largest), largest)
         self._maker = maker
         self._has_layer_hooks = has_layer_hooks
         self._graphs: dict[int, Graph] = {}

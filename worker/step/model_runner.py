@@ -32,7 +32,6 @@ from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
-from longshore.worker.step.decode_graphs import GraphMaker
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
@@ -81,14 +80,13 @@ class ModelRunner:
         connector: ConnectorRunner | None = None,
         encoder_connector: EncoderRunner | None = None,
         guards_blocks: bool = False,
-        graph_maker: GraphMaker | None = None,
         enforce_eager: bool = False,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
         encoder_connector: likewise, of the encoder connector.
-        guards_blocks: see BlockGuard. graph_maker, enforce_eager: see StepLauncher."""
+        guards_blocks: see BlockGuard. enforce_eager: see WorkerConfig."""
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -101,7 +99,6 @@ class ModelRunner:
             parallel=parallel,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
             may_repeat_steps=connector is None or connector.may_repeat_steps,
-            graph_maker=graph_maker,
             enforce_eager=enforce_eager,
         )
         self._make_rows = partial(

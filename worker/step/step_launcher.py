@@ -27,7 +27,7 @@ from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.token_masks import TokenMask
-from longshore.worker.step.decode_graphs import CudaGraphMaker, DecodeGraphs, GraphMaker
+from longshore.worker.step.decode_graphs import DecodeGraphs, graph_maker
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.step.fed_back_tokens import FedBackTokens
@@ -106,14 +106,10 @@ class StepLauncher:
         parallel: Parallel,
         has_layer_hooks: bool = False,
         may_repeat_steps: bool = True,
-        graph_maker: GraphMaker | None = None,
         enforce_eager: bool = False,
     ) -> None:
-        """has_layer_hooks, may_repeat_steps: see ConnectorRunner. enforce_eager: see WorkerConfig.
-        graph_maker: captures decode steps, if the model's attention can be captured; None: the
-        device's, if it has graphs."""
-        if graph_maker is None and cache.device.type == "cuda":
-            graph_maker = CudaGraphMaker()
+        """has_layer_hooks, may_repeat_steps: see ConnectorRunner. enforce_eager: see
+        WorkerConfig."""
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
@@ -139,15 +135,15 @@ class StepLauncher:
             pin_memory=self.pin_memory,
         )
         graphs = None
+        maker = None if enforce_eager else graph_maker(cache.device)
         if (
-            graph_maker is not None
-            and not enforce_eager
+            maker is not None
             and attention.is_replayable
             and model.config.has_head
             and parallel.num_stages == 1
         ):
             max_rows = min(max_num_seqs, max_num_batched_tokens)
-            graphs = DecodeGraphs(graph_maker, max_rows=max_rows, has_layer_hooks=has_layer_hooks)
+            graphs = DecodeGraphs(maker, max_rows=max_rows, has_layer_hooks=has_layer_hooks)
         tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
         self.state = DeviceState(
             model,
