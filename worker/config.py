@@ -1,7 +1,7 @@
 """Settings of one worker: plain values, set by the process that starts it."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -11,12 +11,15 @@ from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.protocol.transport.channel import Endpoint
 
+LoadFormat: TypeAlias = Literal["auto", "dummy"]
+
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one rank loads and how much memory it uses. Raises ConfigError naming the wrong setting.
 
     model:               folder with config.json and safetensors files, in Hugging Face format.
     device:              "cpu", "cuda" or "cuda:N".
+    load_format:         "auto" reads the weights from the folder; "dummy" fills them at random.
     dtype:               dtype of the computation; "auto" is the checkpoint's own.
     kv_cache_dtype:      dtype of keys and values; "auto" is the model's.
     block_size:          tokens per KV block.
@@ -45,6 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     device: str = "cpu"
+    load_format: LoadFormat = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
@@ -151,7 +155,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  how many blocks a request can hold.
     threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
                  engines.
-    poison_kv, enforce_eager: see WorkerConfig.
+    load_format, poison_kv, enforce_eager: see WorkerConfig.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
@@ -175,6 +179,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     ranks: RankLayout = RankLayout()
     num_replicas: int = 1
     device: str = "cpu"
+    load_format: LoadFormat = "auto"
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float | None = None
@@ -219,6 +224,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             {
                 "model": self.model,
                 "device": self.device,
+                "load_format": self.load_format,
                 "dtype": identity.dtype,
                 "kv_cache_dtype": identity.kv_cache_dtype,
                 "block_size": identity.block_size,

@@ -41,7 +41,12 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import report_on
-from longshore.worker.loading.loader import check_weights, load_weights
+from longshore.worker.loading.loader import (
+    check_weights,
+    fill_at_random,
+    load_weights,
+    weight_bytes,
+)
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
@@ -114,16 +119,21 @@ class Worker:
             parallel=parallel,
         )
         # On `meta`, tensors have shapes and no memory.
-        num_bytes = check_weights(build(device=torch.device("meta")), model_dir)
+        has_checkpoint = config.load_format == "auto"
+        shapes = build(device=torch.device("meta"))
+        num_bytes = check_weights(shapes, model_dir) if has_checkpoint else weight_bytes(shapes)
         check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):
             self.model = build(device=self._device)
-        load_weights(self.model, model_dir, show_progress=config.show_progress)
+        if has_checkpoint:
+            load_weights(self.model, model_dir, show_progress=config.show_progress)
+        else:
+            fill_at_random(self.model)
         self.heads = model_config.head_share(parallel.shard, parallel.num_shards)
         self.kv_scales: dict[str, KVScales] = {}
         if config.kv_cache_dtype == FP8_E4M3:
             layers = [layer.name for layer in self.model.cached_layers()]
-            self.kv_scales = read_kv_scales(model_dir, layers)
+            self.kv_scales = read_kv_scales(model_dir, layers) if has_checkpoint else {}
         self.connector: ConnectorRunner | None = None
         self.encoder_connector: EncoderRunner | None = None
         self._cache: KVCache | None = None

@@ -26,6 +26,7 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputBackend
+from longshore.worker.config import LoadFormat
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
@@ -99,6 +100,8 @@ class EngineOptions:
             a divisor of block_size.
         rank_timeout_s: Seconds that a worker waits for another worker within a step before it
             fails.
+        load_format: auto reads the weights from the model's folder; dummy fills them at random, to
+            measure a model of which there is only a config.json.
         dtype: Data type of weights and KV cache. auto uses that of the checkpoint (float16 becomes
             float32 on a CPU).
         kv_cache_dtype: Data type of keys and values in the cache. auto uses dtype. fp8_e4m3 needs
@@ -203,6 +206,7 @@ class EngineOptions:
     decode_context_parallel_size: Annotated[int, _RANKS, Parameter(alias="-dcp")] = 1
     cp_kv_cache_interleave_size: Annotated[int, _RANKS] = 1
     rank_timeout_s: Annotated[float, _RANKS] = 120.0
+    load_format: Annotated[LoadFormat, _MODEL] = "auto"
     dtype: Annotated[Dtype, _MODEL] = "auto"
     kv_cache_dtype: Annotated[KVCacheDtype, _CACHE] = "auto"
     num_blocks: Annotated[int | None, _CACHE] = None
@@ -257,6 +261,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_device(self.device)
         for name, allowed in (
+            ("load_format", get_args(LoadFormat)),
             ("dtype", get_args(Dtype)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("kv_role", get_args(KVRole)),

@@ -33,12 +33,13 @@ SHORT_FLAGS: Final = {
 RENAMED_VALUES: Final = {
     ("dtype", "float"): "float32",
     ("dtype", "half"): "float16",
+    ("load_format", "safetensors"): "auto",
     ("kv_cache_dtype", "fp8"): "fp8_e4m3",
     ("structured_output_backend", "guidance"): "llguidance",
 }
 """Name and vLLM's value: ours."""
 
-_GRAPHS: Final = "models are neither compiled nor captured as CUDA graphs"
+_GRAPHS: Final = "models are not compiled, and the sizes of graphs are chosen; see enforce_eager"
 _ALWAYS_SHOWN: Final = "statistics are always collected"
 
 WITHOUT_EFFECT: Final = {
@@ -54,7 +55,6 @@ WITHOUT_EFFECT: Final = {
     "enable_reasoning": "reasoning is found in every chat",
     "enable_request_id_headers": "every response has a header x-request-id",
     "enable_server_load_tracking": "/load always counts the requests",
-    "enforce_eager": _GRAPHS,
     "max_log_len": "prompts are never logged",
     "max_seq_len_to_capture": _GRAPHS,
     "swap_space": "it has no effect in vLLM either; connectors keep KV in host memory",
@@ -74,7 +74,6 @@ FLAGS_WITHOUT_VALUE: Final = frozenset(
         "enable_reasoning",
         "enable_request_id_headers",
         "enable_server_load_tracking",
-        "enforce_eager",
         "trust_remote_code",
     }
 )
@@ -143,7 +142,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "kv_offloading_size": ((), "use kv_connector=offloading and kv_connector_config"),
     "kv_transfer_config": ((), "use kv_connector, kv_role and kv_connector_config"),
     "limit_mm_per_prompt": (({},), "models with images are not supported"),
-    "load_format": (("auto", "safetensors"), "weights must be safetensors files"),
     "log_config_file": ((), "use log_level and log_format"),
     "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
     "lora_modules": ((), _LORA),

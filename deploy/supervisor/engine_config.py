@@ -444,6 +444,7 @@ def _worker_process(
         ranks=layout,
         num_replicas=replica.num_on_host or replica.count,
         device=replica.gpu(rank, layout.num_ranks) if is_one_of_gpus else plan.device,
+        load_format=plan.options.load_format,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,
         max_num_scheduled_tokens=plan.options.max_num_scheduled_tokens,

@@ -56,12 +56,32 @@ def load_weights(
     logger.debug("packed weights in %.1f s", time.monotonic() - filled)
 
 
+def fill_at_random(model: LoadableModel) -> None:
+    """Fill the model with random values instead of a checkpoint's: matrices from N(0, 0.02),
+    vectors, such as the weights of norms, with ones. The same in every process."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for stored in model.checkpoint_tensors().values():
+        for target, _ in stored.parts:
+            if target.dim() < 2:
+                target.fill_(1.0)
+                continue
+            if target.device not in generators:
+                generators[target.device] = torch.Generator(target.device).manual_seed(0)
+            target.normal_(0.0, 0.02, generator=generators[target.device])
+    model.loaded()
+
+
+def weight_bytes(model: LoadableModel) -> int:
+    """Bytes of the weights of this rank; the model may be on torch's device `meta`."""
+    tensors = model.checkpoint_tensors().values()
+    return sum(target.nbytes for stored in tensors for target, _ in stored.parts)
+
+
 def check_weights(model: LoadableModel, model_dir: Path) -> int:
     """Check that the checkpoint in `model_dir` fits `model`, as `load_weights` does, without
-    touching the model's memory: it may be on torch's device `meta`. Returns the bytes that the
-    weights of this rank will have."""
-    _, _, tensors = _match(model, model_dir)
-    return sum(target.nbytes for stored in tensors.values() for target, _ in stored.parts)
+    touching the model's memory: it may be on torch's device `meta`. Returns `weight_bytes`."""
+    model, _, _ = _match(model, model_dir)
+    return weight_bytes(model)
 
 
 def _match(

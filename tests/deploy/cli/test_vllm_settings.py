@@ -50,7 +50,7 @@ def test_settings_of_a_vllm_script_are_taken() -> None:
             "tensor_parallel_size": 2,
             "seed": 3,
             "quantization": None,
-            "load_format": "auto",
+            "load_format": "safetensors",
             "cpu_offload_gb": 0,
             "data_parallel_size": 1,
         }
@@ -109,7 +109,8 @@ def test_flags_of_vllm_serve_are_taken(caplog: pytest.LogCaptureFixture) -> None
     assert options.gateways == 3
     assert (options.dtype, options.kv_cache_dtype) == ("float16", "fp8_e4m3")
     assert (options.enable_prefix_caching, options.port) == (False, 0)
-    assert "--enforce-eager has no effect" in caplog.text
+    assert options.enforce_eager
+    assert "--swap-space has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -252,3 +252,20 @@ def test_a_progress_bar_counts_the_tensors(
     config = WorkerConfig(model=str(checkpoint[0]), num_blocks=40, show_progress=True)
     num_tensors = len(Worker(config).model.checkpoint_tensors())
     assert f"{num_tensors}/{num_tensors}" in capsys.readouterr().err
+
+
+def test_a_dummy_model_needs_only_its_config_and_is_the_same_each_time(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = WorkerConfig(model=str(tmp_path), num_blocks=20, load_format="dummy")
+    hidden = []
+    for _ in range(2):
+        with Worker(config) as worker:
+            hidden.append(worker.model.embed(torch.tensor([3, 1, 4], dtype=torch.int32)))
+            norm = worker.model.norm
+            assert norm is not None
+            assert bool((norm.weight == 1).all())
+    assert torch.equal(*hidden)
+    assert 0.01 < hidden[0].std() < 0.03
+    with pytest.raises(BrokenCheckpoint):
+        Worker(WorkerConfig(model=str(tmp_path), num_blocks=20))
