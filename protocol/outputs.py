@@ -54,6 +54,8 @@ class ModelRunnerOutput(
                   loads and stores have been carried out.
     connector_metadata: data of the connector's worker half, opaque here.
     compute_s:    time that the step took on the device, in seconds.
+    gap_s:        time for which the device was idle before the step, in seconds, if the plan was
+                  there before the step before it had ended; else None.
     """
 
     epoch: int
@@ -71,6 +73,7 @@ class ModelRunnerOutput(
     is_out_of_memory: bool = False
     connector_metadata: bytes = b""
     compute_s: float = 0.0
+    gap_s: float | None = None
 
 
 class TransferReport(

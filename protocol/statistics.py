@@ -22,6 +22,11 @@ STEP_TOKENS_BOUNDS: Final = (
 )  # fmt: skip
 """The same for the histogram of steps by number of tokens."""
 
+STEP_GAP_BOUNDS: Final = (
+    0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1,
+)  # fmt: skip
+"""The same for the histogram of steps by the idle time before them."""
+
 OPERATION_BYTES_BOUNDS: Final = (
     1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30,
 )  # fmt: skip
@@ -36,6 +41,10 @@ StepsBySeconds: TypeAlias = Annotated[
 StepsByTokens: TypeAlias = Annotated[
     tuple[Count, ...],
     msgspec.Meta(min_length=len(STEP_TOKENS_BOUNDS) + 1, max_length=len(STEP_TOKENS_BOUNDS) + 1),
+]
+StepsByGap: TypeAlias = Annotated[
+    tuple[Count, ...],
+    msgspec.Meta(min_length=len(STEP_GAP_BOUNDS) + 1, max_length=len(STEP_GAP_BOUNDS) + 1),
 ]
 OperationsByBytes: TypeAlias = Annotated[
     tuple[Count, ...],
@@ -143,6 +152,9 @@ class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_field
                     bucket counts steps above the previous bound and up to its own.
     compute_s:      seconds on the device, over all steps. Includes waiting for other ranks within
                     a step.
+    steps_by_gap:   histogram of the steps whose plan was there before the step before them had
+                    ended, by the time for which the device was idle in between.
+    gap_s:          sum of these times.
     longest_step_s: longest step since the last report. The longest ever shows in
                     `steps_by_seconds`.
     resident_bytes: host memory of the process.
@@ -158,6 +170,8 @@ class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_field
     longest_step_s: Seconds
     resident_bytes: Count
     device_bytes: Count = 0
+    steps_by_gap: StepsByGap = (0,) * (len(STEP_GAP_BOUNDS) + 1)
+    gap_s: Seconds = 0.0
 
     @property
     def num_steps(self) -> int:

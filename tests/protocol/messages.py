@@ -354,6 +354,7 @@ FROM_WORKER = {
         is_out_of_memory=st.booleans(),
         connector_metadata=st.binary(max_size=9),
         compute_s=st.floats(0, 9),
+        gap_s=st.none() | st.floats(0, 9),
     ),
     TransferReport: st.builds(
         TransferReport,

@@ -265,7 +265,9 @@ class WorkerEngine:
                 self._channel.send(
                     TransferReport(self._epoch, self._rank, plan.step, failed_block_ids=failed)
                 )
-            self._statistics.count(report.compute_s, plan.num_scheduled_tokens, time.monotonic())
+            self._statistics.count(
+                report.compute_s, plan.num_scheduled_tokens, time.monotonic(), report.gap_s
+            )
 
     def _send_transfers(self) -> None:
         for connector in self._connectors:

@@ -3,7 +3,12 @@
 from bisect import bisect_left
 from typing import Final
 
-from longshore.protocol.statistics import STEP_SECONDS_BOUNDS, STEP_TOKENS_BOUNDS, WorkerStats
+from longshore.protocol.statistics import (
+    STEP_GAP_BOUNDS,
+    STEP_SECONDS_BOUNDS,
+    STEP_TOKENS_BOUNDS,
+    WorkerStats,
+)
 
 REPORT_INTERVAL_S: Final = 1.0
 
@@ -16,13 +21,21 @@ class StepStatistics:
         self._rank = rank
         self._by_seconds = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
         self._by_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
+        self._by_gap = [0] * (len(STEP_GAP_BOUNDS) + 1)
+        self._gap_s = 0.0
         self._compute_s = 0.0
         self._num_tokens = 0
         self._longest_step_s = 0.0
         self._due_s: float | None = None
 
-    def count(self, compute_s: float, num_tokens: int, now_s: float) -> None:
-        """Add one finished step: its seconds on the device and its tokens."""
+    def count(
+        self, compute_s: float, num_tokens: int, now_s: float, gap_s: float | None = None
+    ) -> None:
+        """Add one finished step: its seconds on the device, its tokens, and the idle seconds before
+        it (see ModelRunnerOutput)."""
+        if gap_s is not None:
+            self._by_gap[bisect_left(STEP_GAP_BOUNDS, gap_s)] += 1
+            self._gap_s += gap_s
         self._by_seconds[bisect_left(STEP_SECONDS_BOUNDS, compute_s)] += 1
         self._by_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
         self._compute_s += compute_s
@@ -49,4 +62,6 @@ class StepStatistics:
             longest_step_s=longest_step_s,
             resident_bytes=resident_bytes,
             device_bytes=device_bytes,
+            steps_by_gap=tuple(self._by_gap),
+            gap_s=self._gap_s,
         )

@@ -33,6 +33,8 @@ class Completion:
 
     error:     why it failed, or None.
     elapsed_s: its time on the device.
+    gap_s:     time for which the device was idle before it, if it was submitted before the
+               operation before it had ended; else None.
     step_id:   the step it belongs to, for log lines.
     """
 
@@ -40,6 +42,7 @@ class Completion:
         self.step_id = step_id
         self.error: Exception | None = None
         self.elapsed_s = 0.0
+        self.gap_s: float | None = None
         self._begun = threading.Event()
         self._done = threading.Event()
 
@@ -149,6 +152,7 @@ class _Submitted(NamedTuple):
     operation: Callable[[], object]
     on_done: Callable[[Completion], None] | None
     completion: Completion
+    is_ahead: bool
 
 
 class CpuComputeQueue:
@@ -162,6 +166,7 @@ class CpuComputeQueue:
         self._failure: Exception | None = None
         self._last = Completion()
         self._last.finish()
+        self._ended_at = 0.0  # of the operation before
         self._thread = ItemThread(self._run, name="compute")
 
     def submit(
@@ -174,7 +179,7 @@ class CpuComputeQueue:
         completion = Completion(step_id)
         was_idle = self._last.is_done()
         self._last = completion
-        self._thread.put(_Submitted(operation, on_done, completion))
+        self._thread.put(_Submitted(operation, on_done, completion, not was_idle))
         if was_idle:
             # Let the thread take the GIL now. Otherwise the caller would prepare the next step
             # first, which would delay the first token of a request.
@@ -189,20 +194,25 @@ class CpuComputeQueue:
 
     def _run(self, submitted: Iterator[_Submitted]) -> None:
         with torch.inference_mode():
-            for operation, on_done, completion in submitted:
+            for operation, on_done, completion, is_ahead in submitted:
                 completion.begin()
                 if self._failure is None:
-                    self._execute(operation, completion)
+                    self._execute(operation, completion, is_ahead)
                 completion.error = self._failure
                 self._failure = complete(on_done, completion)
 
-    def _execute(self, operation: Callable[[], object], completion: Completion) -> None:
+    def _execute(
+        self, operation: Callable[[], object], completion: Completion, is_ahead: bool
+    ) -> None:
         try:
             if self._before_each is not None:
                 self._before_each()
             started = time.perf_counter()
+            if is_ahead:
+                completion.gap_s = started - self._ended_at
             operation()
-            completion.elapsed_s = time.perf_counter() - started
+            self._ended_at = time.perf_counter()
+            completion.elapsed_s = self._ended_at - started
         except Exception as error:
             log_failure("a compute operation failed", error, completion)
             self._failure = error
@@ -235,8 +245,11 @@ class CudaEvent:
 
 
 class _Launched(NamedTuple):
+    """ahead_of: the end of the operation before, if that was still to come."""
+
     started: torch.cuda.Event
     ended: torch.cuda.Event
+    ahead_of: torch.cuda.Event | None
     on_done: Callable[[Completion], None] | None
     completion: Completion
 
@@ -248,6 +261,7 @@ class CudaComputeQueue:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._failure: Exception | None = None
+        self._last_ended: torch.cuda.Event | None = None
         self._thread = ItemThread(self._run, name="compute-events")
 
     def submit(
@@ -260,6 +274,9 @@ class CudaComputeQueue:
         completion = Completion(step_id)
         started = torch.cuda.Event(enable_timing=True, blocking=True)
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
+        ahead_of = self._last_ended
+        if ahead_of is not None and ahead_of.query():
+            ahead_of = None
         completion.error = self._failure
         if completion.error is None:
             try:
@@ -267,10 +284,11 @@ class CudaComputeQueue:
                     started.record()
                     operation()
                     ended.record()
+                self._last_ended = ended
             except Exception as error:
                 log_failure("a compute operation could not be launched", error, completion)
                 completion.error = self._failure = error
-        self._thread.put(_Launched(started, ended, on_done, completion))
+        self._thread.put(_Launched(started, ended, ahead_of, on_done, completion))
         return completion
 
     def computed(self) -> QueueEvent:
@@ -284,8 +302,10 @@ class CudaComputeQueue:
     def _run(self, launched: Iterator[_Launched]) -> None:
         torch.cuda.set_device(self._device)
         failure: Exception | None = None  # of this or an earlier operation; fails all later ones
-        for started, ended, on_done, completion in launched:
+        for started, ended, ahead_of, on_done, completion in launched:
             completion.error = failure or completion.error or await_end(started, ended, completion)
+            if completion.error is None and ahead_of is not None:
+                completion.gap_s = max(0.0, ahead_of.elapsed_time(started) / 1000)
             failure = complete(on_done, completion)
             # From now on nothing is launched. Keep a failure that `submit` has set meanwhile.
             self._failure = self._failure or failure

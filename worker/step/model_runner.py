@@ -370,6 +370,7 @@ class ModelRunner:
                 failed_block_ids=failed_block_ids,
                 is_out_of_memory=True,
                 compute_s=completion.elapsed_s,
+                gap_s=completion.gap_s,
             )
         if not self._parallel.samples:
             return ModelRunnerOutput(
@@ -377,6 +378,7 @@ class ModelRunner:
                 step,
                 failed_block_ids=failed_block_ids,
                 compute_s=completion.elapsed_s,
+                gap_s=completion.gap_s,
             )
         result = inputs.result()
         output = ModelRunnerOutput(
@@ -388,5 +390,6 @@ class ModelRunner:
             num_nans=result.num_nans,
             failed_block_ids=failed_block_ids,
             compute_s=completion.elapsed_s,
+            gap_s=completion.gap_s,
         )
         return output if pooling is None else pooling.result().added_to(output, generates)

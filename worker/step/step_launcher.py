@@ -77,6 +77,7 @@ class PreparedStep:
 
         def ended(completion: Completion) -> None:
             completion.elapsed_s += computed.elapsed_s
+            completion.gap_s = computed.gap_s
             if self._on_done is not None:
                 self._on_done(completion)
 

@@ -18,6 +18,7 @@ from prometheus_client.core import (
 from longshore.deploy.gateway.lock_free_metrics import bucket_samples
 from longshore.protocol.statistics import (
     OPERATION_BYTES_BOUNDS,
+    STEP_GAP_BOUNDS,
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
     PullStats,
@@ -263,6 +264,13 @@ class EngineMetrics:
             "Tokens that the worker computed in a step, prompt and output together",
             lambda stats: bucket_samples(STEP_TOKENS_BOUNDS, stats.steps_by_tokens),
             lambda stats: stats.num_tokens,
+        )
+        yield self._histogram(
+            "longshore_worker_step_gap_seconds",
+            "Time for which the worker's device was idle before a step, of steps that were planned "
+            "before the step before them had ended",
+            lambda stats: bucket_samples(STEP_GAP_BOUNDS, stats.steps_by_gap),
+            lambda stats: stats.gap_s,
         )
 
     def _of_engines(

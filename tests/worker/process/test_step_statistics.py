@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.protocol.statistics import STEP_SECONDS_BOUNDS, STEP_TOKENS_BOUNDS
+from longshore.protocol.statistics import STEP_GAP_BOUNDS, STEP_SECONDS_BOUNDS, STEP_TOKENS_BOUNDS
 from longshore.worker.process.step_statistics import REPORT_INTERVAL_S, StepStatistics
 
 
@@ -23,6 +23,17 @@ def test_a_step_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     assert (tokens[1], tokens[8], tokens[16], tokens["more"]) == (1, 1, 1, 1)
     assert (stats.epoch, stats.rank, stats.num_steps, stats.num_tokens) == (2, 1, 4, 10**6 + 17)
     assert (stats.resident_bytes, stats.device_bytes) == (1, 2)
+
+
+def test_gaps_are_those_of_steps_that_were_planned_in_time() -> None:
+    statistics = StepStatistics(epoch=1, rank=0)
+    for gap_s in (None, 0.0, 0.0001, 0.00011, 5.0):
+        statistics.count(0.1, 1, now_s=1.0, gap_s=gap_s)
+    stats = statistics.take(resident_bytes=0, device_bytes=0)
+    gaps = dict(zip([*STEP_GAP_BOUNDS, "more"], stats.steps_by_gap, strict=True))
+    assert (gaps[0.00001], gaps[0.0001], gaps[0.0002], gaps["more"]) == (1, 1, 1, 1)
+    assert (sum(stats.steps_by_gap), stats.num_steps) == (4, 5)
+    assert stats.gap_s == pytest.approx(5.00021)
 
 
 def test_sums_continue_across_reports_but_the_longest_step_is_reset() -> None:

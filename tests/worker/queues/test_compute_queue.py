@@ -158,3 +158,18 @@ def test_the_log_of_a_failure_names_the_step(caplog: pytest.LogCaptureFixture) -
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert vars(record)["fields"] == {"step_id": 41}
+
+
+def test_the_gap_before_an_operation_is_known_if_it_was_submitted_in_time() -> None:
+    queue = CpuComputeQueue()
+    released = threading.Event()
+    first = queue.submit(lambda: released.wait(10))
+    ahead = queue.submit(lambda: time.sleep(0.01))
+    released.set()
+    assert ahead.wait(10)
+    late = queue.submit(lambda: None)
+    assert late.wait(10)
+    assert (first.gap_s, late.gap_s) == (None, None)
+    assert ahead.gap_s is not None
+    assert 0 <= ahead.gap_s < 5
+    queue.close()

@@ -11,9 +11,10 @@ from longshore.worker.queues.compute_queue import Completion, CudaComputeQueue
 
 
 class FakeEvent:
-    """An event that has always happened; `synchronize` fails if the test wants it to."""
+    """`synchronize` fails if the test wants it to. `pending`: have not happened yet when asked."""
 
     failing: set[int] = set()  # noqa: RUF012  # shared by all, on purpose
+    pending: set[int] = set()  # noqa: RUF012
     count = 0
 
     def __init__(self, **_: Any) -> None:
@@ -27,13 +28,16 @@ class FakeEvent:
         if self.number in FakeEvent.failing:
             raise RuntimeError("an illegal memory access was encountered")
 
+    def query(self) -> bool:
+        return self.number not in FakeEvent.pending
+
     def elapsed_time(self, other: "FakeEvent") -> float:
         return 1.0
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaComputeQueue]:
-    FakeEvent.failing, FakeEvent.count = set(), 0
+    FakeEvent.failing, FakeEvent.pending, FakeEvent.count = set(), set(), 0
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -74,3 +78,12 @@ def test_operation_after_one_that_failed_on_the_device_fails_too(queue: CudaComp
     completions = [queue.submit(lambda: None) for _ in range(3)]
     assert all(completion.wait(10) for completion in completions)
     assert all("illegal memory access" in str(completion.error) for completion in completions)
+
+
+def test_the_gap_before_an_operation_is_known_if_it_was_submitted_in_time(
+    queue: CudaComputeQueue,
+) -> None:
+    FakeEvent.pending = {3}  # the end of the second operation
+    completions = [queue.submit(lambda: None) for _ in range(3)]
+    assert all(completion.wait(10) for completion in completions)
+    assert [completion.gap_s for completion in completions] == [None, None, pytest.approx(1e-3)]
