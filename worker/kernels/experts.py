@@ -1,4 +1,5 @@
-"""All experts of a mixture in one call, with matrices packed in advance."""
+"""All experts of a mixture in one call: on a CPU with matrices packed in advance (`PackedExperts`),
+on a GPU with matrices as they are stored (`compute`)."""
 
 import torch
 from torch import Tensor
@@ -7,6 +8,56 @@ from longshore.worker.kernels import linear
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.linear import PANEL, empty_panels, fill_panels
 from longshore.worker.kernels.native import EXPERTS, empty, native, num_threads
+
+
+def compute(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    shared: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    weighs_inputs: bool = False,
+) -> Tensor:
+    """With the Triton kernels, which never wait for the device: the same as `PackedExperts`.
+
+    x:             (n, size), float32, bfloat16 or float16; shared: None, or the same.
+    weights:       (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts.
+    gate_up, down: (num_experts, 2 * width, size) and (num_experts, size, width), contiguous; their
+                   biases as in `PackedExperts`. All of x's dtype.
+    Raises ValueError for arguments of a wrong shape or dtype.
+    """
+    from longshore.worker.kernels.gpu import experts as gpu
+
+    num_experts, size, width = down.shape
+    if gate_up.shape != (num_experts, 2 * width, size):
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} does not fit down {tuple(down.shape)}")
+    for tensor in (gate_up, down, gate_up_bias, down_bias):
+        if tensor is not None and not (tensor.dtype == x.dtype and tensor.is_contiguous()):
+            raise ValueError(f"matrices and biases must be contiguous {x.dtype}, like x")
+    _check(x, weights, chosen, shared, size, down.dtype)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if shared is not None and shared.stride(1) != 1:
+        shared = shared.contiguous()
+    out: Tensor = gpu.experts(
+        x,
+        weights,
+        chosen,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        shared,
+        *gate.native,
+        gate.is_interleaved,
+        weighs_inputs,
+    )
+    return out
 
 
 def supports(gate_up: Tensor, down: Tensor) -> bool:
@@ -71,7 +122,7 @@ class PackedExperts:
         weights: (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts; both
         contiguous. Raises ValueError for arguments of a wrong shape or dtype.
         """
-        self._check(x, weights, chosen, shared)
+        _check(x, weights, chosen, shared, self._size, self._dtype)
         num_tokens, top_k = chosen.shape
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -114,21 +165,29 @@ class PackedExperts:
         )
         return out
 
-    def _check(self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Tensor | None) -> None:
-        shape = (len(chosen), self._size)
-        for name, given in (("x", x), ("shared", shared)):
-            if given is not None and (given.shape != shape or given.dtype != self._dtype):
-                raise ValueError(
-                    f"{name} is {given.dtype} {tuple(given.shape)}, but the experts need "
-                    f"{self._dtype} {shape}"
-                )
-        if weights.shape != chosen.shape or weights.dtype != torch.float32:
+
+def _check(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    shared: Tensor | None,
+    size: int,
+    dtype: torch.dtype,
+) -> None:
+    shape = (len(chosen), size)
+    for name, given in (("x", x), ("shared", shared)):
+        if given is not None and (given.shape != shape or given.dtype != dtype):
             raise ValueError(
-                f"weights are {weights.dtype} {tuple(weights.shape)}, but the experts need "
-                f"torch.float32 {tuple(chosen.shape)}"
+                f"{name} is {given.dtype} {tuple(given.shape)}, but the experts need "
+                f"{dtype} {shape}"
             )
-        if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
-            raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
+    if weights.shape != chosen.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights are {weights.dtype} {tuple(weights.shape)}, but the experts need "
+            f"torch.float32 {tuple(chosen.shape)}"
+        )
+    if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
+        raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
 
 
 def _gate_order(width: int, is_interleaved: bool) -> Tensor:

@@ -1,14 +1,16 @@
-"""Routing: the scores of all experts in float32, and the choice for each token, in one call.
-`worker/layers/moe_router.py` describes the choice and has the reference in plain torch."""
+"""Routing: the scores of all experts in float32, and the choice for each token. On a CPU it is one
+call, on a GPU torch's product and one launch. `worker/layers/moe_router.py` describes the choice
+and has the reference in plain torch."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.native import ROUTE, Native, empty, num_threads
 
 
 def route(
-    kernels: Native,
+    kernels: Native | None,
     x: Tensor,
     weight: Tensor,
     *,
@@ -21,8 +23,9 @@ def route(
     is_sigmoid: bool,
     renormalises: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x: (n, size), float32 or bfloat16; weight: (num_experts, size) float32, contiguous; bias,
-    correction: (num_experts,) float32. The settings: see Routing.
+    """kernels: those of the CPU; None computes with Triton.
+    x: (n, size), float32 or bfloat16, or float16 with Triton; weight: (num_experts, size) float32,
+    contiguous; bias, correction: (num_experts,) float32. The settings: see Routing.
 
     Returns weights, (n, top_k) float32, and experts, (n, top_k) int64, best first. Among equal
     scores the lowest expert comes first; NaN counts as the highest score. Raises ValueError for
@@ -39,6 +42,21 @@ def route(
             f"x {tuple(x.shape)} with strides {x.stride()} must be (n, {size}), contiguous within "
             "each line"
         )
+    if kernels is None:
+        from longshore.worker.kernels.gpu import route as gpu
+
+        # Not in TF32, which torch uses only if told to: a rounded score may choose another expert.
+        routed: tuple[Tensor, Tensor] = gpu.route(
+            F.linear(x.float(), weight, bias),
+            correction,
+            top_k,
+            num_groups,
+            top_k_groups,
+            scale,
+            is_sigmoid,
+            renormalises,
+        )
+        return routed
     num_tokens = len(x)
     scores = empty((num_tokens, 3, num_experts), torch.float32)
     weights = empty((num_tokens, top_k), torch.float32)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longshore.worker.kernels import experts as kernel
 from longshore.worker.kernels.gate import SILU, Gate
+from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.moe_matrices import ExpertMatrices
 from longshore.worker.layers.moe_router import Routed, Router, Routing
@@ -107,6 +108,18 @@ class Experts:
         experts, plus `shared`, which has the same shape."""
         if self._packed is not None:
             return self._packed(x, *routed, shared)
+        if uses_triton(x):
+            return kernel.compute(
+                x,
+                *routed,
+                shared,
+                self.gate_up.all_stored,
+                self.down.all_stored,
+                self._form.gate,
+                gate_up_bias=self.gate_up_bias,
+                down_bias=self.down_bias,
+                weighs_inputs=self._form.weighs_inputs,
+            )
         out = self._in_torch(x, routed)
         return out if shared is None else out.add_(shared)
 

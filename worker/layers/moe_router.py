@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.native import Native, kernels_for
+from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kernels.route import route
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
@@ -115,11 +116,13 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         """x: (n, hidden_size), in the model's dtype."""
+        if uses_triton(x):
+            return Routed(*self._route(None, x))
         if kernels := kernels_for(x):
             return Routed(*self._route(kernels, x))
         return self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
 
-    def _route(self, kernels: Native, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, kernels: Native | None, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.routing
         return route(
             kernels,

@@ -1,4 +1,8 @@
-"""All experts in one call: every instruction set against the experts one by one, in float64."""
+"""All experts in one call: every instruction set and Triton against the experts one by one, in
+float64."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -6,11 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.kernels.experts import PackedExperts, pack_down, pack_gate_up, supports
+from longshore.worker.kernels.experts import (
+    PackedExperts,
+    compute,
+    pack_down,
+    pack_gate_up,
+    supports,
+)
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.graph import capture
 from longshore.worker.kernels.native import native
-from tests.worker.kernels.variants import NATIVE, using
+from longshore.worker.kernels.operators import uses_triton
+from tests.worker.kernels.variants import NATIVE, TRITON, using
 
 COMPUTED = [
     pytest.param(name, dtype, id=f"{name}-{dtype}")
@@ -19,9 +30,19 @@ COMPUTED = [
     if dtype == torch.float32 or name == "avx512bf16"
 ]
 every_set = pytest.mark.parametrize(("variant", "dtype"), COMPUTED)
+IN_TRITON = [
+    pytest.param(TRITON, dtype, id=f"{TRITON}-{dtype}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+every_set_and_triton = pytest.mark.parametrize(("variant", "dtype"), [*COMPUTED, *IN_TRITON])
 
 CLAMPED = Gate(activation="clamped_swiglu", alpha=1.5, limit=2.0, is_interleaved=True)
-GATES = [Gate(activation="silu"), Gate(activation="gelu_tanh", is_interleaved=True), CLAMPED]
+GATES = [
+    Gate(activation="silu"),
+    Gate(activation="gelu"),
+    Gate(activation="gelu_tanh", is_interleaved=True),
+    CLAMPED,
+]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -57,7 +78,10 @@ class Case:
         self.chosen = random(num_tokens, num_experts, seed=8).topk(top_k).indices
         self.chosen[num_tokens // 2 :] = self.chosen[:1]  # some have many rows
 
-    def packed(self) -> PackedExperts:
+    def packed(self) -> Callable[..., Tensor]:
+        """In the form that the variant multiplies."""
+        if uses_triton(self.x):
+            return partial(self._in_triton, self.gate_up, self.down)
         return PackedExperts(
             pack_gate_up(self.gate_up, self.gate),
             pack_down(self.down),
@@ -69,7 +93,22 @@ class Case:
             weighs_inputs=self.weighs_inputs,
         )
 
-    def compute(self, packed: PackedExperts, tokens: slice = slice(None)) -> Tensor:
+    def _in_triton(self, gate_up: Tensor, down: Tensor, x: Tensor, *more: Tensor) -> Tensor:
+        weights, chosen, shared = (*more, None)[:3]
+        return compute(
+            x,
+            weights,
+            chosen,
+            shared,
+            gate_up,
+            down,
+            self.gate,
+            gate_up_bias=self.biases[0],
+            down_bias=self.biases[1],
+            weighs_inputs=self.weighs_inputs,
+        )
+
+    def compute(self, packed: Callable[..., Tensor], tokens: slice = slice(None)) -> Tensor:
         shared = None if self.shared is None else self.shared[tokens]
         return packed(self.x[tokens], self.weights[tokens], self.chosen[tokens], shared)
 
@@ -90,7 +129,7 @@ class Case:
         return out
 
 
-@every_set
+@every_set_and_triton
 @settings(max_examples=25)
 @given(
     num_experts=st.integers(1, 6),
@@ -122,7 +161,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=rounding * (1 + largest))
 
 
-@every_set
+@every_set_and_triton
 def test_a_token_has_the_same_bits_alone_and_among_others(variant: str, dtype: torch.dtype) -> None:
     case = Case(dtype, num_tokens=300, size=96, width=70)
     with using(variant, num_threads=3):
@@ -133,7 +172,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(variant: str, dtype: t
         assert torch.equal(case.compute(packed, slice(7, 40)), together[7:40])
 
 
-@every_set
+@every_set_and_triton
 def test_a_nan_stays_in_its_token_and_in_experts_that_are_chosen(
     variant: str, dtype: torch.dtype
 ) -> None:
@@ -164,20 +203,48 @@ def test_a_replay_computes_other_tokens_with_other_experts(
         assert torch.equal(result[:7], wanted[-7:])
 
 
-@every_set
+@every_set_and_triton
 def test_wrong_shapes_and_dtypes_are_rejected(variant: str, dtype: torch.dtype) -> None:
     case = Case(dtype)
     with using(variant):
         packed = case.packed()
         x, weights, chosen = case.x, case.weights, case.chosen
-        with pytest.raises(ValueError, match=r"x is torch\.float16"):
-            packed(x.half(), weights, chosen)
+        with pytest.raises(ValueError, match=r"x is torch\.float64|must be contiguous"):
+            packed(x.double(), weights, chosen)
         with pytest.raises(ValueError, match=r"shared is .* the experts need .*\(40, 34\)"):
             packed(x, weights, chosen, x[:, :33])
         with pytest.raises(ValueError, match="weights are"):
             packed(x, weights[:, :1], chosen)
         with pytest.raises(ValueError, match="contiguous"):
             packed(x, weights, chosen.int())
+
+
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_a_token_has_the_same_result_in_every_size_of_tile(top_k: int) -> None:
+    """Up to 128 pairs per tile, and every number of tiles from none to several per expert."""
+    case = Case(torch.float16, num_experts=8, num_tokens=260, top_k=top_k, size=40, width=70)
+    wanted = case.exact()
+    with using(TRITON):
+        packed = case.packed()
+        for count in (1, 15, 16, 17, 40, 130, 260):
+            got = case.compute(packed, slice(0, count)).double()
+            torch.testing.assert_close(got, wanted[:count], rtol=0, atol=0.02)
+
+
+def test_more_experts_than_pairs_are_computed() -> None:
+    case = Case(torch.float32, num_experts=300, num_tokens=3, top_k=9, has_shared=True)
+    with using(TRITON):
+        got = case.compute(case.packed())
+    torch.testing.assert_close(got.double(), case.exact(), rtol=0, atol=1e-4)
+
+
+def test_matrices_that_do_not_fit_each_other_are_rejected() -> None:
+    case = Case(torch.float32)
+    with using(TRITON):
+        with pytest.raises(ValueError, match=r"gate_up \(5, 44, 30\) does not fit"):
+            case._in_triton(case.gate_up[:, :, :30], case.down, case.x, case.weights, case.chosen)
+        with pytest.raises(ValueError, match=r"must be contiguous torch\.float32"):
+            case._in_triton(case.gate_up, case.down.half(), case.x, case.weights, case.chosen)
 
 
 @pytest.mark.skipif("avx512bf16" not in NATIVE, reason="the processor has no such products")

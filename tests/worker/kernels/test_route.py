@@ -1,4 +1,4 @@
-"""The choice of experts: every instruction set against plain torch."""
+"""The choice of experts: every instruction set and Triton against plain torch."""
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from longshore.worker.kernels.graph import capture
 from longshore.worker.kernels.native import native
 from longshore.worker.layers.moe_router import Router, Routing
 from longshore.worker.layers.placement import Placement
-from tests.worker.kernels.variants import NATIVE, using
+from tests.worker.kernels.variants import NATIVE, TRITON, using
 
 every_set = pytest.mark.parametrize("variant", NATIVE)
+every_set_and_triton = pytest.mark.parametrize("variant", [*NATIVE, TRITON])
 
 
 def make_router(routing: Routing, size: int, *, seed: int = 0) -> Router:
@@ -59,7 +60,7 @@ def least_gap(router: Router, x: Tensor) -> float:
     return min(torch.cat(gaps).tolist(), default=1.0)
 
 
-@every_set
+@every_set_and_triton
 @given(
     routing=routings(),
     num_tokens=st.integers(1, 11),
@@ -101,7 +102,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(variant: str) -> None:
             assert torch.equal(alone.experts[0], together.experts[token])
 
 
-@every_set
+@every_set_and_triton
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("has_correction", [False, True])
 def test_nan_reaches_the_weights_of_valid_experts(
@@ -124,13 +125,35 @@ def test_nan_reaches_the_weights_of_valid_experts(
     assert 0 <= int(routed.experts.min()) <= int(routed.experts.max()) < 8
 
 
-@every_set
+@every_set_and_triton
 def test_equal_experts_are_chosen_in_their_order(variant: str) -> None:
     router = make_router(Routing(num_experts=6, top_k=3, scoring="sigmoid"), 4)
     router.weight.zero_()
     router.weight[4] = 1.0
     with using(variant):
         assert router(torch.ones(1, 4)).experts.tolist() == [[4, 0, 1]]
+
+
+def test_many_experts_are_routed_in_triton() -> None:
+    """As in DeepSeek-V3, with a number of experts that is no power of two, and no tokens."""
+    routing = Routing(
+        num_experts=264,
+        top_k=9,
+        scoring="sigmoid",
+        renormalise=True,
+        scale=2.5,
+        num_groups=8,
+        top_k_groups=3,
+        has_correction=True,
+    )
+    router, x = make_router(routing, 40), torch.randn(20, 40).half()
+    with using("torch"):
+        wanted = router(x)
+    with using(TRITON):
+        got, nothing = router(x), router(x[:0])
+    assert torch.equal(got.experts, wanted.experts)
+    torch.testing.assert_close(got.weights, wanted.weights)
+    assert nothing.weights.shape == nothing.experts.shape == (0, 9)
 
 
 @every_set
@@ -148,7 +171,7 @@ def test_a_replay_routes_other_tokens(variant: str) -> None:
         assert torch.equal(routed.experts[:5], wanted.experts)
 
 
-@every_set
+@every_set_and_triton
 def test_wrong_shapes_and_dtypes_are_rejected(variant: str) -> None:
     router = make_router(Routing(num_experts=4, top_k=2), 8)
     with using(variant):

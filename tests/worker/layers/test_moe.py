@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.native import native
+from longshore.worker.kernels.operators import num_launches
 from longshore.worker.layers.moe import (
     ExpertForm,
     Experts,
@@ -24,6 +27,7 @@ from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
 from longshore.worker.ranks.parallel import Parallel
+from tests.worker.kernels.variants import TRITON, using
 from tests.worker.live_memory import peak_bytes
 from tests.worker.models.thread_ranks import on_every_rank
 
@@ -219,6 +223,39 @@ def test_a_row_is_multiplied_by_the_matrix_of_its_expert_only(counts: list[int])
     experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
     wanted = [matrices.stored(expert) @ row for expert, row in zip(experts, x, strict=True)]
     torch.testing.assert_close(got, torch.stack(wanted))
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not func.is_view and func.namespace != "prim":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_mixture_on_a_gpu_never_waits_for_its_seven_launches(
+    form: ExpertForm, dtype: torch.dtype
+) -> None:
+    """A fake tensor has no values, so it raises an error if the host reads one."""
+    with using(TRITON), FakeTensorMode():
+        reference = Reference(Routing(num_experts=5, top_k=2), 10, 6, form)
+        placement = Placement(dtype, CPU)
+        layer = mixture(reference, placement)
+        placement.loaded()
+        x = torch.empty(3, 10, dtype=dtype)
+        with Operators() as operators:
+            out = layer(x)
+    assert (out.shape, out.dtype) == (x.shape, dtype)
+    widening = ["aten::_to_copy"] if dtype != torch.float32 else []
+    assert operators.names == [*widening, "aten::mm", "longshore::route", "longshore::experts"]
+    assert (num_launches("route"), num_launches("experts")) == (1, 4)
 
 
 def choose_plainly(

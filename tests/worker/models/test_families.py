@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from longshore.worker.kernels import experts
 from tests.reference import ReferenceAnswer, assert_greedy_equal
+from tests.worker.kernels.variants import TRITON, using
 from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import NUM_COMMON, NUM_TOKENS, Checkpoint
 from tests.worker.models.paged_model import PagedModel, forward_logits
@@ -86,6 +89,32 @@ def test_prompt_log_probabilities_equal_those_of_transformers(
         wanted = reference_logits(exact, prompt).log_softmax(-1)
         assert wanted.std() > 0.1, "a flat reference would prove nothing"
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+MIXTURES = (
+    "Mixtral",
+    "Qwen3-MoE",
+    "GPT-OSS",
+    "Llama 4",
+    "DeepSeek-V2, groups, biased",
+    "DeepSeek-V3",
+    "Granite 4 hybrid, mixture",
+)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in MIXTURES], ids=str)
+def test_mixtures_in_triton_compute_what_transformers_do(
+    case: Case, checkpoint_of: CheckpointOf
+) -> None:
+    checkpoint = checkpoint_of(case)
+    prompt = checkpoint.prompts[0]
+    exact = copy.deepcopy(checkpoint.reference).double()
+    with using(TRITON), patch.object(experts, "compute", wraps=experts.compute) as computed:
+        model = PagedModel(checkpoint.path, max_model_len=case.max_model_len)
+        got = forward_logits([model], prompt).log_softmax(-1)
+    assert computed.called
+    wanted = reference_logits(exact, prompt).log_softmax(-1)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
