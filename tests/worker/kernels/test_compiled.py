@@ -1,0 +1,26 @@
+"""Triton kernels compile for a Hopper GPU, also where there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from longshore.worker.kernels import operators
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.worker.kernels.compiled"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    modules = {name.partition(".")[0] for name in done.stdout.split()}
+    sources = Path(operators.__file__).parent.joinpath("gpu").glob("*.py")
+    assert modules == {source.stem for source in sources} - {"__init__"}
