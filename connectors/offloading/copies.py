@@ -2,27 +2,20 @@
 a job are submitted together.
 
 A `Copier` gets addresses, so that one interface serves a CPU (threads with memory copies, which do
-not hold the interpreter's lock) and CUDA (the runtime's batched or single asynchronous copies).
+not hold the interpreter's lock) and CUDA (`cuda_copies.py`).
 """
 
 import ctypes
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 MIN_THREAD_BYTES: Final = 1 << 20
 """Bytes for which another thread is woken up."""
-
-BATCH_RUNTIME_VERSION: Final = 12_080
-"""The first CUDA runtime with cudaMemcpyBatchAsync. Version 13 has other arguments."""
 
 
 class Copies(NamedTuple):
@@ -50,6 +43,29 @@ def joined(copies: Copies) -> Copies:
     follows = (device[1:] == device[:-1] + sizes[:-1]) & (host[1:] == host[:-1] + sizes[:-1])
     firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
     return Copies(device[firsts], host[firsts], np.add.reduceat(sizes, firsts))
+
+
+def divided_at(copies: Copies, border_bytes: int) -> Copies:
+    """Divide the copies that cross a multiple of `border_bytes` in host memory."""
+    device, host, sizes = copies
+    index, offsets, parts = divide(host, sizes, border_bytes)
+    return Copies(device[index] + offsets, host[index] + offsets, parts)
+
+
+def divide(starts: Int64s, sizes: Int64s, border_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Divide the ranges of `sizes[i]` bytes from `starts[i]` at all multiples of `border_bytes`.
+
+    Returns, for each part in order, the index of its range, its offset in it, and its size. Empty
+    ranges have no part.
+    """
+    first = starts // border_bytes
+    num_parts = np.where(sizes > 0, (starts + sizes - 1) // border_bytes - first + 1, 0)
+    index = np.repeat(np.arange(len(sizes)), num_parts)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    borders = (first[index] + within) * border_bytes
+    begins = np.maximum(starts[index], borders)
+    ends = np.minimum(starts[index] + sizes[index], borders + border_bytes)
+    return index, begins - starts[index], ends - begins
 
 
 class Copier(Protocol):
@@ -115,107 +131,3 @@ def _parts(
         left = np.minimum(ends[first:last], end) - starts[first:last] - cut
         parts.append((targets[first:last] + cut, sources[first:last] + cut, left))
     return parts
-
-
-class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes: order of the accesses to the source, hints (unused), flags."""
-
-    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
-
-
-_STREAM_ORDER: Final = 1  # cudaMemcpySrcAccessOrderStream
-_DEFAULT_KIND: Final = 4  # cudaMemcpyDefault: the runtime knows whose the addresses are
-
-
-class CudaCopier:
-    """The CUDA runtime's copies on a stream of its own, of the lowest priority. Host memory must be
-    registered, or each copy waits. All copies of a job are one call if the runtime has batches.
-
-    library:     the runtime, a ctypes library.
-    on_device:   makes the stream's device the current one of the calling thread.
-    synchronize: waits for the stream.
-    """
-
-    def __init__(
-        self,
-        library: Any,
-        stream: int,
-        on_device: Callable[[], AbstractContextManager[object]],
-        synchronize: Callable[[], object],
-    ) -> None:
-        self._library = library
-        self._stream = ctypes.c_void_p(stream)
-        self._on_device = on_device
-        self._synchronize = synchronize
-        version = ctypes.c_int()
-        self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
-        self._version = version.value
-        self.has_batches = self._version >= BATCH_RUNTIME_VERSION
-        self.name = "one batch per job" if self.has_batches else "one copy per run of blocks"
-
-    def copy(self, targets: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        if len(sizes) == 0:
-            return
-        with self._on_device():
-            if self.has_batches:
-                self._copy_batch(targets, sources, sizes)
-            else:
-                self._copy_each(targets, sources, sizes)
-            self._synchronize()
-
-    def _copy_batch(self, targets: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
-        addresses = [ctypes.c_void_p(each.ctypes.data) for each in arrays]
-        attributes, first, failed = _Attributes(order=_STREAM_ORDER), ctypes.c_size_t(), None
-        arguments = [
-            *addresses,
-            ctypes.c_size_t(len(sizes)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-        ]
-        if self._version < 13_000:
-            failed = ctypes.c_size_t()
-            arguments.append(ctypes.byref(failed))
-        self._check(self._library.cudaMemcpyBatchAsync(*arguments, self._stream))
-
-    def _copy_each(self, targets: Int64s, sources: Int64s, sizes: Int64s) -> None:
-        for target, source, size in zip(
-            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
-        ):
-            self._check(
-                self._library.cudaMemcpyAsync(
-                    ctypes.c_void_p(target),
-                    ctypes.c_void_p(source),
-                    ctypes.c_size_t(size),
-                    ctypes.c_int(_DEFAULT_KIND),
-                    self._stream,
-                )
-            )
-
-    def _check(self, status: int) -> None:
-        if status != 0:
-            raise RuntimeError(f"the CUDA runtime reported error {status}")
-
-    def close(self) -> None:
-        """Every copy has ended."""
-
-
-def cuda_copier(device: torch.device) -> CudaCopier:
-    """On a new stream. Raises OSError if the runtime that torch uses cannot be found."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # of torch
-    return CudaCopier(
-        ctypes.CDLL(_runtime_path()),
-        stream.cuda_stream,
-        lambda: torch.cuda.device(device),
-        stream.synchronize,
-    )
-
-
-def _runtime_path() -> str:
-    """Of the CUDA runtime that this process has loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if "/libcudart.so" in path:
-            return path
-    raise OSError("this process has not loaded the CUDA runtime (libcudart.so)")

@@ -34,14 +34,16 @@ from longshore.connectors.offloading.copies import (
     Copies,
     HostCopier,
     Int64s,
-    cuda_copier,
+    divided_at,
     joined,
 )
 from longshore.connectors.offloading.copy_method import choose_host_copies
+from longshore.connectors.offloading.cuda_copies import Direction, cuda_copier, load_runtime
 from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, Outcome
 from longshore.connectors.offloading.host_region import HostRegion
 from longshore.connectors.offloading.host_spec import CPUOffloadingSpec
 from longshore.connectors.offloading.messages import BlockList, LoadJob, StoreJob, TierJob
+from longshore.connectors.offloading.registration import CHUNK_BYTES, RegisteredMemory
 from longshore.connectors.offloading.tier_workers import open_tiers, store_identity
 from longshore.connectors.offloading.tiers import (
     HOST_KEPT,
@@ -116,17 +118,21 @@ class HostHandlers:
             share_bytes=tuple(self._factor * size for size in config.rank_block_bytes),
             rank=config.rank,
         )
-        self._is_pinned = kv_caches.device.type == "cuda"
-        if self._is_pinned:
-            _pin(self._region)
+        self._registered: RegisteredMemory | None = None
+        if kv_caches.device.type == "cuda":
+            self._registered = _register(self._region, kv_caches.device)
         self._operations: deque[TransferOperation] = deque()  # the threads of the queues append
         said = HOST_KEPT if self._region.is_kept else HOST_NEW
         self._messages = [msgspec.msgpack.encode(TierMessage(HOST_TIER, said))]
         queues.wake()
         self._tiers = open_tiers(spec, config, queues.wake)
-        block_bytes = self._factor * int(self._sizes.max())
+        page_bytes = int(self._sizes.max())
+        directions: tuple[Direction, ...] = ("to host", "to device")
         self._copiers = [
-            _make_copier(kv_caches.device, block_bytes, config.state_dir) for _ in range(2)
+            cuda_copier(kv_caches.device, page_bytes, direction)
+            if kv_caches.device.type == "cuda"
+            else _host_copier(self._factor * page_bytes, config.state_dir)
+            for direction in directions
         ]
         # By source and destination: the device, host memory, or the name of a lower tier.
         to_host, to_device = self._copiers
@@ -218,8 +224,8 @@ class HostHandlers:
             tier.close()
         for copier in self._copiers:
             copier.close()
-        if self._is_pinned:
-            _unpin(self._region)
+        if self._registered is not None:
+            self._registered.close()
         self._region.close()
 
     # On the threads of the queues
@@ -400,32 +406,35 @@ class HostHandlers:
     def _copies(
         self, blocks: BlockList, slots: npt.NDArray[np.int64], keep: npt.NDArray[np.bool_]
     ) -> Copies:
-        """The copies of all kept blocks, neighbours joined."""
+        """The copies of all kept blocks, neighbours joined, but not across registered chunks."""
         ids = blocks.ids(self._factor)[keep].astype(np.int64)
         sizes = self._sizes[np.frombuffer(blocks.groups, np.uint8)[keep]]
         host = slots[keep] * self._region.slot_bytes + self._region.offset(0)
         within = np.arange(self._factor) * sizes[:, None]  # one group, if there are several
         is_copied = ids.ravel() != NULL_BLOCK
-        return joined(
+        copies = joined(
             Copies(
                 (ids * self._stride).ravel()[is_copied],
                 (host[:, None] + within).ravel()[is_copied],
                 np.repeat(sizes, self._factor)[is_copied],
             )
         )
+        return copies if self._registered is None else divided_at(copies, CHUNK_BYTES)
 
     def _addresses(self, copies: Copies) -> tuple[Int64s, Int64s]:
         """On the device and in host memory."""
         return copies.device + self._blocks.data_ptr(), copies.host + self._region.address
 
 
-def _make_copier(device: torch.device, block_bytes: int, state_dir: str | None) -> Copier:
-    if device.type != "cuda":
-        speed = choose_host_copies(block_bytes, None if state_dir is None else Path(state_dir))
-        return HostCopier(speed.num_threads)
-    copier = cuda_copier(device)
-    logger.info("copies between the device and host memory: %s", copier.name)
-    return copier
+def _host_copier(block_bytes: int, state_dir: str | None) -> Copier:
+    speed = choose_host_copies(block_bytes, None if state_dir is None else Path(state_dir))
+    return HostCopier(speed.num_threads)
+
+
+def _register(region: HostRegion, device: torch.device) -> RegisteredMemory:
+    """See RegisteredMemory."""
+    with torch.cuda.device(device):
+        return RegisteredMemory(load_runtime(), region.address, region.memory.nbytes)
 
 
 def _identity(spec: CPUOffloadingSpec, config: WorkerConnectorConfig) -> bytes:
@@ -438,16 +447,3 @@ def _identity(spec: CPUOffloadingSpec, config: WorkerConnectorConfig) -> bytes:
 
 def _command_ended(on_done: OnDone, event: QueueEvent) -> None:
     on_done([] if event.error is None else [0])
-
-
-def _pin(region: HostRegion) -> None:
-    """Register the region for DMA, so that copies can be asynchronous."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
-    status = runtime.cudaHostRegister(region.address, region.memory.nbytes, 0)
-    if int(status) != 0:
-        logger.warning("host memory cannot be pinned (error %s); copies will be slow", status)
-
-
-def _unpin(region: HostRegion) -> None:
-    """The next region may get the same addresses, which cannot be registered twice."""
-    torch.cuda.cudart().cudaHostUnregister(region.address)  # type: ignore[no-untyped-call]  # of torch

@@ -1,8 +1,7 @@
 """Copies between the device and host memory: what is joined, and that every copier copies exactly
 what it is told. The CUDA runtime is played by one that copies host memory."""
 
-import ctypes
-from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,14 @@ from hypothesis import strategies as st
 
 from longshore.connectors.offloading import copies as module
 from longshore.connectors.offloading import copy_method
-from longshore.connectors.offloading.copies import Copier, Copies, CudaCopier, HostCopier, joined
+from longshore.connectors.offloading.copies import (
+    Copier,
+    Copies,
+    HostCopier,
+    divide,
+    divided_at,
+    joined,
+)
 from longshore.connectors.offloading.copy_method import (
     COPY_METHODS_FILE,
     HostCopySpeed,
@@ -22,70 +28,20 @@ from longshore.connectors.offloading.copy_method import (
     measure_host_copies,
     thread_counts,
 )
+from tests.connectors.offloading.cuda_runtime import Runtime
 
 
 def int64s(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-class Runtime:
-    """The calls of the CUDA runtime that a CudaCopier makes, for addresses in host memory. A copy
-    takes place when the stream is synchronised."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.calls: list[str] = []
-        self.pending: list[tuple[int, int, int]] = []
-
-    def cudaRuntimeGetVersion(self, version: Any) -> int:
-        version._obj.value = self.version
-        return 0
-
-    def cudaMemcpyAsync(self, target: Any, source: Any, size: Any, kind: Any, stream: Any) -> int:
-        assert (kind.value, stream.value) == (4, 77)
-        self.calls.append("one")
-        self.pending.append((target.value, source.value, size.value))
-        return 0
-
-    def cudaMemcpyBatchAsync(
-        self,
-        targets: Any,
-        sources: Any,
-        sizes: Any,
-        count: Any,
-        attributes: Any,
-        first: Any,
-        num_attributes: Any,
-        *others: Any,
-    ) -> int:
-        *failed, stream = others
-        assert len(failed) == (self.version < 13_000)
-        assert (num_attributes.value, first._obj.value, stream.value) == (1, 0, 77)
-        assert attributes._obj.order == 1
-        assert ctypes.sizeof(attributes._obj) == 24
-        self.calls.append("batch")
-        lists = [
-            list((ctypes.c_int64 * count.value).from_address(each.value))
-            for each in (targets, sources, sizes)
-        ]
-        self.pending += zip(*lists, strict=True)
-        return 0
-
-    def synchronize(self) -> None:
-        for copy in self.pending:
-            ctypes.memmove(*copy)
-        self.pending.clear()
-
-    def copier(self) -> CudaCopier:
-        return CudaCopier(self, 77, nullcontext, self.synchronize)
-
-
 COPIERS = {
     "one thread": lambda: HostCopier(1),
     "three threads": lambda: HostCopier(3),
-    "no batches": lambda: Runtime(12_060).copier(),
-    "CUDA 12.8": lambda: Runtime(12_080).copier(),
-    "CUDA 13": lambda: Runtime(13_000).copier(),
+    "runs": lambda: Runtime(12_060).copier("runs"),
+    "batches of CUDA 12.8": lambda: Runtime(12_080).copier("batch"),
+    "batches of CUDA 13": lambda: Runtime(13_000).copier("batch"),
+    "kernel": lambda: Runtime(13_000).copier("kernel"),
 }
 
 
@@ -121,26 +77,6 @@ def test_every_copier_copies_exactly_what_it_is_told(
 
     check()
     copier.close()
-
-
-@pytest.mark.req("WRK-08", "ERR-29")
-@pytest.mark.parametrize(("version", "calls"), [(13_000, ["batch"]), (12_060, ["one"] * 3)])
-def test_a_job_is_one_call_of_a_runtime_with_batches(version: int, calls: list[str]) -> None:
-    runtime = Runtime(version)
-    copier = runtime.copier()
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    starts = int64s(0, 16, 48)
-    copier.copy(target.ctypes.data + starts, source.ctypes.data + starts, int64s(8, 8, 8))
-    assert runtime.calls == calls
-    copier.copy(int64s(), int64s(), int64s())
-    assert runtime.calls == calls, "nothing to copy needs no call"
-
-
-def test_an_error_of_the_cuda_runtime_is_raised() -> None:
-    runtime = Runtime(13_000)
-    runtime.cudaMemcpyBatchAsync = lambda *_: 700  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="error 700"):
-        runtime.copier().copy(int64s(1), int64s(2), int64s(3))
 
 
 def test_the_error_of_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +115,22 @@ def test_neighbours_on_both_sides_are_joined(runs: list[tuple[int, int, int]]) -
         for i in range(int(size))
     }
     assert bytes_copied == {(d + i, h + i) for d, h, size in entries for i in range(size)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=6), st.integers(1, 17))
+def test_ranges_are_divided_at_all_borders(ranges: list[tuple[int, int]], border: int) -> None:
+    starts, sizes = int64s(*(r[0] for r in ranges)), int64s(*(r[1] for r in ranges))
+    expected = []
+    for index, (start, size) in enumerate(ranges):
+        cuts = [at for at in range(start + 1, start + size) if at % border == 0]
+        edges = [start, *cuts, start + size] if size else []
+        expected += [(index, begin - start, end - begin) for begin, end in pairwise(edges)]
+    assert list(zip(*map(list, divide(starts, sizes, border)), strict=True)) == expected
+    divided = divided_at(Copies(starts + 1000, starts, sizes), border)
+    assert list(zip(*map(list, divided), strict=True)) == [
+        (1000 + ranges[index][0] + offset, ranges[index][0] + offset, size)
+        for index, offset, size in expected
+    ]
 
 
 def test_the_choice_is_measured_once_per_machine_and_size(

@@ -13,14 +13,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from longshore.connectors.base import KVCaches
 from longshore.connectors.offloading import host_handlers
 from longshore.connectors.offloading.copy_method import HostCopySpeed
+from longshore.connectors.offloading.cuda_copies import CudaCopier
 from longshore.connectors.offloading.disk_tier import CLEAR, DiskContents
 from longshore.connectors.offloading.host_handlers import SAMPLE_EVERY
+from longshore.connectors.offloading.registration import RegisteredMemory
 from longshore.connectors.offloading.tiers import HOST_KEPT, HOST_TIER, TierMessage
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheSpec
+from tests.connectors.offloading import ranks as ranks_module
+from tests.connectors.offloading.cuda_runtime import Library, Runtime
 from tests.connectors.offloading.ranks import (
     Rank,
     blocks_of,
@@ -180,6 +186,65 @@ def test_the_blocks_of_one_offloaded_block_are_copied_at_once(
         rank.wait()
     size = ranks[0].cache.block_size_bytes
     assert copies == [4 * size, 2 * size, size, size] * 2, "slots also hold the other rank's share"
+
+
+@pytest.mark.req("WRK-02", "WRK-08")
+@pytest.mark.parametrize("kind", ["batch", "runs", "kernel"])
+def test_the_copies_of_a_cuda_device(
+    make_ranks: MakeRanks, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a runtime that copies host memory. Slots cross the borders of registered chunks, and
+    copies do not."""
+    chunk = 4096 - 40
+    runtimes: list[Runtime] = []
+    library = Library()
+
+    def copier(device: Any, page_bytes: int, direction: str) -> CudaCopier:
+        assert page_bytes == cache_of(1, [full()], [1]).block_size_bytes
+        assert direction == ("to host", "to device")[len(runtimes)]
+        runtimes.append(Runtime(13_000))
+        return runtimes[-1].copier(kind)
+
+    def register(region: Any, device: Any) -> RegisteredMemory:
+        return RegisteredMemory(library, region.address, region.memory.nbytes, chunk_bytes=chunk)
+
+    monkeypatch.setattr(host_handlers, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(host_handlers, "cuda_copier", copier)
+    monkeypatch.setattr(host_handlers, "_register", register)
+    on_cpu = ranks_module.caches_of
+    monkeypatch.setattr(
+        ranks_module,
+        "caches_of",
+        lambda cache: KVCaches(on_cpu(cache).groups, torch.device("cuda")),
+    )
+    (rank,) = make_ranks([full()], cpu_bytes_to_use="64K", verify_kv="always")
+    rank.fill(random.Random(0))
+    moved: list[tuple[int, int]] = []
+    to_host = rank.handlers._copiers[0]
+    copy = to_host.copy
+
+    def recorded(targets: Any, sources: Any, sizes: Any) -> None:
+        first = rank.handlers._region.address
+        moved.extend(zip((targets - first).tolist(), sizes.tolist(), strict=True))
+        copy(targets, sources, sizes)
+
+    handlers = rank.handlers._handlers
+    handlers["GPU", "CPU"] = handlers["GPU", "CPU"]._replace(move=recorded)
+    num_slots = min(rank.spec.num_slots, 39)
+    blocks = blocks_of([0] * num_slots, [[each] for each in range(1, num_slots + 1)])
+    before = rank.content(blocks)
+    rank.store("store", blocks, range(num_slots))
+    assert rank.wait() == {"store": []}
+    assert sum(size for _, size in moved) == rank.handlers._region.slot_bytes * num_slots
+    assert len(moved) > 2
+    assert all(at // chunk == (at + size - 1) // chunk for at, size in moved)
+    assert len(library.registered) > 2
+    rank.cache.buffer[1:] = 0
+    rank.load("load", blocks, range(num_slots))
+    assert rank.wait() == {"load": []}
+    assert rank.content(blocks) == before
+    rank.close()
+    assert not library.registered
 
 
 def damage(rank: Rank, slot: int) -> None:
