@@ -253,7 +253,7 @@ def mapped_kernel(
 
 
 def fastest(
-    copiers: Mapping[str, Callable[[], CudaCopier]],
+    copiers: Mapping[str, Callable[[], Copier]],
     source: Tensor,
     target: Tensor,
     page_bytes: int,
@@ -261,7 +261,7 @@ def fastest(
 ) -> Copier:
     """Copy scattered pages from `source` to `target` with every copier. One that raises, or whose
     copy is wrong, is not used, and a warning names it. Raises ConfigError if none is left."""
-    best: CudaCopier | None = None
+    best: Copier | None = None
     best_rate = 0.0
     rates: list[str] = []
     deadline_s = time.perf_counter() + MAX_MEASURE_S
@@ -290,23 +290,19 @@ def fastest(
 def copied_per_s(copier: Copier, source: Tensor, target: Tensor, page_bytes: int) -> float:
     """Bytes per second for scattered pages of two tensors of bytes with equal sizes; the best of
     NUM_REPEATS. Overwrites both tensors. Raises RuntimeError if the first copy is wrong."""
-    num_pages = max(1, len(source) // page_bytes)
-    size = min(page_bytes, len(source))
-    starts = np.random.default_rng(0).permutation(num_pages).astype(np.int64) * size
-    to, sizes = np.roll(starts, 1), np.full(num_pages, size, np.int64)
     pattern = torch.arange(len(source), dtype=torch.int32)
     pattern = (pattern * 31 + pattern // 251).to(torch.uint8)  # pages differ
     source.copy_(pattern)
     target.zero_()
-    if target.device.type == "cuda" or source.device.type == "cuda":
+    if "cuda" in {source.device.type, target.device.type}:
         torch.cuda.synchronize()
+    to, starts, sizes = scattered(len(source), page_bytes)
     copies = to + target.data_ptr(), starts + source.data_ptr(), sizes
     copier.copy(*copies)
     expected = torch.zeros(len(target), dtype=torch.uint8)
-    paged = expected[: num_pages * size].view(num_pages, size)
-    paged[torch.from_numpy(to // size)] = pattern[: num_pages * size].view(num_pages, size)[
-        torch.from_numpy(starts // size)
-    ]
+    size = int(sizes[0])
+    pages, copied = (each[: sizes.sum()].view(-1, size) for each in (pattern, expected))
+    copied[torch.from_numpy(to // size)] = pages[torch.from_numpy(starts // size)]
     if not torch.equal(target.cpu(), expected):
         raise RuntimeError("its copies are wrong")
     seconds = []
@@ -314,7 +310,15 @@ def copied_per_s(copier: Copier, source: Tensor, target: Tensor, page_bytes: int
         started_s = time.perf_counter()
         copier.copy(*copies)
         seconds.append(time.perf_counter() - started_s)
-    return num_pages * size / min(seconds)
+    return int(sizes.sum()) / min(seconds)
+
+
+def scattered(num_bytes: int, page_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Copies of all whole pages, in random order and to other places: offset to write, offset to
+    read, and size of each. A page that is larger than the memory is as large as the memory."""
+    size = min(page_bytes, num_bytes)
+    starts = np.random.default_rng(0).permutation(num_bytes // size).astype(np.int64) * size
+    return np.roll(starts, 1), starts, np.full(len(starts), size, np.int64)
 
 
 def load_runtime() -> Any:

@@ -80,3 +80,15 @@ def test_the_preemption_benchmark_has_a_row_per_mode_and_equal_tokens(tmp_path: 
     for row in rows:
         assert row["tokens_per_s"] > 0
         assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
+
+
+def test_the_dma_benchmark_has_a_row_per_page_size_direction_and_way(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, "dma.py", "--dry-run", "--mib", "2", "--repeats", "1")
+    sizes = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
+    assert [(row["page_bytes"], row["direction"]) for row in rows] == [
+        (size, direction) for size in sizes for direction in ("to host", "to device", "both")
+    ]
+    for row in rows:
+        assert row["way"] == "memory copies, threads: 1"
+        assert row["is_chosen"]
+        assert row["share"] == pytest.approx(row["gb_s"] / row["peak_gb_s"])
