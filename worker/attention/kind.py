@@ -43,6 +43,7 @@ class PagedAttentionKind:
     chunk:     chunk size: a token attends only to tokens of its own chunk. Chunks are counted from
                the first token. At most one of window and chunk is set.
     softcap:   c, if scaled scores are replaced by c * tanh(score / c).
+    value_dim: leading elements of a value that are needed; None: all. A backend may compute more.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class PagedAttentionKind:
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    value_dim: int | None = None
 
     def make_backend(self, view: PagedKV) -> AttentionBackend:
         return make_attention(view, self)

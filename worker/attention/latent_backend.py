@@ -94,8 +94,11 @@ class PagedLatentAttention:
         self._kind = kind
         # One KV head whose keys and values share memory; the same data is written twice.
         planes = view.latents[:, None, :, None].expand(-1, -1, -1, 2, -1, -1)
-        absorbed = PagedAttentionKind(num_heads=kind.num_heads, scale=kind.scale)
+        absorbed = PagedAttentionKind(
+            num_heads=kind.num_heads, scale=kind.scale, value_dim=kind.latent_dim
+        )
         self._absorbed = absorbed.make_backend(PagedKV(planes))
+        self.is_replayable: bool = getattr(self._absorbed, "is_replayable", False)
         self._expanded: dict[int, _Expanded] = {}  # by number of heads at once
 
     def __str__(self) -> str:
@@ -175,7 +178,7 @@ class LatentStep:
             latent_q = torch.bmm(_take(q_nope, self._spans).transpose(0, 1), projections.keys)
             q = torch.cat((latent_q.transpose(0, 1), _take(q_rope, self._spans)), dim=-1)
             own = _take(vectors, self._spans).unsqueeze(1)
-            sums = self._absorbed.forward(layer, q, own, own).view_as(q)
+            sums = self._absorbed.forward(layer, q, own, own).view(*q.shape[:2], -1)
             latent_sums = sums[..., : self._kind.latent_dim].transpose(0, 1)
             values = torch.bmm(latent_sums, projections.values).transpose(0, 1)
             sizes = [span.stop - span.start for span in self._spans]

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.attention.triton_backend import TritonAttention
 from longshore.worker.kernels import paged_attention
 from longshore.worker.kernels.native import native
+from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kv_cache.buffer import PagedKV
 
 if TYPE_CHECKING:
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def make_attention(cache: PagedKV, kind: "PagedAttentionKind") -> AttentionBackend:
-    """The compiled kernel if it was built and supports the cache's device, dtype and head size;
-    otherwise torch."""
+    """On a GPU the Triton kernels. On a CPU the compiled kernel if it was built and supports the
+    cache's dtype and head size. Otherwise torch."""
+    if uses_triton(cache.planes):
+        return TritonAttention(cache, kind)
     kernels = native()
     if kernels is None or not paged_attention.supports(cache):
         return TorchAttention(cache, kind)

@@ -17,9 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.experts import experts
+from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.route import route
+from longshore.worker.kernels.gpu.write_kv import write_kv
 
 MAX_SHARED_BYTES: Final = 227 << 10
 """Of a program on an H100."""
@@ -93,12 +96,62 @@ def compile_experts() -> None:
                 )
 
 
+def _paged(size: int, dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = torch.zeros(3, 1, 2, block_size, size, dtype=dtype)
+    keys, values = cache.unbind(2)
+    return keys, values
+
+
+ATTENTION: Final = [
+    # head_dim, value_dim, query heads, block size, window, chunk, softcap, has sinks, is fp8
+    (128, 128, 4, 16, 0, 0, 0.0, False, False),
+    (128, 128, 8, 64, 0, 0, 0.0, False, True),
+    (64, 64, 8, 16, 128, 0, 0.0, True, False),
+    (256, 256, 2, 16, 0, 0, 50.0, False, False),
+    (80, 80, 1, 7, 0, 96, 0.0, False, False),
+    (192, 192, 4, 64, 0, 0, 0.0, False, False),
+    (576, 512, 128, 16, 0, 0, 0.0, False, False),
+]
+
+
+def compile_attention() -> None:
+    for dtype in DTYPES:
+        cells = ATTENTION if dtype == torch.bfloat16 else ATTENTION[:1]
+        for size, value_dim, num_heads, block_size, window, chunk, softcap, sinks, fp8 in cells:
+            keys, values = _paged(size, torch.float8_e4m3fn if fp8 else dtype, block_size)
+            if value_dim != size:
+                values = keys[..., :value_dim]
+            table = torch.zeros(2, 4, dtype=torch.int32)
+            q = torch.zeros(2, num_heads, size, dtype=dtype)
+            ints = torch.zeros(2, dtype=torch.int64)
+            rest = (window, chunk, softcap, 1.0, 1.0)
+            sink = torch.zeros(num_heads) if sinks else None
+            is_latent = value_dim != size
+            decode_attention(q, keys, values, table, ints, ints, sink, 0.1, *rest, 5, is_latent)
+            chunks = torch.zeros(1, 4, dtype=torch.int64)
+            prefill_attention(q, keys, values, table, chunks, sink, 2000, 0.1, *rest, is_latent)
+
+
+def compile_write_kv() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for size, is_fp8 in ((128, False), (80, True), (576, False)):
+            keys, values = _paged(size, torch.float8_e4m3fn if is_fp8 else dtype, 16)
+            k, slots = torch.zeros(2, 1, size, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+            q, norm = torch.zeros(2, 4, size, dtype=dtype), torch.zeros(size, dtype=dtype)
+            table = torch.zeros(8, 2, size // 4)
+            write_kv(k, k, keys, values, slots, 1.0, 2.0, None, None, None, None, None, 0.0)
+            for norms in ((None, None), (norm, norm), (norm.float(), None)):
+                write_kv(k, k, keys, values, slots, 1.0, 2.0, q, slots, table, *norms, 1e-5)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as names:
         compile_rms_norm()
         compile_route()
         compile_experts()
+        compile_attention()
+        compile_write_kv()
     print(*sorted(names), sep="\n")
 
 

@@ -42,5 +42,5 @@ def test_the_interpreter_rejects_arithmetic_in_bfloat16() -> None:
         places = x_ptr + tl.arange(0, N)
         tl.store(places, tl.load(places) + tl.load(places))
 
-    with in_triton(), pytest.raises(Exception, match="in bfloat16: convert"):
+    with in_triton(), pytest.raises(Exception, match="in bf16: convert"):
         twice[(1,)](torch.ones(4, dtype=torch.bfloat16), N=4)

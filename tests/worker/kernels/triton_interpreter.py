@@ -1,5 +1,6 @@
-"""Corrects bfloat16 in Triton's interpreter, which keeps it as 16-bit integers: it cuts off what a
-GPU rounds, multiplies the integers in `tl.dot`, and adds them elsewhere (triton-lang/triton#11584).
+"""Corrects bfloat16 and fp8 in Triton's interpreter, which keeps them as integers: it cuts off what
+a GPU rounds, multiplies the integers in `tl.dot`, and adds them elsewhere
+(triton-lang/triton#11584).
 """
 
 from collections.abc import Iterator
@@ -12,50 +13,58 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+_NARROW = {
+    tl.bfloat16: (torch.bfloat16, torch.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
+}
+"""Types that the interpreter keeps as integers: the number and its bits in torch."""
 
-def _widened(data: np.ndarray) -> np.ndarray:
-    """bfloat16, as uint16, to float32."""
-    return (data.astype(np.uint32) << 16).view(np.float32)
+
+def _widened(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """To float32."""
+    return torch.from_numpy(np.array(data)).view(_NARROW[dtype][0]).float().numpy()
 
 
-def _rounded(data: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16, as uint16."""
-    rounded = torch.from_numpy(np.array(data, np.float32)).bfloat16()
-    return rounded.view(torch.uint16).numpy()
+def _rounded(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """From float32."""
+    number, bits = _NARROW[dtype]
+    return torch.from_numpy(np.array(data, np.float32)).to(number).view(bits).numpy()
 
 
 @contextmanager
-def exact_bfloat16() -> Iterator[None]:
-    """Within the block, conversions to bfloat16 round, `tl.dot` multiplies bfloat16, and all other
-    arithmetic in bfloat16 raises TypeError: kernels compute in float32."""
+def exact_narrow_types() -> Iterator[None]:
+    """Within the block, conversions to bfloat16 and fp8 round, `tl.dot` multiplies bfloat16, and
+    all other arithmetic in these types raises TypeError: kernels compute in float32."""
     cast, dot, binary = (
         getattr(InterpreterBuilder, name) for name in ("cast_impl", "create_dot", "binary_op")
     )
 
     def exact_cast(self: Any, source: Any, dtype: Any) -> Any:
-        kinds = source.dtype.scalar, dtype.scalar
-        if kinds == (tl.float32, tl.bfloat16):
-            return TensorHandle(_rounded(source.data), tl.bfloat16)
-        if kinds == (tl.bfloat16, tl.float32):
-            return TensorHandle(_widened(source.data), tl.float32)
+        before, after = source.dtype.scalar, dtype.scalar
+        if before == tl.float32 and after in _NARROW:
+            return TensorHandle(_rounded(source.data, after), after)
+        if before in _NARROW and after == tl.float32:
+            return TensorHandle(_widened(source.data, before), tl.float32)
+        assert before == after or not {before, after} & {*_NARROW}, "convert by way of float32"
         return cast(self, source, dtype)
 
     def exact_fp_to_fp(self: Any, source: Any, dtype: Any, rounding_mode: Any) -> Any:
-        kinds = source.dtype.scalar, dtype.scalar
-        if tl.bfloat16 in kinds and tl.float32 in kinds:
+        if {source.dtype.scalar, dtype.scalar} & {*_NARROW}:
             return exact_cast(self, source, dtype)
         return fp_to_fp(self, source, dtype, rounding_mode)
 
     def exact_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (
-            TensorHandle(_widened(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            TensorHandle(_widened(x.data, tl.bfloat16), tl.float32)
+            if x.dtype.scalar == tl.bfloat16
+            else x
             for x in (a, b)
         )
         return dot(self, a, b, *rest)
 
     def checked_binary(self: Any, lhs: Any, rhs: Any, operation: Any) -> Any:
-        if lhs.dtype.scalar == tl.bfloat16:
-            raise TypeError(f"{operation} in bfloat16: convert the operands to float32")
+        if lhs.dtype.scalar in _NARROW:
+            raise TypeError(f"{operation} in {lhs.dtype.scalar}: convert the operands to float32")
         return binary(self, lhs, rhs, operation)
 
     fp_to_fp = InterpreterBuilder.create_fp_to_fp

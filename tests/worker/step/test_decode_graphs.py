@@ -27,6 +27,8 @@ from longshore.worker.step.decode_graphs import (
     DecodeGraphs,
 )
 from tests.models import make_tiny_model
+from tests.worker.kernels.variants import in_triton
+from tests.worker.models.cases import CASES
 from tests.worker.models.served_model import ServedModel
 
 PROMPTS = [[5, 9, 2] * 9, [7, 7, 1], [3] * 40, [8, 1, 4, 4, 2], [11, 12, 13] * 5]
@@ -261,3 +263,19 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="not capturable"):
         CudaGraphMaker().capture(decode, has_layer_hooks=False)
     assert cuda.events[-1] == "end 0"
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "DeepSeek-V2"])
+def test_replays_of_the_triton_kernels_have_the_tokens_of_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels run in the interpreter, as in a graph of a GPU: from the same addresses, with
+    padded rows."""
+    case = next(case for case in CASES if case.name.startswith(name))
+    make_tiny_model(case.family, tmp_path, **{"initializer_range": 0.2, **case.settings})
+    expected = answers(tmp_path)
+    maker = RerunMaker()
+    monkeypatch.setattr(step_launcher, "graph_maker", lambda device: maker)
+    with in_triton():
+        assert answers(tmp_path) == expected
+    assert maker.replayed[-1] == 8

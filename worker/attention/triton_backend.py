@@ -1,0 +1,139 @@
+"""Attention with Triton kernels, which read keys and values in place through the block table.
+
+A step of decodes reads everything that changes from step to step on the device, so graphs can
+replay it. Prefill chunks of a step are computed in one launch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.attention.reach import Reach
+from longshore.worker.kernels.decode_attention import decode_attention, num_splits
+from longshore.worker.kernels.prefill_attention import prefill_attention
+from longshore.worker.kernels.write_kv import write_kv
+from longshore.worker.kv_cache.buffer import PagedKV
+from longshore.worker.kv_cache.fp8 import KVScales
+
+if TYPE_CHECKING:
+    from longshore.worker.attention.kind import PagedAttentionKind
+
+
+class TritonAttention:
+    """Bound to one cache and one kind of layer."""
+
+    is_replayable = True
+
+    def __init__(self, cache: PagedKV, kind: "PagedAttentionKind") -> None:
+        self.cache = cache
+        self.num_heads = kind.num_heads
+        self.value_dim = kind.value_dim or cache.head_dim
+        self.scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
+        self.softcap = kind.softcap
+        self.reach = Reach(window=kind.window, chunk=kind.chunk)
+        self._description = f"Triton kernels, {kind}"
+
+    def __str__(self) -> str:
+        return self._description
+
+    def begin_step(self, metadata: AttentionMetadata) -> "TritonAttentionStep":
+        return TritonAttentionStep(self, metadata)
+
+
+class TritonAttentionStep:
+    """One step, all layers: `write`, then `attend`."""
+
+    native_steps: tuple[bytes, ...] = ()
+
+    def __init__(self, attention: TritonAttention, metadata: AttentionMetadata) -> None:
+        self._attention = attention
+        self._metadata = metadata
+        cache, table = attention.cache, metadata.block_table
+        self._num_decodes = len(metadata.decode_rows)
+        max_tokens = table.shape[1] * cache.block_size
+        if attention.reach.max_tokens is not None:
+            max_tokens = min(max_tokens, attention.reach.max_tokens)
+        self._num_splits = num_splits(self._num_decodes, cache.num_kv_heads, max_tokens)
+        self._max_chunk_tokens = max((c.num_tokens for c in metadata.prefill_chunks), default=0)
+        self._chunks: Tensor | None = None
+        if metadata.prefill_chunks:
+            self._chunks = _chunk_table(metadata)
+
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See AttentionStep.forward."""
+        self.write(layer, k, v)
+        return self.attend(layer, q, sinks)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the step's tokens."""
+        keys, values = self._planes(layer)
+        write_kv(k, v, keys, values, self._metadata.slot_mapping, self._scales(layer))
+
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Compute the layer, whose keys and values have been written. See AttentionStep.forward."""
+        attention, metadata, n = self._attention, self._metadata, self._num_decodes
+        keys, values = self._planes(layer)
+        values = values[..., : attention.value_dim]
+        scales = self._scales(layer)
+        settings: dict[str, Any] = {
+            "scale": attention.scale,
+            "reach": attention.reach,
+            "softcap": attention.softcap,
+            "sinks": sinks,
+            "key_scale": scales.keys,
+            "value_scale": scales.values,
+        }
+        parts = []
+        if n:
+            decoded, _ = decode_attention(
+                q[:n],
+                keys,
+                values,
+                metadata.block_table,
+                metadata.decode_rows,
+                metadata.decode_lens,
+                num_splits=self._num_splits,
+                **settings,
+            )
+            parts.append(decoded)
+        if self._chunks is not None:
+            prefilled, _ = prefill_attention(
+                q[n:],
+                keys,
+                values,
+                metadata.block_table,
+                self._chunks,
+                max_tokens=self._max_chunk_tokens,
+                **settings,
+            )
+            parts.append(prefilled)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.flatten(1)
+
+    def _planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(num_blocks, num_kv_heads, block_size, head_dim) each."""
+        keys, values = self._attention.cache.planes[:, :, layer].unbind(2)
+        return keys, values
+
+    def _scales(self, layer: int) -> KVScales:
+        fp8 = self._attention.cache.fp8
+        return KVScales() if fp8 is None else fp8.scales[layer]
+
+
+def _chunk_table(metadata: AttentionMetadata) -> Tensor:
+    """(num_chunks, 4) int64, on the device: row, first token after the decodes, number of tokens,
+    and length of the sequence."""
+    num_decodes = len(metadata.decode_rows)
+    table = torch.tensor(
+        [
+            (chunk.row, chunk.first_token - num_decodes, chunk.num_tokens, chunk.seq_len)
+            for chunk in metadata.prefill_chunks
+        ],
+        dtype=torch.int64,
+    )
+    device = metadata.block_table.device
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,0 +1,308 @@
+"""Attention of one new token per sequence over a paged cache, divided along the context
+(flash-decoding: Dao et al., 2023). See `worker/kernels/decode_attention.py`.
+
+A program computes all query heads of a KV head, as the rows of one product, over one split of the
+context; so keys and values are read once. A second kernel adds up the splits. What a program reads
+follows from the length in device memory, so the launch can be part of a graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longshore.worker.kernels.gpu.paged import (
+    LOG2_E,
+    capped,
+    key_offsets,
+    load_tile,
+    parts_of,
+    readable,
+)
+from longshore.worker.kernels.operators import operator
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    q_row_stride,
+    q_head_stride,
+    k_block_stride,
+    k_head_stride,
+    k_token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
+    table_stride,
+    scale,
+    softcap,
+    num_heads,
+    GROUP: tl.constexpr,
+    TILE_H: tl.constexpr,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    V_SECOND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    tiles_of_heads: tl.constexpr = (GROUP + TILE_H - 1) // TILE_H
+    kv_head = tl.program_id(1) // tiles_of_heads
+    split = tl.program_id(2)
+    within = (tl.program_id(1) % tiles_of_heads) * TILE_H + tl.arange(0, TILE_H)
+    is_head = within < GROUP
+    heads = kv_head * GROUP + within
+    length = tl.load(lens_ptr + index).to(tl.int32)
+    row = tl.load(rows_ptr + index)
+    dtype = q_ptr.dtype.element_ty
+
+    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+    q_places = q_ptr + index * q_row_stride + heads[:, None] * q_head_stride
+    q = load_tile(q_places + columns, is_head[:, None] & (columns < SIZE), dtype, False)
+    if SIZE > FIRST:
+        q_2 = load_tile(q_places + columns_2, is_head[:, None] & (columns_2 < SIZE), dtype, False)
+
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(length - WINDOW, 0)
+    if CHUNK > 0:
+        first_key = tl.maximum(length - 1, 0) // CHUNK * CHUNK
+    first_tile, end_tile = first_key // TILE, tl.cdiv(length, TILE)
+    tiles_per_split = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
+    first_tile += split * tiles_per_split
+    end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
+
+    best = tl.full([TILE_H], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_H], tl.float32)
+    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
+    sums = tl.zeros([TILE_H, V_FIRST], tl.float32)
+    if V_SIZE > V_FIRST:
+        sums_2 = tl.zeros([TILE_H, V_SECOND], tl.float32)
+    table_row = table_ptr + row * table_stride
+    for tile in range(first_tile, end_tile):
+        positions = tile * TILE + tl.arange(0, TILE)
+        is_key = (positions < length) & (positions >= first_key)
+        k_offsets = key_offsets(
+            table_row, positions, is_key, k_block_stride, k_token_stride, BLOCK_SIZE, TILE
+        )
+        k_places = k_ptr + kv_head * k_head_stride + k_offsets[:, None]
+        k = load_tile(k_places + columns, is_key[:, None] & (columns < SIZE), dtype, IS_FP8)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SIZE > FIRST:
+            k_2 = load_tile(
+                k_places + columns_2, is_key[:, None] & (columns_2 < SIZE), dtype, IS_FP8
+            )
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+        scores *= scale
+        if HAS_SOFTCAP:
+            scores = capped(scores, softcap)
+        scores = tl.where(is_key[None, :], scores * LOG2_E, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        decay = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+        weights = weights.to(dtype)
+        if IS_LATENT:
+            v = k
+        else:
+            v_offsets = key_offsets(
+                table_row, positions, is_key, v_block_stride, v_token_stride, BLOCK_SIZE, TILE
+            )
+            v_places = v_ptr + kv_head * v_head_stride + v_offsets[:, None]
+            v = load_tile(
+                v_places + v_columns, is_key[:, None] & (v_columns < V_SIZE), dtype, IS_FP8
+            )
+        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
+        if V_SIZE > V_FIRST:
+            v_2 = load_tile(
+                v_places + v_columns_2, is_key[:, None] & (v_columns_2 < V_SIZE), dtype, IS_FP8
+            )
+            sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
+
+    # A split without keys has the weight 0 in the sum of splits.
+    has_keys = total > 0
+    inverse = tl.where(has_keys, 1.0 / tl.where(has_keys, total, 1.0), 0.0)
+    line = (index * num_heads + heads) * NUM_SPLITS + split
+    out_places = out_ptr + line[:, None] * V_SIZE
+    tl.store(
+        out_places + v_columns, sums * inverse[:, None], is_head[:, None] & (v_columns < V_SIZE)
+    )
+    if V_SIZE > V_FIRST:
+        tl.store(
+            out_places + v_columns_2,
+            sums_2 * inverse[:, None],
+            is_head[:, None] & (v_columns_2 < V_SIZE),
+        )
+    log_total = tl.log2(tl.where(has_keys, total, 1.0))
+    lse = tl.where(has_keys, (best + log_total) / LOG2_E, float("-inf"))
+    tl.store(lse_ptr + line, lse, is_head)
+
+
+@triton.jit
+def _add_splits(
+    parts_ptr,
+    part_lse_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    value_scale,
+    num_heads,
+    V_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    splits, columns = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    is_split = splits < NUM_SPLITS
+    part_lse = tl.load(
+        part_lse_ptr + line * NUM_SPLITS + splits, mask=is_split, other=float("-inf")
+    )
+    best = tl.max(part_lse, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + line % num_heads)
+        best = tl.maximum(best, sink)
+    base = tl.where(best > float("-inf"), best, 0.0)
+    weights = tl.exp(part_lse - base)
+    total = tl.sum(weights, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - base)
+    places = (line * NUM_SPLITS + splits[:, None]) * V_SIZE + columns[None, :]
+    parts = tl.load(
+        parts_ptr + places, mask=is_split[:, None] & (columns < V_SIZE)[None, :], other=0.0
+    )
+    out = tl.sum(parts * weights[:, None], axis=0)
+    divisor = tl.where(total > 0, total, 1.0)
+    out = out * (value_scale / divisor)
+    tl.store(out_ptr + line * V_SIZE + columns, out.to(out_ptr.dtype.element_ty), columns < V_SIZE)
+    tl.store(lse_ptr + line, tl.where(total > 0, base + tl.log(divisor), float("-inf")))
+
+
+def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads = q.shape[:2]
+    out = torch.empty((num_rows, num_heads, values.shape[3]), dtype=q.dtype, device=q.device)
+    return out, torch.empty((num_rows, num_heads), dtype=torch.float32, device=q.device)
+
+
+@operator(
+    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor rows, "
+    "Tensor lens, Tensor? sinks, float scale, int window, int chunk, float softcap, "
+    "float key_scale, float value_scale, int num_splits, bool is_latent) -> (Tensor, Tensor)",
+    fake=_fake,
+    launches=2,
+)
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    key_scale: float,
+    value_scale: float,
+    num_splits: int,
+    is_latent: bool,
+) -> tuple[Tensor, Tensor]:
+    """See the wrapper. window, chunk, softcap: 0 is none. is_latent: `values` are the first
+    elements of `keys`, the same memory, and their size is a power of two."""
+    out, lse = _fake(q, keys, values)
+    num_rows, num_heads, size = q.shape
+    num_kv_heads, block_size = keys.shape[1:3]
+    if num_rows == 0:
+        return out, lse
+    group = num_heads // num_kv_heads
+    parts, v_parts = parts_of(size), parts_of(values.shape[3])
+    tile_h = min(max(16, triton.next_power_of_2(group)), 64)
+    wide = parts.first > 128
+    tile = 32 if wide or q.dtype == torch.float32 else 64
+    # Programs of the second kernel read these; a graph keeps them.
+    part_out = torch.empty(
+        (num_rows, num_heads, num_splits, v_parts.size), dtype=torch.float32, device=q.device
+    )
+    part_lse = torch.empty(part_out.shape[:3], dtype=torch.float32, device=q.device)
+    is_fp8 = keys.dtype == torch.float8_e4m3fn
+    keys, values = readable(keys), readable(values)
+    _attend[(num_rows, num_kv_heads * triton.cdiv(group, tile_h), num_splits)](
+        q,
+        keys,
+        values,
+        block_table,
+        rows,
+        lens,
+        part_out,
+        part_lse,
+        q.stride(0),
+        q.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        block_table.stride(0),
+        scale * key_scale,
+        softcap,
+        num_heads,
+        GROUP=group,
+        TILE_H=tile_h,
+        SIZE=parts.size,
+        FIRST=parts.first,
+        SECOND=parts.second,
+        V_SIZE=v_parts.size,
+        V_FIRST=v_parts.first,
+        V_SECOND=v_parts.second,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        WINDOW=window,
+        CHUNK=chunk,
+        HAS_SOFTCAP=softcap > 0,
+        IS_FP8=is_fp8,
+        IS_LATENT=is_latent,
+        NUM_SPLITS=num_splits,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if wide else 4,
+        num_stages=2 if wide else 3,
+    )
+    _add_splits[(num_rows * num_heads,)](
+        part_out,
+        part_lse,
+        sinks,
+        out,
+        lse,
+        value_scale,
+        num_heads,
+        V_SIZE=v_parts.size,
+        BLOCK=triton.next_power_of_2(v_parts.size),
+        NUM_SPLITS=num_splits,
+        SPLITS=triton.next_power_of_2(num_splits),
+        HAS_SINKS=sinks is not None,
+        num_warps=4,
+    )
+    return out, lse
+
+
+def are_latents(keys: Tensor, values: Tensor) -> bool:
+    """Whether `values` are a part of `keys` that is loaded as one part anyway."""
+    is_same = keys.stride() == values.stride() and keys.storage_offset() == values.storage_offset()
+    is_same = is_same and keys.untyped_storage()._cdata == values.untyped_storage()._cdata
+    return is_same and values.shape[3] == parts_of(keys.shape[3]).first

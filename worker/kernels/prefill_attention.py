@@ -1,0 +1,100 @@
+"""Attention of chunks of prompts, over a paged cache that already holds their KV."""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.reach import Reach
+from longshore.worker.kernels import decode_attention
+from longshore.worker.kernels.operators import uses_triton
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    chunks: Tensor,
+    *,
+    max_tokens: int,
+    scale: float,
+    reach: Reach,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """All chunks in one launch. A token attends to itself and the tokens before it in its sequence,
+    within its reach.
+
+    q:      (n, num_heads, head_dim), contiguous within a head.
+    chunks: (num_chunks, 4) int64: line of the block table, index of the first token in q, number of
+            tokens, and length of the sequence, of which they are the last.
+    max_tokens: of the longest chunk.
+    The other arguments and the result: as of `decode_attention`; n tokens instead of sequences.
+    """
+    if not uses_triton(q):
+        return reference(
+            q,
+            keys,
+            values,
+            block_table,
+            chunks,
+            scale=scale * key_scale,
+            reach=reach,
+            softcap=softcap,
+            sinks=sinks,
+            value_scale=value_scale,
+        )
+    from longshore.worker.kernels.gpu import prefill_attention as gpu
+    from longshore.worker.kernels.gpu.decode_attention import are_latents
+
+    out: tuple[Tensor, Tensor] = gpu.prefill_attention(
+        q,
+        keys,
+        values,
+        block_table,
+        chunks,
+        sinks,
+        max_tokens,
+        scale,
+        reach.window or 0,
+        reach.chunk or 0,
+        softcap or 0.0,
+        key_scale,
+        value_scale,
+        are_latents(keys, values),
+    )
+    return out
+
+
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    chunks: Tensor,
+    *,
+    scale: float,
+    reach: Reach,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    value_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch: every token is a decode over the tokens before it."""
+    rows, lens = torch.zeros((2, len(q)), dtype=torch.int64, device=q.device)
+    for row, first, count, length in chunks.tolist():
+        rows[first : first + count] = row
+        lens[first : first + count] = torch.arange(length - count + 1, length + 1)
+    return decode_attention.reference(
+        q,
+        keys,
+        values,
+        block_table,
+        rows,
+        lens,
+        scale=scale,
+        reach=reach,
+        softcap=softcap,
+        sinks=sinks,
+        value_scale=value_scale,
+    )
