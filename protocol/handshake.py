@@ -38,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 19
+PROTOCOL_VERSION: Final = 20
 """Increased by every change of a message; both sides must have the same version."""
 
 
