@@ -4,7 +4,7 @@ A step of decodes reads everything that changes from step to step on the device,
 replay it. Prefill chunks of a step are computed in one launch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from longshore.worker.kv_cache.fp8 import KVScales
 
 if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind
+
+MAX_HEAD_DIM: Final = 576
+"""The tiles of larger heads do not fit into a multiprocessor."""
 
 
 class TritonAttention:

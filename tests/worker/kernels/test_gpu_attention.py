@@ -10,6 +10,8 @@ from torch import Tensor
 
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.reach import Reach
+from longshore.worker.attention.selector import make_attention
+from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.attention.triton_backend import TritonAttention
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
@@ -18,6 +20,7 @@ from longshore.worker.kernels.write_kv import reference as write_in_torch
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.fp8 import FP8, KVScales
 from tests.worker.attention.test_backends import PagedSequences
+from tests.worker.caches import paged_kv
 from tests.worker.kernels.variants import in_triton
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -240,3 +243,10 @@ def test_the_backend_computes_steps_of_decodes_and_chunks(
         for counts in ([7, 3, 11], [1, 1, 1], [2, 1, 7], [1, 4, 0]):
             sequences.step(counts)
             sequences.take_back()
+
+
+@pytest.mark.parametrize(("head_dim", "kind"), [(576, TritonAttention), (577, TorchAttention)])
+def test_larger_heads_are_computed_in_torch(head_dim: int, kind: type) -> None:
+    cache = paged_kv(2, num_layers=1, block_size=16, num_kv_heads=1, head_dim=head_dim)
+    with in_triton():
+        assert type(make_attention(cache, PagedAttentionKind(num_heads=1))) is kind
