@@ -174,7 +174,8 @@ class Worker:
                 self._cache = self.make_cache(agreed, memory)
         cache = self._cache
         if self._queue is None:
-            self._queue = queue or open_compute_queue(self._device)
+            check = partial(self._parallel.check, self._device)
+            self._queue = queue or open_compute_queue(self._device, check)
         if connector is not None:
             self.connector = ConnectorRunner(
                 connector,

@@ -66,8 +66,13 @@ _DEFAULT_POLICY: Final = "fcfs"
 # These processes only use numpy for bookkeeping: no thread pool, and no memory for its stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
 # All ranks are on one host. Other hosts must not reach them, since gloo and NCCL do not
-# authenticate.
-LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# authenticate. If a rank is lost, NCCL's watchdog would end the process; with 2 it only aborts the
+# communicators, and the worker reports the loss with its reason.
+OF_RANKS: Final = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+}
 
 TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -409,7 +414,7 @@ def _scheduler_process(
 def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict[str, str]:
     # torch creates its cache folder in TMPDIR and never removes it, unless this names another one.
     cache = os.environ.get(TORCH_CACHE, str(runtime_dir.path / "torch"))
-    return {TORCH_CACHE: cache, **(LOOPBACK_ONLY if options.num_ranks > 1 else {})}
+    return {TORCH_CACHE: cache, **(OF_RANKS if options.num_ranks > 1 else {})}
 
 
 def _next_scheduler(config: SchedulerProcessConfig) -> SchedulerProcessConfig:

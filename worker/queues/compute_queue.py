@@ -144,8 +144,11 @@ class ItemThread(Generic[_Item]):
         self._thread.join()
 
 
-def open_compute_queue(device: torch.device) -> ComputeQueue:
-    return CudaComputeQueue(device) if device.type == "cuda" else CpuComputeQueue()
+def open_compute_queue(
+    device: torch.device, check: Callable[[], None] = lambda: None
+) -> ComputeQueue:
+    """check: see CudaComputeQueue; on a CPU, operations fail themselves."""
+    return CudaComputeQueue(device, check) if device.type == "cuda" else CpuComputeQueue()
 
 
 class _Submitted(NamedTuple):
@@ -255,10 +258,15 @@ class _Launched(NamedTuple):
 
 
 class CudaComputeQueue:
-    """One stream. `submit` launches the operations; a thread waits for their events."""
+    """One stream. `submit` launches the operations; a thread waits for their events.
 
-    def __init__(self, device: torch.device) -> None:
+    check: called on that thread after the end of each operation. Raises if what it has launched
+           failed in a way that does not stop the device.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[], None] = lambda: None) -> None:
         self._device = device
+        self._check = check
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._failure: Exception | None = None
         self._last_ended: torch.cuda.Event | None = None
@@ -303,7 +311,9 @@ class CudaComputeQueue:
         torch.cuda.set_device(self._device)
         failure: Exception | None = None  # of this or an earlier operation; fails all later ones
         for started, ended, ahead_of, on_done, completion in launched:
-            completion.error = failure or completion.error or await_end(started, ended, completion)
+            completion.error = (
+                failure or completion.error or await_end(started, ended, completion, self._check)
+            )
             if completion.error is None and ahead_of is not None:
                 completion.gap_s = max(0.0, ahead_of.elapsed_time(started) / 1000)
             failure = complete(on_done, completion)
@@ -312,11 +322,15 @@ class CudaComputeQueue:
 
 
 def await_end(
-    started: torch.cuda.Event, ended: torch.cuda.Event, completion: Completion
+    started: torch.cuda.Event,
+    ended: torch.cuda.Event,
+    completion: Completion,
+    check: Callable[[], None] = lambda: None,
 ) -> Exception | None:
-    """Wait for a launched operation. Returns its error on the device, if any."""
+    """Wait for a launched operation. Returns its error on the device or that of `check`, if any."""
     try:
         ended.synchronize()
+        check()
         completion.elapsed_s = started.elapsed_time(ended) / 1000
     except Exception as error:  # CUDA reports a failed kernel at the next synchronisation
         log_failure("a compute operation failed", error, completion)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
@@ -134,9 +135,25 @@ class Parallel:
             self._wait(coming)
         return out
 
+    def check(self, device: torch.device) -> None:
+        """Raise RankLost if an exchange on a GPU has failed after it was launched. On a CPU, the
+        exchange itself has raised it.
+
+        NCCL's watchdog notices lost ranks and timeouts, and aborts the communicators, so that what
+        was launched ends. Its results are invalid then. Call this after the end of an operation.
+        """
+        for group in self._groups():
+            backend = group._get_backend(device)
+            error = backend.get_error() if hasattr(backend, "get_error") else ErrorType.SUCCESS
+            if error != ErrorType.SUCCESS:
+                raise self._lost(f"NCCL: {error.name}")
+
+    def _groups(self) -> set[dist.ProcessGroup]:
+        return {self.shard_group, self.context_group, self.all_ranks} - {None}
+
     def set_timeout(self, timeout_s: float) -> None:
         """How long this rank waits for another one in every later exchange."""
-        for group in {self.shard_group, self.context_group, self.all_ranks} - {None}:
+        for group in self._groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         self._timeout[:] = [timedelta(seconds=timeout_s)]
 
@@ -160,10 +177,13 @@ class Parallel:
             yield
         except RuntimeError as error:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
-            raise RankLost(
-                f"rank {self.rank} has lost the other ranks of its engine ({reason}): one has "
-                "died, or did not answer within rank_timeout_s (startup_timeout_s in the warm-up)"
-            ) from error
+            raise self._lost(reason) from error
+
+    def _lost(self, reason: str) -> RankLost:
+        return RankLost(
+            f"rank {self.rank} has lost the other ranks of its engine ({reason}): one has "
+            "died, or did not answer within rank_timeout_s (startup_timeout_s in the warm-up)"
+        )
 
     def share(self, size: int, multiple: int = 1) -> slice:
         """This shard's part of `size` items that come in groups of `multiple`. All parts are equal.

@@ -198,6 +198,7 @@ def test_every_rank_is_a_process_that_knows_its_place(
         assert worker.environment == {
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
             "TORCHINDUCTOR_CACHE_DIR": str(runtime_dir.path / "torch"),
         }
         assert worker.stopped_by == scheduler.name

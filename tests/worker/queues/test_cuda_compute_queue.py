@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 
+from longshore.worker.errors import RankLost
 from longshore.worker.queues.compute_queue import Completion, CudaComputeQueue
+from longshore.worker.ranks.parallel import Parallel
 
 
 class FakeEvent:
@@ -35,14 +39,34 @@ class FakeEvent:
         return 1.0
 
 
+class TimedOutGroup:
+    """A process group of NCCL. `error`: what its watchdog has found."""
+
+    def __init__(self) -> None:
+        self.error = ErrorType.SUCCESS
+
+    def _get_backend(self, device: torch.device) -> "TimedOutGroup":
+        return self
+
+    def get_error(self) -> ErrorType:
+        return self.error
+
+
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaComputeQueue]:
+def group() -> TimedOutGroup:
+    return TimedOutGroup()
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch, group: TimedOutGroup) -> Iterator[CudaComputeQueue]:
     FakeEvent.failing, FakeEvent.pending, FakeEvent.count = set(), set(), 0
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    queue = CudaComputeQueue(torch.device("cuda"))
+    device = torch.device("cuda")
+    parallel = Parallel(shard=1, num_shards=2, shard_group=group)  # type: ignore[arg-type]
+    queue = CudaComputeQueue(device, partial(parallel.check, device))
     yield queue
     queue.close()
 
@@ -78,6 +102,21 @@ def test_operation_after_one_that_failed_on_the_device_fails_too(queue: CudaComp
     completions = [queue.submit(lambda: None) for _ in range(3)]
     assert all(completion.wait(10) for completion in completions)
     assert all("illegal memory access" in str(completion.error) for completion in completions)
+
+
+def test_operations_of_a_process_group_that_has_timed_out_fail(
+    queue: CudaComputeQueue, group: TimedOutGroup
+) -> None:
+    def lose_the_other_rank() -> None:
+        group.error = ErrorType.TIMEOUT  # the communicator is aborted, so the launched work ends
+
+    before = queue.submit(lambda: None)
+    assert before.wait(10)
+    failed = [queue.submit(lose_the_other_rank), queue.submit(lambda: None)]
+    assert all(completion.wait(10) for completion in failed)
+    assert before.error is None
+    assert all(isinstance(completion.error, RankLost) for completion in failed)
+    assert "rank 1 has lost the other ranks of its engine (NCCL: TIMEOUT)" in str(failed[0].error)
 
 
 def test_the_gap_before_an_operation_is_known_if_it_was_submitted_in_time(
