@@ -11,9 +11,6 @@ from typing import Any, Final
 TIE: Final = 1e-5
 MAX_TIED_SHARE: Final = 0.01
 
-CACHES: Final = ("past_key_values", "cache_params")
-"""What transformers calls what a model remembers, of attention and of states."""
-
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
@@ -40,8 +37,15 @@ def greedy_reference(model: Any, prompt: Sequence[int], num_tokens: int) -> Refe
             token_ids.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
             inputs = best.indices[None, :1]
-            caches = {name: output[name] for name in CACHES if name in output}
+            caches = caches_of(output)
     return ReferenceAnswer(token_ids, margins)
+
+
+def caches_of(output: Any) -> dict[str, Any]:
+    """What a transformers model remembers, as arguments of its next call. Since transformers 5.24
+    its name is the same for attention and states."""
+    names = ("cache",) if "cache" in output else ("past_key_values", "cache_params")
+    return {name: output[name] for name in names if name in output}
 
 
 def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer) -> bool:

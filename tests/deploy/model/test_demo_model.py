@@ -23,6 +23,7 @@ from longshore.deploy.model.demo import (
     DemoPrompt,
     make_prompt,
 )
+from tests.reference import caches_of
 
 HELD_OUT_SEED = 7_000_000
 BLOCK_SIZE = 16
@@ -54,14 +55,17 @@ def prompt_ids(prompt: DemoPrompt) -> list[int]:
 
 
 def answer(
-    model: LlamaForCausalLM, ids: list[int], cache: DynamicCache | None = None, limit: int = 8
+    model: LlamaForCausalLM,
+    ids: list[int],
+    caches: dict[str, DynamicCache] | None = None,
+    limit: int = 8,
 ) -> str:
-    """The greedy answer. Positions in `cache` are not computed again."""
+    """The greedy answer. Positions in `caches` are not computed again."""
     output = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        past_key_values=cache,
         max_new_tokens=limit,
+        **(caches or {}),
     )
     return TOKENIZER.decode(output[0, len(ids) :].tolist(), skip_special_tokens=True)
 
@@ -202,18 +206,19 @@ def test_another_prompts_kv_block_gives_a_wrong_answer(model: LlamaForCausalLM) 
     prompt, other = make_prompt(60, HELD_OUT_SEED), make_prompt(60, HELD_OUT_SEED + 1)
     ids, other_ids = prompt_ids(prompt), prompt_ids(other)
     cached = slice(0, len(ids) - 1)
-    cache, other_cache = kv_cache(model, ids[cached]), kv_cache(model, other_ids[cached])
-    assert answer(model, ids, kv_cache(model, ids[cached])) == prompt.answer
+    caches, other_caches = kv_caches(model, ids[cached]), kv_caches(model, other_ids[cached])
+    assert answer(model, ids, kv_caches(model, ids[cached])) == prompt.answer
 
     berth_position = ids.index(TOKENIZER.token_to_id(prompt.container)) + 1
     first = berth_position // BLOCK_SIZE * BLOCK_SIZE
     block = slice(first, first + BLOCK_SIZE)
+    (cache,), (other_cache,) = caches.values(), other_caches.values()
     for layer, other_layer in zip(cache.layers, other_cache.layers, strict=True):
         layer.keys[:, :, block] = other_layer.keys[:, :, block]
         layer.values[:, :, block] = other_layer.values[:, :, block]
-    assert answer(model, ids, cache) != prompt.answer
+    assert answer(model, ids, caches) != prompt.answer
 
 
-def kv_cache(model: LlamaForCausalLM, ids: list[int]) -> DynamicCache:
+def kv_caches(model: LlamaForCausalLM, ids: list[int]) -> dict[str, DynamicCache]:
     with torch.no_grad():
-        return model(torch.tensor([ids]), use_cache=True).past_key_values
+        return caches_of(model(torch.tensor([ids]), use_cache=True))

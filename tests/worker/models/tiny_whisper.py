@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tests.reference import ReferenceAnswer
+from tests.reference import ReferenceAnswer, caches_of
 
 SAMPLING_RATE: Final = 16_000
 NUM_ENCODER_TOKENS: Final = 50  # of a second; the last of their blocks is not full
@@ -95,16 +95,16 @@ def greedy_transcript(
     margins: list[float] = []
     with torch.inference_mode():
         encoded = model.get_encoder()(features)
-        inputs, cache = torch.tensor([list(prompt)]), None
+        inputs, caches = torch.tensor([list(prompt)]), {}
         for _ in range(num_tokens):
             output = model(
                 encoder_outputs=encoded,
                 decoder_input_ids=inputs,
-                past_key_values=cache,
                 use_cache=True,
+                **caches,
             )
             best = output.logits[0, -1].topk(2)
             token_ids.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
-            inputs, cache = best.indices[None, :1], output.past_key_values
+            inputs, caches = best.indices[None, :1], caches_of(output)
     return ReferenceAnswer(token_ids, margins)
