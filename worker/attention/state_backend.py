@@ -5,13 +5,15 @@ convolution. For each sequence of a step, the state before the step's first toke
 state after its last token is written; for each head, all sequences are read before any is written.
 The null block is zeros, which is the state before the first token of a sequence.
 
-Single tokens take one step of the recurrence, all sequences at once. Longer chunks are computed as
-in "Transformers are SSMs" (Dao and Gu, 2024, section 6): they are cut into pieces. Within a piece
-the layer is a masked product like attention, and a state carries the context from piece to piece.
+Single tokens take one step of the recurrence, all sequences at once. On a GPU a kernel computes
+them, which reads rows and lengths on the device, so that graphs can replay a step of decodes.
+Longer chunks are computed as in "Transformers are SSMs" (Dao and Gu, 2024, section 6): they are cut
+into pieces. Within a piece the layer is a masked product like attention, and a state carries the
+context from piece to piece.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.state_step import state_step
 from longshore.worker.kv_cache.buffer import PagedStates
 
 PIECE_TOKENS: Final = 64
@@ -58,23 +62,108 @@ class MambaKind:
 
 
 class StateBackend:
-    """Computes the layers of one group, in plain torch operations."""
+    """Computes the layers of one group: on a GPU single tokens with a kernel, and everything else
+    in plain torch operations."""
 
     def __init__(self, kind: MambaKind, view: PagedStates) -> None:
         self.kind = kind
         self.view = view
+        self.is_replayable = uses_triton(view.states[0])
 
     def __str__(self) -> str:
-        return f"torch, over states, {self.kind}"
+        decodes = "Triton for decodes, " if self.is_replayable else ""
+        return f"{decodes}torch, over states, {self.kind}"
 
     def begin_step(self, metadata: AttentionMetadata) -> "StateStep":
-        return StateStep(self.kind, self.view, metadata)
+        num_decodes = len(metadata.decode_rows) if self.is_replayable else 0
+        return StateStep(self.kind, self.view, metadata, num_decodes)
 
 
 class StateStep:
-    """One step, all layers of the group."""
+    """One step, all layers of the group. The kernel computes the first `num_decodes` tokens."""
 
     native_steps: tuple[bytes, ...] = ()
+
+    def __init__(
+        self, kind: MambaKind, view: PagedStates, metadata: AttentionMetadata, num_decodes: int
+    ) -> None:
+        self._kind = kind
+        self._view = view
+        self._metadata = metadata
+        self._num_decodes = num_decodes
+        self._others: _TorchStep | None = None
+        if num_decodes < len(metadata.slot_mapping):
+            self._others = _TorchStep(kind, view, _after(metadata, num_decodes))
+
+    def forward(
+        self,
+        layer: int,
+        inputs: Tensor,
+        dt: Tensor,
+        *,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        decay: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+    ) -> Tensor:
+        """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token.
+
+        layer:       index among the layers of the group.
+        inputs:      (n, conv_channels): x, B and C before the convolution, concatenated.
+        dt:          (n, num_heads), before bias and softplus.
+        conv_weight: (conv_width, conv_channels), oldest token first; conv_bias: (conv_channels,).
+        decay, skip, dt_bias: (num_heads,) float32; decay is negative.
+        Returns (n, num_heads * head_dim) float32.
+        """
+        weights: dict[str, Any] = {
+            "conv_weight": conv_weight,
+            "conv_bias": conv_bias,
+            "decay": decay,
+            "skip": skip,
+            "dt_bias": dt_bias,
+        }
+        n, metadata = self._num_decodes, self._metadata
+        parts = []
+        if n:
+            states, kept_inputs = (each[:, layer] for each in self._view.states)
+            parts.append(
+                state_step(
+                    inputs[:n],
+                    dt[:n],
+                    states,
+                    kept_inputs,
+                    metadata.block_table,
+                    metadata.decode_rows,
+                    metadata.decode_lens,
+                    num_groups=self._kind.num_groups,
+                    block_size=self._view.block_size,
+                    **weights,
+                )
+            )
+        if self._others is not None:
+            parts.append(self._others.forward(layer, inputs[n:], dt[n:], **weights))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _after(metadata: AttentionMetadata, num_decodes: int) -> AttentionMetadata:
+    """The step without its first `num_decodes` sequences."""
+    if num_decodes == 0:
+        return metadata
+    return replace(
+        metadata,
+        slot_mapping=metadata.slot_mapping[num_decodes:],
+        decode_rows=metadata.decode_rows[num_decodes:],
+        decode_lens=metadata.decode_lens[num_decodes:],
+        prefill_chunks=[
+            replace(chunk, first_token=chunk.first_token - num_decodes)
+            for chunk in metadata.prefill_chunks
+        ],
+    )
+
+
+class _TorchStep:
+    """Tokens of a step in plain torch operations."""
 
     def __init__(self, kind: MambaKind, view: PagedStates, metadata: AttentionMetadata) -> None:
         self._kind = kind
@@ -106,15 +195,7 @@ class StateStep:
         skip: Tensor,
         dt_bias: Tensor,
     ) -> Tensor:
-        """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token.
-
-        layer:       index among the layers of the group.
-        inputs:      (n, conv_channels): x, B and C before the convolution, concatenated.
-        dt:          (n, num_heads), before bias and softplus.
-        conv_weight: (conv_width, conv_channels), oldest token first; conv_bias: (conv_channels,).
-        decay, skip, dt_bias: (num_heads,) float32; decay is negative.
-        Returns (n, num_heads * head_dim) float32.
-        """
+        """See StateStep.forward."""
         kind, states, kept_inputs = self._kind, self._states[:, layer], self._conv_inputs[:, layer]
         kept = kept_inputs.index_select(0, self._read)
         convolved, kept = self._convolution.run(inputs, kept, conv_weight, conv_bias)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.state_backend import MambaKind
+from longshore.worker.kernels.gated_norm import gated_norm
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
@@ -133,12 +134,12 @@ class GatedGroupNorm:
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: (n, local width) float32, overwritten; gate: (n, local width) -> gate's dtype."""
-        x = x.mul_(F.silu(gate.float())).unflatten(1, (self._groups.stop - self._groups.start, -1))
-        squares = x.square().sum(2)
-        if self._parallel.num_shards > self._num_groups:
-            squares = self._sum_over_shards(squares)
-        x.mul_(squares.div_(self._group_width).add_(self._eps).rsqrt_().unsqueeze(2))
-        return x.flatten(1).mul_(self.weight).to(gate.dtype)
+        if self._parallel.num_shards <= self._num_groups:
+            num_local = self._groups.stop - self._groups.start
+            return gated_norm(x, gate, self.weight, num_local, self._eps)
+        squares = self._sum_over_shards(x.mul_(F.silu(gate.float())).square().sum(1, keepdim=True))
+        x.mul_(squares.div_(self._group_width).add_(self._eps).rsqrt_())
+        return x.mul_(self.weight).to(gate.dtype)
 
     def _sum_over_shards(self, squares: Tensor) -> Tensor:
         """squares: (n, 1), the sum over this shard's part of its group."""

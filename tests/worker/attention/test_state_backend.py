@@ -16,6 +16,7 @@ from longshore.worker.attention import state_backend
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.attention.state_backend import PIECE_TOKENS, MambaKind
 from longshore.worker.kv_cache.buffer import PagedStates
+from tests.worker.kernels.variants import TRITON, using
 
 BLOCK_SIZE = 16
 SCALES = (1.0, 0.5)
@@ -176,6 +177,8 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
+with_and_without_the_kernel = pytest.mark.parametrize("variant", ["torch", TRITON])
+
 LENGTHS = (1, 2, 3, 16, 17, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS + 5)
 
 
@@ -217,13 +220,16 @@ def test_any_number_of_heads_is_updated_together(
     check(serving)
 
 
-def test_decodes_and_chunks_share_steps_and_continue_each_other() -> None:
-    serving = Serving(Layer(KIND, seed=3), [40, 100, 5, 90])
-    serving.step({0: 16, 1: 80})
-    serving.step({0: 16, 1: 1, 2: 1})
-    serving.step({0: 1, 1: 15, 2: 1, 3: 64})
-    serving.step({0: 7, 1: 1, 2: 3, 3: 16})
-    serving.step({1: 3, 3: 10})
+@with_and_without_the_kernel
+def test_decodes_and_chunks_share_steps_and_continue_each_other(variant: str) -> None:
+    with using(variant):
+        serving = Serving(Layer(KIND, seed=3), [40, 100, 5, 90])
+        assert serving.backend.is_replayable == (variant == TRITON)
+        serving.step({0: 16, 1: 80})
+        serving.step({0: 16, 1: 1, 2: 1})
+        serving.step({0: 1, 1: 15, 2: 1, 3: 64})
+        serving.step({0: 7, 1: 1, 2: 3, 3: 16})
+        serving.step({1: 3, 3: 10})
     check(serving)
 
 
@@ -240,7 +246,13 @@ def test_chunked_and_unchunked_prefill_agree() -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_a_full_block_is_a_snapshot_that_others_continue_from() -> None:
+@with_and_without_the_kernel
+def test_a_full_block_is_a_snapshot_that_others_continue_from(variant: str) -> None:
+    with using(variant):
+        continue_from_a_snapshot()
+
+
+def continue_from_a_snapshot() -> None:
     serving = Serving(Layer(KIND, seed=5), [60, 60])
     for inputs, shared in zip(serving.sequences[1], serving.sequences[0], strict=True):
         inputs[:32] = shared[:32]
@@ -257,9 +269,10 @@ def test_a_full_block_is_a_snapshot_that_others_continue_from() -> None:
         torch.testing.assert_close(states[block, 0], kept, atol=0, rtol=0)
 
 
-def test_every_state_of_a_step_is_read_before_any_is_written() -> None:
-    """A block that one sequence frees receives another one's state in the same step, for single
-    tokens and for chunks."""
+def test_in_torch_every_state_of_a_step_is_read_before_any_is_written() -> None:
+    """A block that one sequence frees may receive another one's state in the same step, for single
+    tokens and for chunks. MambaManager keeps such a block until the step has been answered, which
+    the kernel needs."""
     leaving = {0: 1, 2: 16, 4: 16, 6: 1}
     coming = {1: 1, 3: 16, 5: 1, 7: 16}
     counts = leaving | coming
@@ -272,11 +285,13 @@ def test_every_state_of_a_step_is_read_before_any_is_written() -> None:
     check(serving)
 
 
-def test_a_nan_in_one_sequence_does_not_reach_others() -> None:
-    serving = Serving(Layer(KIND, seed=7), [100, 70, 20, 1])
-    serving.sequences[1][0][50:] = float("nan")
-    serving.step({0: 96, 1: 64, 2: 16, 3: 1})
-    serving.step({0: 1, 1: 1, 2: 3})
+@with_and_without_the_kernel
+def test_a_nan_in_one_sequence_does_not_reach_others(variant: str) -> None:
+    with using(variant):
+        serving = Serving(Layer(KIND, seed=7), [100, 70, 20, 1])
+        serving.sequences[1][0][50:] = float("nan")
+        serving.step({0: 96, 1: 64, 2: 16, 3: 1})
+        serving.step({0: 1, 1: 1, 2: 3})
     check(serving, [0, 2, 3])
 
 

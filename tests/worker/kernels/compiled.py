@@ -19,9 +19,11 @@ from triton.runtime.jit import JITFunction
 
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.experts import experts
+from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.route import route
+from longshore.worker.kernels.gpu.state_step import state_step
 from longshore.worker.kernels.gpu.write_kv import write_kv
 
 MAX_SHARED_BYTES: Final = 227 << 10
@@ -144,6 +146,31 @@ def compile_write_kv() -> None:
                 write_kv(k, k, keys, values, slots, 1.0, 2.0, q, slots, table, *norms, 1e-5)
 
 
+def compile_state_step() -> None:
+    for dtype in DTYPES:
+        for num_heads, head_dim, num_groups, state_size in ((8, 64, 1, 128), (6, 20, 2, 12)):
+            num_channels = num_heads * head_dim + 2 * num_groups * state_size
+            states = torch.zeros(3, 2, num_heads, head_dim, state_size)[:, 1]
+            kept = torch.zeros(3, 2, 3, num_channels, dtype=dtype)[:, 1]
+            weight, of_heads = torch.zeros(4, num_channels), torch.zeros(num_heads)
+            ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
+            for bias in (None, weight[0]):
+                state_step(
+                    torch.zeros(2, num_channels, dtype=dtype),
+                    torch.zeros(2, num_heads, dtype=dtype),
+                    *(states, kept, table, ints, ints, weight, bias, of_heads, of_heads, of_heads),
+                    num_groups,
+                    256,
+                )
+
+
+def compile_gated_norm() -> None:
+    for dtype in DTYPES:
+        for size, num_groups in ((4096, 1), (1000, 4)):
+            gate = torch.zeros(2, size, dtype=dtype)
+            gated_norm(torch.zeros(2, size), gate, torch.zeros(size), num_groups, 1e-5)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as names:
@@ -152,6 +179,8 @@ def main() -> None:
         compile_experts()
         compile_attention()
         compile_write_kv()
+        compile_state_step()
+        compile_gated_norm()
     print(*sorted(names), sep="\n")
 
 
