@@ -35,8 +35,9 @@ class AttentionStep(Protocol):
 
         Layers and backends of one kind agree on inputs and result. For PagedAttentionKind:
         q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim);
-        sinks: None, or (num_heads,) float32, logits that take part in the softmax of each head but
-        have no value. Returns (num_tokens, num_heads * head_dim).
+        rotation: what is done to q and k first; they may be overwritten; sinks: None, or
+        (num_heads,) float32, logits that take part in the softmax of each head but have no value.
+        Returns (num_tokens, num_heads * head_dim).
 
         The KV of all tokens is written before any token attends, because a request may have a
         prefix hit on blocks that another request fills in the same step.

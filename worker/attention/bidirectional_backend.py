@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 
 
@@ -43,8 +44,12 @@ class BidirectionalAttentionStep:
             for chunk in metadata.prefill_chunks
         ]
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v: (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | None = None
+    ) -> Tensor:
+        """See AttentionStep.forward; there are as many heads of keys as of queries."""
+        if rotation is not None:
+            rotary_(q, k, rotation)
         out = torch.empty_like(q)
         single = slice(self._num_single)  # prompts of one token, which only attends to itself
         out[single] = v[single]

@@ -21,6 +21,7 @@ from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.context_share import ContextShare
 from longshore.worker.kv_cache.fp8 import (
@@ -95,9 +96,18 @@ class SharedAttentionStep:
         self._context = context
 
     def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionStep.forward."""
+        if rotation is not None:
+            rotary_(q, k, rotation)
         self._context.write(layer, k, v)
         return attend(self._parallel, self._context, layer, q, sinks).to(q.dtype).flatten(1)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import capped_segments
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import (
     KVScales,
@@ -231,9 +232,18 @@ class TorchAttentionStep:
         self._chunks = [_PagedChunk(attention, metadata, c) for c in metadata.prefill_chunks]
 
     def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionStep.forward."""
+        if rotation is not None:
+            rotary_(q, k, rotation)
         fp8 = self._attention.cache.fp8
         scales = KVScales() if fp8 is None else fp8.scales[layer]
         if fp8 is not None:

@@ -13,6 +13,7 @@ from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import KVScales
@@ -65,16 +66,27 @@ class TritonAttentionStep:
             self._chunks = _chunk_table(metadata)
 
     def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionStep.forward."""
-        self.write(layer, k, v)
+        if len(k):  # not for cross attention: a graph would repeat a launch that writes nothing
+            self.write(layer, q, k, v, rotation)
         return self.attend(layer, q, sinks)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of the step's tokens."""
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
+    ) -> None:
+        """Store the keys and values of the step's tokens, after rotating keys and queries."""
         keys, values = self._planes(layer)
-        write_kv(k, v, keys, values, self._metadata.slot_mapping, self._scales(layer))
+        slots, scales = self._metadata.slot_mapping, self._scales(layer)
+        write_kv(q, k, v, keys, values, slots, scales, rotation)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Compute the layer, whose keys and values have been written. See AttentionStep.forward."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.native import ATTENTION_LAYER, ATTENTION_STEP, DTYPES, Native, empty
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import KVScales
 
@@ -138,9 +139,18 @@ class PagedAttentionStep:
         self._alive = alive  # `step` holds addresses of these
 
     def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See TorchAttentionStep.forward."""
+        """See AttentionStep.forward."""
+        if rotation is not None:
+            rotary_(q, k, rotation)
         head_dim = self._head_dim
         out = empty((len(q), self._num_heads * head_dim), self._dtype)
         if sinks is not None:

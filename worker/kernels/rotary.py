@@ -1,36 +1,52 @@
 """Rotary positions (Su et al., 2021), in place, after the per-head norms of some families."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from longshore.worker.kernels import rms_norm
 from longshore.worker.kernels.native import ROTARY, kernels_for, num_threads
+from longshore.worker.kernels.operators import uses_triton
 
 
-def rotary_(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """Rotate queries and keys by the angles of their positions, in place.
+class Rotation(NamedTuple):
+    """What a layer does to its queries and keys before attention.
 
-    q, k:      (n, num_heads, head_dim) and (n, num_kv_heads, head_dim); contiguous within a token,
-               with any stride between tokens, so both may be views of one product.
     positions: (n,) int64, below max_positions.
     table:     (max_positions, 2, num_pairs) float32, cosines and sines, times the rope's amplitude.
                Elements (i, i + num_pairs) of a head are a pair; elements from 2 * num_pairs on are
-               unchanged.
+               not rotated.
     q_norm, k_norm: (head_dim,), weights of an RMS norm of each head before the rotation, both in
-               q's dtype or both float32: see `rms_norm`.
+               the dtype of the heads or both float32: see `rms_norm`.
+    """
+
+    positions: Tensor
+    table: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+    def with_norms(self, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> "Rotation":
+        """The same positions, after these norms."""
+        return self._replace(q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+
+def rotary_(q: Tensor, k: Tensor, rotation: Rotation) -> None:
+    """Normalise and rotate queries and keys, in place.
+
+    q, k: (n, num_heads, head_dim) and (n, num_kv_heads, head_dim); contiguous within a token, with
+          any stride between tokens, so both may be views of one product.
     Computed in float32 and rounded once. Raises ValueError for arguments of a wrong shape or dtype.
     """
+    check(q, k, rotation)
+    positions, table, q_norm, k_norm, eps = rotation
+    if uses_triton(q):
+        from longshore.worker.kernels.gpu import rotary as gpu
+
+        gpu.rotary(q, k, *rotation)
+        return
     head_dim, num_pairs = q.shape[2], table.shape[2]
-    _check(q, k, positions, table, q_norm, k_norm)
     kernels = kernels_for(q)
     if kernels is None:
         for heads, norm in ((q, q_norm), (k, k_norm)):
@@ -76,14 +92,9 @@ def reference(
     heads[..., : 2 * num_pairs] = rotated.to(heads.dtype)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-) -> None:
+def check(q: Tensor, k: Tensor, rotation: Rotation) -> None:
+    """Raises ValueError for arguments of a wrong shape or dtype; see `rotary_`."""
+    positions, table, q_norm, k_norm, _ = rotation
     head_dim = q.shape[2]
     for heads, norm in ((q, q_norm), (k, k_norm)):
         if (

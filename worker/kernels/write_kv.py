@@ -6,54 +6,38 @@ from torch import Tensor
 
 from longshore.worker.kernels import rotary
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.fp8 import FP8, KVScales, to_fp8
 
 
 def write_kv(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
     scales: KVScales,
-    *,
-    q: Tensor | None = None,
-    rotation: tuple[Tensor, Tensor] | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    rotation: Rotation | None = None,
 ) -> None:
-    """k, v:    (n, num_kv_heads, head_dim), contiguous within a head, of the step's n tokens.
+    """q, k, v: (n, num_heads or num_kv_heads, head_dim), contiguous within a head, of the step's n
+              tokens. q and k are rotated, as by `rotary_`, q in place; None: they are not.
+              Afterwards k is unchanged or rotated.
     keys, values: (num_blocks, num_kv_heads, block_size, head_dim), contiguous within a token; fp8
-                if scales apply.
+              if scales apply.
     slots:    (n,) int64, block_id * block_size + offset; negative: the token is not stored.
-    q:        (n, num_heads, head_dim), as `rotary_` needs it; None: nothing is rotated.
-    rotation: positions and table of `rotary_`; None: no rotation.
-    q_norm, k_norm, eps: see `rotary_`.
-    k is unchanged or rotated.
     """
-    if not uses_triton(k):
-        if q is not None and rotation is not None:
-            rotary.rotary_(q, k, *rotation, q_norm=q_norm, k_norm=k_norm, eps=eps)
-        reference(k, v, keys, values, slots, scales)
-        return
-    from longshore.worker.kernels.gpu import write_kv as gpu
+    if rotation is not None:
+        rotary.check(q, k, rotation)
+    if uses_triton(k):
+        from longshore.worker.kernels.gpu import write_kv as gpu
 
-    positions, table = (None, None) if rotation is None else rotation
-    gpu.write_kv(
-        k,
-        v,
-        keys,
-        values,
-        slots,
-        *scales,
-        q,
-        positions,
-        table,
-        q_norm,
-        k_norm,
-        eps,
-    )
+        rotated = (None,) * 5 + (0.0,) if rotation is None else (q, *rotation)
+        gpu.write_kv(k, v, keys, values, slots, *scales, *rotated)
+        return
+    if rotation is not None:
+        rotary.rotary_(q, k, rotation)
+    reference(k, v, keys, values, slots, scales)
 
 
 def reference(

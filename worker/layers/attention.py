@@ -1,22 +1,23 @@
 """Self-attention layers: projections, norms and rotary positions around an attention backend."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.kernels.rms_norm import rms_norm
-from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import OffsetRMSNorm
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.decoder_config import DecoderConfig
 
 SPLIT_QKV: Final = ("q_proj", "k_proj", "v_proj")
+
+Prepared: TypeAlias = tuple[Tensor, Tensor, Rotation | None]
 
 
 class SelfAttention:
@@ -68,16 +69,17 @@ class SelfAttention:
     ) -> Tensor:
         """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
-        q, k = self.prepare(q, k, rotation)
-        return self.out(attention.forward(layer, q, k, v))
+        q, k, to_rotate = self.prepare(q, k, rotation)
+        return self.out(attention.forward(layer, q, k, v, rotation=to_rotate))
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Apply rotary positions to queries and keys. Families override this to do more.
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        """Families override this to do more than to rotate.
 
-        q, k: (n, local heads, head_dim), views of one product that may be overwritten.
+        q, k: (n, local heads, head_dim), views of one product that may be overwritten. Returns
+        queries and keys, and what the attention backend does to them first, in one pass with the
+        write of the keys if it can.
         """
-        rotary_(q, k, rotation.positions, rotation.table)
-        return q, k
+        return q, k, rotation
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -89,8 +91,8 @@ class SelfAttention:
 class NoPEAttention(SelfAttention):
     """Self-attention without positions (NoPE): queries and keys are not rotated."""
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return q, k
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        return q, k, None
 
 
 class HeadNormAttention(SelfAttention):
@@ -105,10 +107,8 @@ class HeadNormAttention(SelfAttention):
         self.q_norm = placement.empty(config.head_dim)
         self.k_norm = placement.empty(config.head_dim)
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        positions, table = rotation
-        rotary_(q, k, positions, table, q_norm=self.q_norm, k_norm=self.k_norm, eps=self._eps)
-        return q, k
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        return q, k, rotation.with_norms(self.q_norm, self.k_norm, self._eps)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -126,11 +126,9 @@ class OffsetHeadNormAttention(SelfAttention):
         self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps, placement)
         self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps, placement)
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        positions, table = rotation
-        norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
-        rotary_(q, k, positions, table, **norms, eps=self.q_norm.eps)
-        return q, k
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        norms = self.q_norm.weight, self.k_norm.weight
+        return q, k, rotation.with_norms(*norms, self.q_norm.eps)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -153,7 +151,7 @@ class WideNormAttention(SelfAttention):
         self.q_norm = placement.empty(self.queries.num_local)
         self.k_norm = placement.empty(self.keys.num_local)
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
         q_wide, k_wide = q.flatten(1), k.flatten(1)
         if self._parallel.num_shards == 1:
             q_wide = rms_norm(q_wide, self.q_norm, self._eps)

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.latent_backend import LatentProjections
-from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.deepseek_config import DeepseekConfig
 
@@ -79,7 +78,7 @@ class LatentAttention:
         )
         latents, k_rope = vectors.split((latent_dim, rope_dim), dim=1)
         latents.copy_(self.latent_norm(latents))
-        rotary_(q_rope, k_rope.unsqueeze(1), rotation.positions, rotation.table)
+        rotary_(q_rope, k_rope.unsqueeze(1), rotation)
         return self.out(
             attention.forward(layer, q_nope, q_rope, vectors, projections=self.projections)
         )

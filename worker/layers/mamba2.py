@@ -13,9 +13,9 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.state_backend import MambaKind
 from longshore.worker.kernels.gated_norm import gated_norm
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.models.mamba2_config import MambaShape
 from longshore.worker.ranks.parallel import Parallel

@@ -5,7 +5,6 @@ Cosines and sines are tabulated for every position up to max_model_len, so a ste
 
 import logging
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +20,6 @@ from longshore.worker.models.rope_config import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class Rotation(NamedTuple):
-    """The rotary positions of a step's tokens.
-
-    positions: (n,) int64.
-    table:     (max_positions, 2, rotary_dim / 2) float32, cosines and sines.
-    """
-
-    positions: Tensor
-    table: Tensor
 
 
 def rotary_table(

@@ -8,12 +8,12 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.bidirectional_backend import BidirectionalAttentionKind
 from longshore.worker.attention.kind import Kind
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.classification_head import PooledClassificationHead
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.bert_config import BertConfig
 from longshore.worker.models.renamed_decoder import RenamedDecoder

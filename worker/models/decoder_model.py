@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.classification_head import (
@@ -24,7 +25,7 @@ from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
-from longshore.worker.layers.rotary import Rotation, rotary_table
+from longshore.worker.layers.rotary import rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.tensor_names import CLASSIFIER, HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
@@ -79,6 +80,7 @@ class DecoderModel(ABC):
     ) -> None:
         config.check_split(num_shards=parallel.num_shards, num_stages=parallel.num_stages)
         self.config = config
+        self.max_model_len = max_model_len
         self.parallel = parallel
         self._placement = Placement(dtype, device, parallel)
         self.num_local_heads = config.num_heads // parallel.num_shards

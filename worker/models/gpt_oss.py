@@ -5,11 +5,11 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.kernels.gate import Gate
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.gpt_oss_config import GptOssConfig
@@ -34,8 +34,8 @@ class SinkAttention(SelfAttention):
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
-        q, k = self.prepare(q, k, rotation)
-        return self.out(attention.forward(layer, q, k, v, sinks=self.sinks))
+        q, k, to_rotate = self.prepare(q, k, rotation)
+        return self.out(attention.forward(layer, q, k, v, rotation=to_rotate, sinks=self.sinks))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         sinks = StoredTensor((self._num_heads,), ((self.sinks, (self._share,)),))

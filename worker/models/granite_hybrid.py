@@ -5,6 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import NoPEAttention, SelfAttention
 from longshore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from longshore.worker.layers.mamba2 import Mamba2Mixer
@@ -12,7 +13,6 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.bamba import HybridDecoder, mixer_tensors
 from longshore.worker.models.decoder_model import DecoderLayer

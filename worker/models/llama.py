@@ -5,11 +5,11 @@ from typing import Protocol
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel

@@ -1,17 +1,17 @@
 """Llama 4, text."""
 
+from functools import cached_property
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.rotary import rotary_
-from longshore.worker.layers.attention import SelfAttention
+from longshore.worker.kernels.rotary import Rotation
+from longshore.worker.layers.attention import Prepared, SelfAttention
 from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import FeedForward, PreNormLayer
 from longshore.worker.models.llama4_config import Llama4Config
@@ -34,10 +34,8 @@ class RopeAttention(SelfAttention):
         self._eps = config.rms_norm_eps
         self._ones = placement.empty(config.head_dim).fill_(1) if config.use_qk_norm else None
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        positions, table = rotation
-        rotary_(q, k, positions, table, q_norm=self._ones, k_norm=self._ones, eps=self._eps)
-        return q, k
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        return q, k, rotation.with_norms(self._ones, self._ones, self._eps)
 
     def _reorder(self) -> None:
         bias = self.qkv.bias
@@ -49,19 +47,21 @@ class RopeAttention(SelfAttention):
 
 class NoPositionAttention(SelfAttention):
     """Attention without positions. Queries grow with their position, so that the softmax over many
-    tokens stays equally sharp (Nakanishi, 2025)."""
+    tokens stays equally sharp (Nakanishi, 2025).
 
-    def __init__(self, config: Llama4Config, placement: Placement) -> None:
+    factors: (max_positions, 1, 1) float32, by which queries grow; None: they do not.
+    """
+
+    def __init__(
+        self, config: Llama4Config, placement: Placement, *, factors: Tensor | None
+    ) -> None:
         super().__init__(config, placement)
-        self._config = config
+        self._factors = factors
 
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        scale = self._config.attn_scale
-        if not scale:
-            return q, k
-        num_floors = torch.floor((rotation.positions.float() + 1) / self._config.floor_scale)
-        factors = torch.log1p(num_floors).mul_(scale).add_(1).view(-1, 1, 1)
-        return (q * factors).to(q.dtype), k
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        if self._factors is not None:
+            q.mul_(self._factors.index_select(0, rotation.positions))
+        return q, k, None
 
 
 class Llama4(DecoderModel):
@@ -69,7 +69,11 @@ class Llama4(DecoderModel):
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config
-        attend = RopeAttention if layer in config.rope_layers else NoPositionAttention
+        attention: SelfAttention
+        if layer in config.rope_layers:
+            attention = RopeAttention(config, placement)
+        else:
+            attention = NoPositionAttention(config, placement, factors=self._query_factors)
         mlp: FeedForward
         if layer in config.expert_layers:
             routing = Routing(num_experts=config.num_experts, top_k=config.top_k, scoring="sigmoid")
@@ -88,7 +92,18 @@ class Llama4(DecoderModel):
         return PreNormLayer(
             config,
             placement,
-            attention=attend(config, placement),
+            attention=attention,
             mlp=mlp,
             mlp_name="feed_forward",
         )
+
+    @cached_property
+    def _query_factors(self) -> Tensor | None:
+        """See NoPositionAttention; the same for all layers."""
+        config = self.config
+        if not config.attn_scale:
+            return None
+        positions = torch.arange(self.max_model_len, dtype=torch.float32)
+        num_floors = torch.floor((positions + 1) / config.floor_scale)
+        factors = torch.log1p(num_floors).mul_(config.attn_scale).add_(1)
+        return factors.view(-1, 1, 1).to(self._placement.device)

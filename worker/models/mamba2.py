@@ -7,10 +7,10 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import Kind
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.mamba2 import Mamba2Mixer, mamba_kind
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.mamba2_config import Mamba2Config

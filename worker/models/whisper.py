@@ -10,6 +10,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.cross_backend import CrossAttentionKind
 from longshore.worker.attention.kind import CachedLayer
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
 from longshore.worker.layers.audio_features import LogMel
@@ -17,7 +18,6 @@ from longshore.worker.layers.cross_attention import CrossAttention
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.renamed_decoder import RenamedDecoder
 from longshore.worker.models.whisper_config import WhisperConfig, cross_name

@@ -15,7 +15,7 @@ from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.attention.triton_backend import TritonAttention
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
-from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kernels.write_kv import reference as write_in_torch
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.fp8 import FP8, KVScales
@@ -174,29 +174,20 @@ def test_keys_and_queries_are_rotated_and_stored_as_in_two_steps(
     angles = torch.randn(30, num_pairs, generator=generator)
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
     positions, slots = torch.tensor([3, 29, 0, 7, 8]), torch.tensor([9, 2, -1, 31, 16])
-    norms: dict[str, Any] = {}
+    rotation = Rotation(positions, table)
     if norm is not None:
         weights = torch.randn(2, head_dim, generator=generator)
         weights = weights if norm == "float32" else weights.to(dtype)
-        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-5}
+        rotation = rotation.with_norms(*weights, 1e-5)
     scales = KVScales(0.5, 2.0) if is_fp8 else KVScales()
     stored = torch.zeros(4, 2, 2, 8, head_dim, dtype=FP8 if is_fp8 else dtype)
     expected, wanted = stored.clone(), product.clone()
     q, k, v = wanted.split((4, 2, 2), dim=1)
-    rotary_(q, k, positions, table, **norms)
+    rotary_(q, k, rotation)
     write_in_torch(k, v, *expected.unbind(2), slots, scales)
     new_q, new_k, new_v = product.split((4, 2, 2), dim=1)
     with in_triton():
-        write_kv(
-            new_k,
-            new_v,
-            *stored.unbind(2),
-            slots,
-            scales,
-            q=new_q,
-            rotation=(positions, table),
-            **norms,
-        )
+        write_kv(new_q, new_k, new_v, *stored.unbind(2), slots, scales, rotation)
     tolerance = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(new_q, q, atol=tolerance, rtol=tolerance)
     if is_fp8:  # a sum rounded differently may be the next number in fp8
@@ -214,7 +205,7 @@ def test_values_are_stored_with_the_bits_that_torch_stores_in_fp8() -> None:
     slots, scales = torch.tensor([0, 3, 5, 6]), KVScales(1.0, 0.75)
     write_in_torch(v, v, *expected.unbind(2), slots, scales)
     with in_triton():
-        write_kv(v, v, *stored.unbind(2), slots, scales)
+        write_kv(v, v, v, *stored.unbind(2), slots, scales)
     is_nan = expected.float().isnan()
     assert torch.equal(stored.float().isnan(), is_nan)
     assert torch.equal(stored.view(torch.uint8)[~is_nan], expected.view(torch.uint8)[~is_nan])

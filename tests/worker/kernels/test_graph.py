@@ -13,7 +13,7 @@ from longshore.worker.kernels.graph import Graph, NotCapturable, capture
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
-from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from tests.worker.kernels.variants import NATIVE, using
 
 TOKENS, SIZE = 24, 48
@@ -31,7 +31,7 @@ def layer(x: Tensor, residual: Tensor, positions: Tensor, table: Tensor, norm: T
     """Norms, a gate, and rotary positions of two query heads and one key head."""
     x = add_rms_norm(x, residual, norm, 1e-6)
     heads = rms_norm(x, norm, 1e-6).view(len(x), 3, SIZE // 3)
-    rotary_(heads[:, :2], heads[:, 2:], positions, table)
+    rotary_(heads[:, :2], heads[:, 2:], Rotation(positions, table))
     x = rms_norm(heads.view(len(x), SIZE), norm, 1e-6)
     return rms_norm(SILU(x), norm[: SIZE // 2], 1e-6)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.kernels.rotary import rotary_
-from tests.worker.kernels.variants import every_variant, using
+from longshore.worker.kernels.rotary import Rotation, rotary_
+from tests.worker.kernels.variants import every_variant_and_triton, using
 
 MAX_POSITIONS = 50
 EPS = 1e-6
@@ -24,7 +24,7 @@ def expected(heads: Tensor, positions: Tensor, angles: Tensor, norm: Tensor | No
     return torch.cat((turned.real, turned.imag, rest), dim=-1)
 
 
-@every_variant
+@every_variant_and_triton
 @given(
     num_tokens=st.integers(0, 6),
     num_heads=st.integers(1, 5),
@@ -59,7 +59,7 @@ def test_heads_of_one_product_are_rotated_in_place_and_values_are_unchanged(
     wanted_k = expected(k, positions, angles, norms[1])
     values = v.clone()
     with using(variant, num_threads=num_threads):
-        rotary_(q, k, positions, table, q_norm=norms[0], k_norm=norms[1], eps=EPS)
+        rotary_(q, k, Rotation(positions, table, *norms, EPS))
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(q.double(), wanted_q, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(k.double(), wanted_k, rtol=tolerance, atol=tolerance)
@@ -69,22 +69,23 @@ def test_heads_of_one_product_are_rotated_in_place_and_values_are_unchanged(
 def test_wrong_shapes_and_dtypes_are_rejected() -> None:
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2, 4)
+    rotation = Rotation(positions, table)
     with pytest.raises(ValueError, match=r"heads torch.float32"):
-        rotary_(q, torch.zeros(3, 2, 6), positions, table)
+        rotary_(q, torch.zeros(3, 2, 6), rotation)
     with pytest.raises(ValueError, match=r"heads torch.bfloat16"):
-        rotary_(q, k.bfloat16(), positions, table)
+        rotary_(q, k.bfloat16(), rotation)
     with pytest.raises(ValueError, match="each token contiguous"):
-        rotary_(torch.zeros(4, 3, 8).transpose(0, 1), k, positions, table)
+        rotary_(torch.zeros(4, 3, 8).transpose(0, 1), k, rotation)
     with pytest.raises(ValueError, match=r"the table is torch.float64"):
-        rotary_(q, k, positions, table.double())
+        rotary_(q, k, rotation._replace(table=table.double()))
     with pytest.raises(ValueError, match="at most 4"):
-        rotary_(q, k, positions, torch.zeros(5, 2, 5))
+        rotary_(q, k, rotation._replace(table=torch.zeros(5, 2, 5)))
     with pytest.raises(ValueError, match=r"positions are torch.int32"):
-        rotary_(q, k, positions.int(), table)
+        rotary_(q, k, rotation._replace(positions=positions.int()))
     with pytest.raises(ValueError, match="q_norm or k_norm is"):
-        rotary_(q, k, positions, table, q_norm=torch.ones(7))
+        rotary_(q, k, rotation.with_norms(torch.ones(7), None, EPS))
     with pytest.raises(ValueError, match=r"q_norm or k_norm is torch\.float64"):
-        rotary_(q, k, positions, table, k_norm=torch.ones(8).double())
+        rotary_(q, k, rotation.with_norms(None, torch.ones(8).double(), EPS))
     half = torch.ones(8).bfloat16()
     with pytest.raises(ValueError, match="use one dtype"):
-        rotary_(q.bfloat16(), k.bfloat16(), positions, table, q_norm=half, k_norm=torch.ones(8))
+        rotary_(q.bfloat16(), k.bfloat16(), rotation.with_norms(half, torch.ones(8), EPS))

@@ -66,9 +66,11 @@ class PaddedStep:
         self._num_rows = num_rows
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **parameters: Any) -> Tensor:
-        n = self._num_rows
+        n, rotation = self._num_rows, parameters.pop("rotation")
+        if rotation is not None:
+            rotation = rotation._replace(positions=rotation.positions[:n])
         out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
-        out[:n] = self._step.forward(layer, q[:n], k[:n], v[:n], **parameters)
+        out[:n] = self._step.forward(layer, q[:n], k[:n], v[:n], rotation=rotation, **parameters)
         return out
 
 

@@ -1,5 +1,5 @@
-"""Rotary positions, the norms of heads and the KV write: one program per token and head. See
-`worker/kernels/write_kv.py` and `worker/kernels/rotary.py`."""
+"""Rotary positions, the norms of heads and the KV write: one program per token and tile of heads.
+See `worker/kernels/write_kv.py` and `rotary.py`."""
 
 import torch
 import triton
@@ -7,59 +7,24 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import readable
+from longshore.worker.kernels.gpu.rotary import (
+    head_tiles,
+    load_heads,
+    rotate_in_place,
+    store_heads,
+)
 from longshore.worker.kernels.operators import operator
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
 
 @triton.jit
-def _rotated(
-    head_ptr,
-    norm_ptr,
-    table_ptr,
-    columns,
-    is_column,
-    eps,
-    SIZE: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ROTATES: tl.constexpr,
-):
-    """A head in float32, normalised and rotated. Elements i and i + NUM_PAIRS are a pair."""
-    dtype = head_ptr.dtype.element_ty
-    x = tl.load(head_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-        weight = tl.load(norm_ptr + columns, mask=is_column, other=0.0)
-        x = ((x * factor).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
-        x = x.to(tl.float32)
-    if ROTATES:
-        is_rotated = columns < 2 * NUM_PAIRS
-        is_first = columns < NUM_PAIRS
-        partner = tl.where(is_first, columns + NUM_PAIRS, columns - NUM_PAIRS)
-        pair = tl.where(is_first, columns, columns - NUM_PAIRS)
-        other = tl.load(head_ptr + partner, mask=is_rotated, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            weight = tl.load(norm_ptr + partner, mask=is_rotated, other=0.0)
-            other = (other * factor).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-            other = other.to(dtype).to(tl.float32)
-        cos = tl.load(table_ptr + pair, mask=is_rotated, other=1.0)
-        sin = tl.load(table_ptr + NUM_PAIRS + pair, mask=is_rotated, other=0.0)
-        x = tl.where(is_rotated, x * cos + tl.where(is_first, -other, other) * sin, x)
-    return x
-
-
-@triton.jit
-def _store(place_ptr, x, scale, columns, is_stored, IS_FP8: tl.constexpr):
-    """Store a head, in float32, in the cache. scale: the inverse of the layer's."""
-    if IS_FP8:
-        x = x * scale
-        # The comparisons keep NaN.
-        x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
-        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        tl.store(place_ptr + columns, bits, is_stored)
-    else:
-        tl.store(place_ptr + columns, x.to(place_ptr.dtype.element_ty), is_stored)
+def _fp8_bits(x, scale):
+    """scale: the inverse of the layer's."""
+    x = x * scale
+    # The comparisons keep NaN.
+    x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -89,67 +54,74 @@ def _kernel(
     value_scale,
     eps,
     num_heads,
+    num_kv_heads,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
-    ROTATES: tl.constexpr,
     IS_FP8: tl.constexpr,
-    IS_SHARED: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    is_column = columns < SIZE
-    line_ptr = table_ptr
-    if ROTATES:
-        line_ptr += tl.load(positions_ptr + token) * 2 * NUM_PAIRS
-    if HAS_Q:  # noqa: SIM102  # without queries, the rest is not compiled
-        if head < num_heads:
-            head_ptr = q_ptr + token * q_stride + head * SIZE
-            x = _rotated(
-                head_ptr,
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    angles_ptr = table_ptr
+    if NUM_PAIRS > 0:
+        angles_ptr += tl.load(positions_ptr + token) * (2 * NUM_PAIRS)
+    if HAS_Q:
+        num_q_tiles = tl.cdiv(num_heads, HEADS)
+        if tile < num_q_tiles:
+            rotate_in_place(
+                q_ptr + token * q_stride,
+                tile,
+                num_heads,
                 q_norm_ptr,
-                line_ptr,
-                columns,
-                is_column,
+                angles_ptr,
                 eps,
                 SIZE,
                 NUM_PAIRS,
+                HEADS,
+                BLOCK_P,
+                BLOCK_R,
                 HAS_Q_NORM,
-                ROTATES,
             )
-            tl.debug_barrier()  # elements are read by the threads of their partners
-            tl.store(head_ptr + columns, x.to(q_ptr.dtype.element_ty), is_column)
             return
-    head -= num_heads
+        tile -= num_q_tiles
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    k = _rotated(
-        k_ptr + token * k_stride + head * k_head_stride,
+    heads = tile * HEADS + tl.arange(0, HEADS)[:, None]
+    is_head = heads < num_kv_heads
+    first, second, rest = load_heads(
+        k_ptr + token * k_stride + heads * k_head_stride,
+        is_head,
         k_norm_ptr,
-        line_ptr,
-        columns,
-        is_column,
+        angles_ptr,
         eps,
         SIZE,
         NUM_PAIRS,
+        HEADS,
+        BLOCK_P,
+        BLOCK_R,
         HAS_K_NORM,
-        ROTATES,
     )
-    if not IS_FP8:
-        k = k.to(k_ptr.dtype.element_ty).to(tl.float32)
-    place_ptr = keys_ptr + block * keys_block_stride + head * keys_head_stride
-    _store(place_ptr + offset * keys_token_stride, k, key_scale, columns, is_column, IS_FP8)
-    if not IS_SHARED:
-        v_places = v_ptr + token * v_stride + head * v_head_stride + columns
-        v = tl.load(v_places, mask=is_column, other=0.0).to(tl.float32)
-        place_ptr = values_ptr + block * values_block_stride + head * values_head_stride
-        _store(place_ptr + offset * values_token_stride, v, value_scale, columns, is_column, IS_FP8)
+    columns = tl.arange(0, BLOCK_V)[None, :]
+    is_value = is_head & (columns < SIZE)
+    v_lines = v_ptr + token * v_stride + heads * v_head_stride
+    v = tl.load(v_lines + columns, mask=is_value, other=0.0)
+    if IS_FP8:
+        first, second = _fp8_bits(first, key_scale), _fp8_bits(second, key_scale)
+        rest = _fp8_bits(rest, key_scale)
+        v = _fp8_bits(v.to(tl.float32), value_scale)
+    lines = keys_ptr + block * keys_block_stride + offset * keys_token_stride
+    lines += heads * keys_head_stride
+    store_heads(lines, is_head, first, second, rest, SIZE, NUM_PAIRS, BLOCK_P, BLOCK_R)
+    lines = values_ptr + block * values_block_stride + offset * values_token_stride
+    tl.store(lines + heads * values_head_stride + columns, v, mask=is_value)
 
 
 def _fake(*_: object) -> None:
@@ -177,21 +149,22 @@ def write_kv(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """See the wrapper; here k is always unchanged."""
+    """See the wrapper; here k is always unchanged. If q is None, nothing is rotated."""
     num_tokens, num_kv_heads, size = k.shape
     if num_tokens == 0:
         return
     num_heads = 0 if q is None else q.shape[1]
+    num_pairs = 0 if table is None else table.shape[2]
     is_fp8 = keys.dtype == torch.float8_e4m3fn
-    is_shared = keys.data_ptr() == values.data_ptr()
     block_size, strides = keys.shape[2], (*keys.stride()[:3], *values.stride()[:3])
-    keys, values = readable(keys), readable(values)
-    _kernel[(num_tokens, num_heads + num_kv_heads)](
+    tiles = head_tiles(max(num_heads, num_kv_heads), size, num_pairs)
+    num_tiles = triton.cdiv(num_heads, tiles.heads) + triton.cdiv(num_kv_heads, tiles.heads)
+    _kernel[(num_tokens, num_tiles)](
         q,
         k,
         v,
-        keys,
-        values,
+        readable(keys),
+        readable(values),
         slots,
         positions,
         table,
@@ -207,15 +180,17 @@ def write_kv(
         1.0 / value_scale,
         eps,
         num_heads,
+        num_kv_heads,
         SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
+        NUM_PAIRS=num_pairs,
+        HEADS=tiles.heads,
+        BLOCK_P=tiles.first,
+        BLOCK_R=tiles.rest,
+        BLOCK_V=triton.next_power_of_2(size),
         BLOCK_SIZE=block_size,
-        NUM_PAIRS=1 if table is None else table.shape[2],
         HAS_Q=q is not None,
         HAS_Q_NORM=q_norm is not None,
         HAS_K_NORM=k_norm is not None,
-        ROTATES=table is not None,
         IS_FP8=is_fp8,
-        IS_SHARED=is_shared,
-        num_warps=1 if size <= 256 else 2,
+        num_warps=tiles.num_warps,
     )
