@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.native import ARGMAX, kernels_for, num_threads
+from longshore.worker.kernels.operators import uses_triton
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,6 +24,11 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
             f"logits {logits.dtype} {tuple(logits.shape)} with strides {logits.stride()} must be "
             "torch.float32 (n, vocab_size), contiguous within each line"
         )
+    if uses_triton(logits):
+        from longshore.worker.kernels.gpu import argmax as gpu
+
+        found: tuple[Tensor, Tensor] = gpu.argmax(logits)
+        return found
     kernels = kernels_for(logits)
     if kernels is None:
         return reference(logits)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.native import GATE, empty, kernels_for, num_threads
+from longshore.worker.kernels.operators import uses_triton
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
@@ -45,6 +46,11 @@ class Gate:
                 f"gate_up {tuple(gate_up.shape)} with strides {gate_up.stride()} must be "
                 "(n, 2 * size), and contiguous within each line"
             )
+        if uses_triton(gate_up):
+            from longshore.worker.kernels.gpu import gate as gpu
+
+            gated: Tensor = gpu.gate(gate_up, *self.native, self.is_interleaved)
+            return gated
         kernels = kernels_for(gate_up)
         if kernels is None or self.is_interleaved:
             return self.reference(gate_up)

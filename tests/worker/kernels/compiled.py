@@ -17,11 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.experts import experts
+from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
+from longshore.worker.kernels.gpu.rotary import rotary
 from longshore.worker.kernels.gpu.route import route
 from longshore.worker.kernels.gpu.state_step import state_step
 from longshore.worker.kernels.gpu.write_kv import write_kv
@@ -65,6 +68,19 @@ def compile_rms_norm() -> None:
         x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096)
         rms_norm(x, None, weight, 1e-5)
         rms_norm(x, x.clone(), weight.to(dtype), 1e-5)
+
+
+def compile_gate() -> None:
+    for dtype in DTYPES:
+        gate_up = torch.zeros(2, 2 * 14336, dtype=dtype)
+        for activation in range(4):
+            gate(gate_up, activation, 1.5, 7.0, False)
+            gate(gate_up[:, : 2 * 20], activation, 1.5, 7.0, True)
+
+
+def compile_argmax() -> None:
+    for vocab_size in (128_256, 50_257):
+        argmax(torch.zeros(2, vocab_size))
 
 
 def compile_route() -> None:
@@ -144,6 +160,7 @@ def compile_write_kv() -> None:
             write_kv(k, k, keys, values, slots, 1.0, 2.0, None, None, None, None, None, 0.0)
             for norms in ((None, None), (norm, norm), (norm.float(), None)):
                 write_kv(k, k, keys, values, slots, 1.0, 2.0, q, slots, table, *norms, 1e-5)
+                rotary(q, k, slots, table, *norms, 1e-5)
 
 
 def compile_state_step() -> None:
@@ -175,6 +192,8 @@ def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as names:
         compile_rms_norm()
+        compile_gate()
+        compile_argmax()
         compile_route()
         compile_experts()
         compile_attention()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.kernels.gate import Gate
-from tests.worker.kernels.variants import every_variant, using
+from tests.worker.kernels.variants import every_variant_and_triton, using
 
 ALPHA, LIMIT = 1.7, 3.0
 
@@ -34,7 +34,7 @@ every_gate = pytest.mark.parametrize(("gate", "formula"), GATES.values(), ids=GA
 floats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@every_variant
+@every_variant_and_triton
 @every_gate
 @given(
     rows=st.integers(0, 4),
@@ -64,7 +64,7 @@ def test_halves_of_any_length_are_multiplied(
     assert torch.equal(gate_up, before)
 
 
-@every_variant
+@every_variant_and_triton
 @every_gate
 @floats
 def test_gates_far_from_zero_open_or_close_and_nan_stays(
@@ -79,7 +79,18 @@ def test_gates_far_from_zero_open_or_close_and_nan_stays(
     assert actual[7].isnan()
 
 
-@every_variant
+@every_variant_and_triton
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_parts_of_wider_lines_are_multiplied(variant: str, is_interleaved: bool) -> None:
+    """Lines that a GPU divides among several programs."""
+    gate = Gate(activation="silu", is_interleaved=is_interleaved)
+    wide = torch.randn(3, 2600)
+    with using(variant):
+        actual = gate(wide[:, 7:2507])
+    torch.testing.assert_close(actual, gate.reference(wide[:, 7:2507]))
+
+
+@every_variant_and_triton
 @floats
 def test_gates_may_alternate_with_up_elements(variant: str, dtype: torch.dtype) -> None:
     apart = torch.randn(5, 46).to(dtype)

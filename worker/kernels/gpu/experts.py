@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longshore.worker.kernels.gpu.gate import activated, factor
 from longshore.worker.kernels.operators import operator
 
 
@@ -66,28 +67,6 @@ def _expert_of(tile, starts_ptr, num_experts, BLOCK_E: tl.constexpr, TILE: tl.co
     first_tile = tl.max(tl.where(is_before, tiles, 0), axis=0)
     start = tl.sum(tl.where(experts == expert, starts, 0), axis=0)
     return expert, start + (tile - first_tile) * TILE
-
-
-@triton.jit
-def _logistic(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    """float32; ACTIVATION is the index of an `Activation`. Comparisons keep NaN."""
-    if ACTIVATION == 0:
-        return gate * _logistic(gate) * up
-    elif ACTIVATION == 1:
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == 2:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * _logistic(2.0 * inner) * up
-    else:
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, up)
-        up = tl.where(up < -limit, -limit, up)
-        return gate * _logistic(alpha * gate) * (up + 1.0)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -160,7 +139,8 @@ def _gate_up(
         bias = bias_ptr + expert.to(tl.int64) * 2 * width
         gate += tl.load(bias + gates).to(tl.float32)[None, :]
         up += tl.load(bias + ups).to(tl.float32)[None, :]
-    out = _gated(gate, up, alpha, limit, ACTIVATION).to(hidden_ptr.dtype.element_ty)
+    gated = activated(gate, alpha, limit, ACTIVATION) * factor(up, limit, ACTIVATION)
+    out = gated.to(hidden_ptr.dtype.element_ty)
     tl.store(
         hidden_ptr + places.to(tl.int64)[:, None] * width + outputs[None, :],
         out,
