@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.kernels.rms_norm import rms_norm
 from longshore.worker.kernels.rotary import Rotation
+from longshore.worker.kernels.wide_norm import WholeHeads, sums_of_squares, wide_norm
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import OffsetRMSNorm
@@ -148,30 +147,19 @@ class WideNormAttention(SelfAttention):
         super().__init__(config, placement)
         self._eps = config.rms_norm_eps
         self._parallel = placement.parallel
+        # A KV head counts once for each shard that holds a copy.
+        self._sizes = (self.queries.size, self.keys.num_local * placement.parallel.num_shards)
         self.q_norm = placement.empty(self.queries.num_local)
         self.k_norm = placement.empty(self.keys.num_local)
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
+        whole = None
         q_wide, k_wide = q.flatten(1), k.flatten(1)
-        if self._parallel.num_shards == 1:
-            q_wide = rms_norm(q_wide, self.q_norm, self._eps)
-            k_wide = rms_norm(k_wide, self.k_norm, self._eps)
-        else:
-            q_wide, k_wide = self._norm_over_shards(q_wide, k_wide)
-        return super().prepare(q_wide.view(q.shape), k_wide.view(k.shape), rotation)
-
-    def _norm_over_shards(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k: (n, local width). The mean squares are computed over all shards. A KV head counts
-        once for each shard that holds a copy."""
-        num_copies = self.keys.num_local * self._parallel.num_shards // self.keys.size
-        widths = q.new_tensor([self.queries.size, self.keys.size * num_copies], dtype=torch.float32)
-        squares = torch.stack([part.float().square().sum(1) for part in (q, k)], dim=1)
-        means = self._parallel.all_reduce(squares).div_(widths)
-        q_scale, k_scale = torch.rsqrt(means.add_(self._eps)).split(1, dim=1)
-        return (
-            (q.float() * q_scale).to(q.dtype) * self.q_norm,
-            (k.float() * k_scale).to(k.dtype) * self.k_norm,
-        )
+        if self._parallel.num_shards > 1:
+            squares = self._parallel.all_reduce(sums_of_squares(q_wide, k_wide))
+            whole = WholeHeads(squares, *self._sizes)
+        q_wide, k_wide = wide_norm(q_wide, k_wide, self.q_norm, self.k_norm, self._eps, whole)
+        return q_wide.view(q.shape), k_wide.view(k.shape), rotation
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         q_part, k_part = (self.q_norm, (self.queries.local,)), (self.k_norm, (self.keys.local,))

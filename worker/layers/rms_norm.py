@@ -14,9 +14,16 @@ class RMSNorm:
         self.weight = placement.empty(size)
         self.eps = eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: (n, size) -> the same shape."""
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, *, added: Tensor | None = None) -> Tensor:
+        """x: (n, size) -> the same shape, plus `added`."""
+        return rms_norm(x, self.weight, self.eps, added=added)
+
+    def after_norm_and_add(
+        self, norm: "RMSNorm", x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`self.after_add(norm(x), residual)` in one pass. Both norms have one epsilon."""
+        normal = add_rms_norm(x, residual, self.weight, self.eps, first_weight=norm.weight)
+        return normal, residual
 
     def after_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual), both (n, size). The sum is written to

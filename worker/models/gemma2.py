@@ -37,8 +37,8 @@ class SandwichNormLayer:
         attention: AttentionStep,
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_norm.after_add(x, residual)
-        x = self.post_attention_norm(self.attention(x, layer, rotation, attention))
-        x, residual = self.pre_mlp_norm.after_add(x, residual)
+        x = self.attention(x, layer, rotation, attention)
+        x, residual = self.pre_mlp_norm.after_norm_and_add(self.post_attention_norm, x, residual)
         return self.post_mlp_norm(self.mlp(x)), residual
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:

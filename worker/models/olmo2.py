@@ -32,8 +32,8 @@ class PostNormLayer:
         attention: AttentionStep,
     ) -> tuple[Tensor, None]:
         assert residual is None, "layers of this family return no residual"
-        x = self.post_attention_norm(self.attention(x, layer, rotation, attention)).add_(x)
-        return self.post_mlp_norm(self.mlp(x)).add_(x), None
+        x = self.post_attention_norm(self.attention(x, layer, rotation, attention), added=x)
+        return self.post_mlp_norm(self.mlp(x), added=x), None
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {

@@ -27,6 +27,7 @@ from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
 from longshore.worker.kernels.gpu.route import route
 from longshore.worker.kernels.gpu.state_step import state_step
+from longshore.worker.kernels.gpu.wide_norm import sums_of_squares, wide_norm
 from longshore.worker.kernels.gpu.write_kv import write_kv
 
 MAX_SHARED_BYTES: Final = 227 << 10
@@ -68,6 +69,16 @@ def compile_rms_norm() -> None:
         x, weight = torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096)
         rms_norm(x, None, weight, 1e-5)
         rms_norm(x, x.clone(), weight.to(dtype), 1e-5)
+        rms_norm(x, x.clone(), weight, 1e-5, weight, None)
+        rms_norm(x, None, weight.to(dtype), 1e-5, None, x.clone())
+
+
+def compile_wide_norm() -> None:
+    for dtype in DTYPES:
+        q, k = torch.zeros(2, 4096, dtype=dtype), torch.zeros(2, 1000, dtype=dtype)
+        squares = sums_of_squares(q, k)
+        for shared in (None, squares):
+            wide_norm(q, k, q[0], k[0], shared, 4096, 1000, 1e-5)
 
 
 def compile_gate() -> None:
@@ -192,6 +203,7 @@ def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as names:
         compile_rms_norm()
+        compile_wide_norm()
         compile_gate()
         compile_argmax()
         compile_route()

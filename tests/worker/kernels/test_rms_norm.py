@@ -71,6 +71,39 @@ def test_a_wider_weight_multiplies_what_is_not_rounded_yet(
 
 
 @every_variant_and_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_wide_weights", [False, True])
+def test_two_norms_and_the_sum_between_them_are_those_of_three_calls(
+    variant: str, dtype: torch.dtype, has_wide_weights: bool
+) -> None:
+    x, residual = torch.randn(2, 3, 300).to(dtype)
+    first, second = torch.randn(2, 300).to(torch.float32 if has_wide_weights else dtype)
+    with using("torch"):
+        wanted_residual = residual + rms_norm(x, first, EPS)
+        wanted = rms_norm(wanted_residual, second, EPS)
+    with using(variant):
+        actual = add_rms_norm(x, residual, second, EPS, first_weight=first)
+    tolerance = 4 * torch.finfo(dtype).eps
+    for one, other in ((residual, wanted_residual), (actual, wanted)):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@every_variant_and_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_tensor_is_added_to_the_result(variant: str, dtype: torch.dtype) -> None:
+    x, added = torch.randn(2, 3, 300).to(dtype)
+    weight = torch.randn(300).to(dtype)
+    before = added.clone()
+    with using("torch"):
+        wanted = added + rms_norm(x, weight, EPS)
+    with using(variant):
+        actual = rms_norm(x, weight, EPS, added=added)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(added, before)
+
+
+@every_variant_and_triton
 def test_a_part_of_wider_lines_and_heads_of_lines_are_normalised(variant: str) -> None:
     wide = torch.randn(7, 100)
     part, heads = wide[:, 20:84], wide[:, :96].view(7, 3, 32)
@@ -105,3 +138,5 @@ def test_wrong_shapes_and_dtypes_are_rejected() -> None:
         rms_norm(x, torch.ones(8).double(), EPS)
     with pytest.raises(ValueError, match=r"the residual, torch.float32"):
         add_rms_norm(x, torch.zeros(3, 8), torch.ones(8), EPS)
+    with pytest.raises(ValueError, match=r"the weight is torch.float32 \(7,\)"):
+        add_rms_norm(x, x.clone(), torch.ones(8), EPS, first_weight=torch.ones(7))
