@@ -18,9 +18,14 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.kind import PagedAttentionKind
-from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
+from longshore.worker.attention.latent_backend import (
+    LatentAttentionKind,
+    LatentProjections,
+    multiply_heads,
+)
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kernels.latents import LatentNorm, prepare_latents
 from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.context_share import ContextShare
@@ -152,11 +157,13 @@ class SharedLatentStep:
         vectors: Tensor,
         *,
         projections: LatentProjections,
+        norm: LatentNorm | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """See LatentStep.forward."""
+        q = prepare_latents(q_rope, vectors, norm=norm, rotation=rotation)
         self._context.write(layer, vectors)
-        latent_q = torch.bmm(q_nope.transpose(0, 1), projections.keys).transpose(0, 1)
-        q = torch.cat((latent_q, q_rope), dim=-1)
+        multiply_heads(q_nope, projections.keys, q[..., : projections.keys.shape[2]])
         sums = attend(self._parallel, self._context, layer, q).to(q.dtype)
         return torch.bmm(sums.transpose(0, 1), projections.values).transpose(0, 1).flatten(1)
 

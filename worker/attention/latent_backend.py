@@ -23,6 +23,8 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.kernels.latents import LatentNorm, LatentPlaces, prepare_latents
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.plan import MAX_EXPANDED_ELEMENTS
 
@@ -99,6 +101,7 @@ class PagedLatentAttention:
         )
         self._absorbed = absorbed.make_backend(PagedKV(planes))
         self.is_replayable: bool = getattr(self._absorbed, "is_replayable", False)
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=view.device)
         self._expanded: dict[int, _Expanded] = {}  # by number of heads at once
 
     def __str__(self) -> str:
@@ -118,12 +121,11 @@ class PagedLatentAttention:
             absorbed.append(replace(chunk, first_token=num_absorbed))
             num_absorbed += chunk.num_tokens
         step: AttentionStep | None = None
-        if spans:  # the absorbed tokens form a step of their own
-            slots = _take(metadata.slot_mapping, spans)
+        if spans:  # the absorbed tokens form a step of their own, whose vectors are cached before
             step = self._absorbed.begin_step(
-                replace(metadata, slot_mapping=slots, prefill_chunks=absorbed)
+                replace(metadata, slot_mapping=self._no_slots, prefill_chunks=absorbed)
             )
-        return LatentStep(self._kind, step, spans, expanded)
+        return LatentStep(self._kind, self._view, metadata.slot_mapping, step, spans, expanded)
 
     def _memory(self, num_heads: int) -> "_Expanded":
         if num_heads not in self._expanded:
@@ -145,15 +147,22 @@ class LatentStep:
     def __init__(
         self,
         kind: LatentAttentionKind,
+        view: PagedLatents,
+        slots: Tensor,
         absorbed: AttentionStep | None,
         spans: Sequence[slice],
         expanded: Sequence["_ExpandedChunk"],
     ) -> None:
-        """spans: slices of the step's tokens that are absorbed. absorbed: None if none are."""
+        """slots: of the step's tokens. spans: slices of the tokens that are absorbed. absorbed:
+        None if none are."""
         self._kind = kind
+        self._latents = view.latents
+        self._slots = slots
         self._absorbed = absorbed
         self._spans = spans
         self._expanded = expanded
+        head_size = kind.latent_dim + kind.rope_dim
+        self._no_vectors = torch.empty((0, 1, head_size), dtype=view.dtype, device=view.device)
 
     def forward(
         self,
@@ -163,30 +172,41 @@ class LatentStep:
         vectors: Tensor,
         *,
         projections: LatentProjections,
+        norm: LatentNorm | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """See AttentionStep.forward.
 
         q_nope:  (num_tokens, num_heads, nope_dim).
-        q_rope:  (num_tokens, num_heads, rope_dim), rotated.
-        vectors: (num_tokens, latent_dim + rope_dim), what is cached; the rotary part is rotated.
+        q_rope:  (num_tokens, num_heads, rope_dim).
+        vectors: (num_tokens, latent_dim + rope_dim), what is cached.
+        norm, rotation: what is done to latents, and to q_rope and the rotary part of the vectors,
+                 first. They are overwritten.
         Returns (num_tokens, num_heads * value_dim).
         """
-        out = q_nope.new_empty(*q_nope.shape[:2], self._kind.value_dim)
-        for chunk in self._expanded:
-            chunk.write(layer, vectors)
+        latent_dim = self._kind.latent_dim
+        places = LatentPlaces(self._latents[:, layer], self._slots)
+        q = prepare_latents(q_rope, vectors, norm=norm, rotation=rotation, places=places)
+        out = q.new_empty(*q.shape[:2], self._kind.value_dim)
         if self._absorbed is not None:
-            latent_q = torch.bmm(_take(q_nope, self._spans).transpose(0, 1), projections.keys)
-            q = torch.cat((latent_q.transpose(0, 1), _take(q_rope, self._spans)), dim=-1)
-            own = _take(vectors, self._spans).unsqueeze(1)
-            sums = self._absorbed.forward(layer, q, own, own).view(*q.shape[:2], -1)
-            latent_sums = sums[..., : self._kind.latent_dim].transpose(0, 1)
-            values = torch.bmm(latent_sums, projections.values).transpose(0, 1)
+            for span in self._spans:
+                multiply_heads(q_nope[span], projections.keys, q[span, :, :latent_dim])
+            absorbed = _take(q, self._spans)
+            sums = self._absorbed.forward(layer, absorbed, self._no_vectors, self._no_vectors)
+            latent_sums = sums.view(*absorbed.shape[:2], -1)[..., :latent_dim]
             sizes = [span.stop - span.start for span in self._spans]
-            for span, part in zip(self._spans, values.split(sizes), strict=True):
-                out[span] = part
+            for span, part in zip(self._spans, latent_sums.split(sizes), strict=True):
+                multiply_heads(part, projections.values, out[span])
         for chunk in self._expanded:
-            out[chunk.tokens] = chunk.attend(layer, q_nope, q_rope, vectors, projections)
+            q_of_chunk = q_nope[chunk.tokens], q[chunk.tokens, :, latent_dim:]
+            out[chunk.tokens] = chunk.attend(layer, *q_of_chunk, vectors, projections)
         return out.flatten(1)
+
+
+def multiply_heads(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """out = x M of each head. x: (n, heads, size); matrices: (heads, size, new size); out: (n,
+    heads, new size)."""
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
 
 
 class _Expanded:
@@ -241,17 +261,10 @@ class _ExpandedChunk:
         self._view = view
         self._memory = memory
         self.tokens = _tokens(chunk)
-        slots = metadata.slot_mapping[self.tokens]
-        block_ids = slots.div(view.block_size, rounding_mode="floor")
-        self._places = (block_ids, slots - block_ids * view.block_size)
         self._num_earlier = chunk.seq_len - chunk.num_tokens
         num_blocks = -(-self._num_earlier // view.block_size)
         self._earlier_block_ids = metadata.block_table[chunk.row, :num_blocks].long()
         self._step = memory.begin_chunk(chunk.num_tokens, chunk.seq_len)
-
-    def write(self, layer: int, vectors: Tensor) -> None:
-        """Write the chunk's vectors to the cache. vectors: (num_tokens of the step, head_size)."""
-        self._view.latents[:, layer].index_put_(self._places, vectors[self.tokens])
 
     def attend(
         self,
@@ -261,7 +274,8 @@ class _ExpandedChunk:
         vectors: Tensor,
         projections: LatentProjections,
     ) -> Tensor:
-        """See LatentStep.forward. Returns (n, num_heads, value_dim) for this chunk."""
+        """See LatentStep.forward; q_nope and q_rope are those of the chunk, prepared. Returns (n,
+        num_heads, value_dim) for this chunk."""
         memory, tokens, kind = self._memory, self.tokens, self._memory.kind
         earlier = self._earlier(layer)
         parts = []
@@ -272,7 +286,7 @@ class _ExpandedChunk:
             memory.keys[: len(keys)] = keys
             memory.values[: len(values)] = values
             keys, values = _expand(kind, vectors[tokens], to_keys, to_values)
-            q = torch.cat((q_nope[tokens, heads], q_rope[tokens, heads]), dim=-1)
+            q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=-1)
             q = _pad(q, kind.expanded_dim)
             parts.append(self._step.forward(0, q, keys, values).view_as(q)[..., : kind.value_dim])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

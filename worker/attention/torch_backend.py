@@ -177,7 +177,8 @@ class _Tile:
 class _PagedChunk:
     """One prefill chunk: its tiles, and the blocks that they attend to.
 
-    A chunk at the start of its sequence does not read the cache: its keys are the step's own.
+    A chunk at the start of its sequence does not read the cache: its keys are the step's own. If
+    the step has none, because they have been written before, all chunks read the cache.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class _PagedChunk:
         self.rows: Tensor | None = None
         num_earlier = chunk.seq_len - chunk.num_tokens
         first_block = max(0, reach.first_key(num_earlier)) // cache.block_size
-        if num_earlier > 0:
+        if num_earlier > 0 or len(metadata.slot_mapping) == 0:
             end_block = -(-chunk.seq_len // cache.block_size)
             block_ids = metadata.block_table[chunk.row, first_block:end_block].long()
             self.rows = attention.blocks.rows(block_ids)

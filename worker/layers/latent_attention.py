@@ -7,7 +7,8 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.latent_backend import LatentProjections
-from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.latents import LatentNorm
+from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
@@ -76,11 +77,17 @@ class LatentAttention:
             part.unflatten(1, (self.num_heads, -1))
             for part in q.tensor_split((self.num_heads * rope_dim,), dim=1)
         )
-        latents, k_rope = vectors.split((latent_dim, rope_dim), dim=1)
-        latents.copy_(self.latent_norm(latents))
-        rotary_(q_rope, k_rope.unsqueeze(1), rotation)
+        norm = LatentNorm(self.latent_norm.weight, self.latent_norm.eps)
         return self.out(
-            attention.forward(layer, q_nope, q_rope, vectors, projections=self.projections)
+            attention.forward(
+                layer,
+                q_nope,
+                q_rope,
+                vectors,
+                projections=self.projections,
+                norm=norm,
+                rotation=rotation,
+            )
         )
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:

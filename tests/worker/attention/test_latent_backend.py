@@ -20,7 +20,7 @@ from longshore.worker.step.step_batch import (
     make_batch,
 )
 from tests.worker.forward import metadata
-from tests.worker.kernels.variants import every_variant, using
+from tests.worker.kernels.variants import TRITON, every_variant, using
 
 NUM_LAYERS = 2
 KIND = LatentAttentionKind(
@@ -162,6 +162,13 @@ def test_a_chunk_may_read_blocks_that_another_fills_in_the_same_step(
         sequences.table[1, :2] = sequences.table[0, :2]  # hit blocks, to be filled by row 0
         sequences.computed[1] = 32
         sequences.step([40, count])
+
+
+def test_chunks_and_decodes_in_triton_equal_the_reference() -> None:
+    with using(TRITON):
+        sequences = PagedSequences([6, 2], block_size=4, seed=5)
+        for counts in ([5, 1], [1, 1]):
+            sequences.step(counts)
 
 
 @every_variant

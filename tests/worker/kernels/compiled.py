@@ -22,6 +22,7 @@ from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.experts import experts
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
+from longshore.worker.kernels.gpu.latents import latents
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
@@ -87,6 +88,16 @@ def compile_gate() -> None:
         for activation in range(4):
             gate(gate_up, activation, 1.5, 7.0, False)
             gate(gate_up[:, : 2 * 20], activation, 1.5, 7.0, True)
+
+
+def compile_latents() -> None:
+    for dtype in DTYPES:
+        q_rope, vectors = torch.zeros(2, 16, 64, dtype=dtype), torch.zeros(2, 576, dtype=dtype)
+        q, cache = torch.zeros(2, 16, 576, dtype=dtype), torch.zeros(3, 16, 576, dtype=dtype)
+        slots, table = torch.zeros(2, dtype=torch.int64), torch.zeros(8, 2, 32)
+        norm = torch.zeros(512, dtype=dtype)
+        latents(q_rope, vectors, q, norm, 1e-5, slots, table, cache, slots)
+        latents(q_rope, vectors, q, None, 1e-5, None, None, None, None)
 
 
 def compile_argmax() -> None:
@@ -206,6 +217,7 @@ def main() -> None:
         compile_wide_norm()
         compile_gate()
         compile_argmax()
+        compile_latents()
         compile_route()
         compile_experts()
         compile_attention()
