@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.logits import to_logits
 from longshore.worker.layers.matrix import Matrix
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensor
@@ -78,10 +79,11 @@ class OutputHead:
         table = self._share.table(hidden_size, placement) if tied_to is None else tied_to.weight
         self._matrix = Matrix(table, placement)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) -> (n, vocab_size) float32, over all shards."""
-        logits = self._parallel.all_gather(self._matrix.product(hidden))
-        return logits[:, : self._share.vocab_size].float()
+    def __call__(self, hidden: Tensor, *, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        """hidden: (n, hidden_size) -> (n, vocab_size) float32, over all shards. scale, cap: see
+        `to_logits`."""
+        products = self._parallel.all_gather(self._matrix.product(hidden))
+        return to_logits(products, self._share.vocab_size, scale=scale, cap=cap)
 
     def stored(self) -> StoredTensor:
         return self._share.stored(self._matrix.stored)

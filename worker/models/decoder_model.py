@@ -192,11 +192,8 @@ class DecoderModel(ABC):
         """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32. All
         shards must call this, and all get the same result."""
         assert self.head is not None
-        logits = self.head(self.last_norm(hidden))
         scale, cap = self.config.logit_scale, self.config.logit_softcap
-        if scale != 1.0:
-            logits.mul_(scale)
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return self.head(self.last_norm(hidden), scale=scale, cap=cap)
 
     def checkpoint_tensors(self) -> StoredTensors:
         """The checkpoint tensors that this rank needs, with their destinations."""

@@ -23,6 +23,7 @@ from longshore.worker.kernels.gpu.experts import experts
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.latents import latents
+from longshore.worker.kernels.gpu.logits import logits
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
@@ -98,6 +99,12 @@ def compile_latents() -> None:
         norm = torch.zeros(512, dtype=dtype)
         latents(q_rope, vectors, q, norm, 1e-5, slots, table, cache, slots)
         latents(q_rope, vectors, q, None, 1e-5, None, None, None, None)
+
+
+def compile_logits() -> None:
+    for dtype in DTYPES:
+        for cap in (None, 30.0):
+            logits(torch.zeros(2, 50_304, dtype=dtype), 50_257, 0.5, cap)
 
 
 def compile_argmax() -> None:
@@ -216,6 +223,7 @@ def main() -> None:
         compile_rms_norm()
         compile_wide_norm()
         compile_gate()
+        compile_logits()
         compile_argmax()
         compile_latents()
         compile_route()
