@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.embedding import embed_part
 from longshore.worker.kernels.logits import to_logits
 from longshore.worker.layers.matrix import Matrix
 from longshore.worker.layers.placement import Placement
@@ -53,10 +54,8 @@ class VocabParallelEmbedding:
         if self._parallel.num_shards == 1:
             return F.embedding(token_ids, self.weight)
         share = self._share
-        rows = token_ids - share.first
-        elsewhere = (rows < 0) | (rows >= share.num_tokens)
-        vectors = F.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
-        return self._parallel.all_reduce(vectors.masked_fill_(elsewhere.unsqueeze(1), 0))
+        vectors = embed_part(token_ids, self.weight, share.first, share.num_tokens)
+        return self._parallel.all_reduce(vectors)
 
     def stored(self) -> StoredTensor:
         return self._share.stored(self.weight)

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.layer_norm import add_layer_norm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 
@@ -21,8 +22,9 @@ class LayerNorm:
 
     def after_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """See RMSNorm.after_add."""
-        total = x if residual is None else residual.add_(x)
-        return self(total), total
+        if residual is None:
+            return self(x), x
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps), residual
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}

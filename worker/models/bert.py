@@ -46,8 +46,9 @@ class BertLayer:
         rotation: Rotation,
         attention: AttentionStep,
     ) -> tuple[Tensor, None]:
-        x = self.attention_norm(self.attention(x, layer, rotation, attention).add_(x))
-        return self.mlp_norm(self.mlp(x).add_(x)), None
+        x, _ = self.attention_norm.after_add(self.attention(x, layer, rotation, attention), x)
+        x, _ = self.mlp_norm.after_add(self.mlp(x), x)
+        return x, None
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {

@@ -19,10 +19,12 @@ from triton.runtime.jit import JITFunction
 
 from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
+from longshore.worker.kernels.gpu.embedding import embed_part
 from longshore.worker.kernels.gpu.experts import experts
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.latents import latents
+from longshore.worker.kernels.gpu.layer_norm import layer_norm
 from longshore.worker.kernels.gpu.logits import logits
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
@@ -110,6 +112,18 @@ def compile_logits() -> None:
 def compile_argmax() -> None:
     for vocab_size in (128_256, 50_257):
         argmax(torch.zeros(2, vocab_size))
+
+
+def compile_layer_norm() -> None:
+    for dtype in DTYPES:
+        x = torch.zeros(2, 1280, dtype=dtype)
+        layer_norm(x, None, x[0], x[0], 1e-5)
+        layer_norm(x, x.clone(), x[0], x[0], 1e-5)
+
+
+def compile_embedding() -> None:
+    for dtype in DTYPES:
+        embed_part(torch.zeros(2, dtype=torch.int32), torch.zeros(8, 4096, dtype=dtype), 16, 8)
 
 
 def compile_route() -> None:
@@ -221,6 +235,8 @@ def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as names:
         compile_rms_norm()
+        compile_layer_norm()
+        compile_embedding()
         compile_wide_norm()
         compile_gate()
         compile_logits()
