@@ -13,11 +13,10 @@ from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
     LOG2_E,
-    capped,
-    key_offsets,
     load_tile,
     parts_of,
     readable,
+    visit,
 )
 from longshore.worker.kernels.operators import operator
 
@@ -34,12 +33,9 @@ def _attend(
     lse_ptr,
     q_row_stride,
     q_head_stride,
-    k_block_stride,
-    k_head_stride,
-    k_token_stride,
-    v_block_stride,
-    v_head_stride,
-    v_token_stride,
+    block_stride,
+    head_stride,
+    token_stride,
     table_stride,
     scale,
     softcap,
@@ -75,9 +71,11 @@ def _attend(
 
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + index * q_row_stride + heads[:, None] * q_head_stride
-    q = load_tile(q_places + columns, is_head[:, None] & (columns < SIZE), dtype, False)
+    q = load_tile(q_places + columns, is_head, columns, SIZE, FIRST, dtype, False)
+    q_2 = q
     if SIZE > FIRST:
-        q_2 = load_tile(q_places + columns_2, is_head[:, None] & (columns_2 < SIZE), dtype, False)
+        end: tl.constexpr = FIRST + SECOND
+        q_2 = load_tile(q_places + columns_2, is_head, columns_2, SIZE, end, dtype, False)
 
     first_key = 0
     if WINDOW > 0:
@@ -89,59 +87,48 @@ def _attend(
     first_tile += split * tiles_per_split
     end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
 
-    best = tl.full([TILE_H], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_H], tl.float32)
-    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
-    sums = tl.zeros([TILE_H, V_FIRST], tl.float32)
-    if V_SIZE > V_FIRST:
-        sums_2 = tl.zeros([TILE_H, V_SECOND], tl.float32)
-    table_row = table_ptr + row * table_stride
-    for tile in range(first_tile, end_tile):
-        positions = tile * TILE + tl.arange(0, TILE)
-        is_key = (positions < length) & (positions >= first_key)
-        k_offsets = key_offsets(
-            table_row, positions, is_key, k_block_stride, k_token_stride, BLOCK_SIZE, TILE
-        )
-        k_places = k_ptr + kv_head * k_head_stride + k_offsets[:, None]
-        k = load_tile(k_places + columns, is_key[:, None] & (columns < SIZE), dtype, IS_FP8)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SIZE > FIRST:
-            k_2 = load_tile(
-                k_places + columns_2, is_key[:, None] & (columns_2 < SIZE), dtype, IS_FP8
-            )
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
-        scores *= scale
-        if HAS_SOFTCAP:
-            scores = capped(scores, softcap)
-        scores = tl.where(is_key[None, :], scores * LOG2_E, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        decay = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
-        best = new_best
-        weights = weights.to(dtype)
-        if IS_LATENT:
-            v = k
-        else:
-            v_offsets = key_offsets(
-                table_row, positions, is_key, v_block_stride, v_token_stride, BLOCK_SIZE, TILE
-            )
-            v_places = v_ptr + kv_head * v_head_stride + v_offsets[:, None]
-            v = load_tile(
-                v_places + v_columns, is_key[:, None] & (v_columns < V_SIZE), dtype, IS_FP8
-            )
-        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
-        if V_SIZE > V_FIRST:
-            v_2 = load_tile(
-                v_places + v_columns_2, is_key[:, None] & (v_columns_2 < V_SIZE), dtype, IS_FP8
-            )
-            sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
+    best, total, sums, sums_2 = visit(
+        q,
+        q_2,
+        tl.full([TILE_H], float("-inf"), tl.float32),
+        tl.zeros([TILE_H], tl.float32),
+        tl.zeros([TILE_H, V_FIRST], tl.float32),
+        tl.zeros([TILE_H, V_SECOND], tl.float32),
+        tl.full([TILE_H], 0, tl.int32) + (length - 1),
+        first_tile,
+        end_tile,
+        first_key,
+        length,
+        table_ptr + row * table_stride,
+        k_ptr + kv_head * head_stride,
+        v_ptr + kv_head * head_stride,
+        block_stride,
+        token_stride,
+        scale,
+        softcap,
+        SIZE,
+        FIRST,
+        SECOND,
+        V_SIZE,
+        V_FIRST,
+        V_SECOND,
+        BLOCK_SIZE,
+        TILE,
+        WINDOW,
+        CHUNK,
+        HAS_SOFTCAP,
+        IS_FP8,
+        IS_LATENT,
+        True,
+        PRECISION,
+    )
 
     # A split without keys has the weight 0 in the sum of splits.
     has_keys = total > 0
     inverse = tl.where(has_keys, 1.0 / tl.where(has_keys, total, 1.0), 0.0)
     line = (index * num_heads + heads) * NUM_SPLITS + split
     out_places = out_ptr + line[:, None] * V_SIZE
+    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
     tl.store(
         out_places + v_columns, sums * inverse[:, None], is_head[:, None] & (v_columns < V_SIZE)
     )
@@ -197,6 +184,14 @@ def _add_splits(
     tl.store(lse_ptr + line, tl.where(total > 0, base + tl.log(divisor), float("-inf")))
 
 
+def _tiles(first_part: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(heads, keys, warps, stages) of a program."""
+    tile_h = min(max(16, triton.next_power_of_2(group)), 64)
+    if first_part > 128:
+        return tile_h, 32, 8, 2
+    return tile_h, 32 if dtype == torch.float32 else 64, 4, 3
+
+
 def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     num_rows, num_heads = q.shape[:2]
     out = torch.empty((num_rows, num_heads, values.shape[3]), dtype=q.dtype, device=q.device)
@@ -236,9 +231,7 @@ def decode_attention(
         return out, lse
     group = num_heads // num_kv_heads
     parts, v_parts = parts_of(size), parts_of(values.shape[3])
-    tile_h = min(max(16, triton.next_power_of_2(group)), 64)
-    wide = parts.first > 128
-    tile = 32 if wide or q.dtype == torch.float32 else 64
+    tile_h, tile, num_warps, num_stages = _tiles(parts.first, group, q.dtype)
     # Programs of the second kernel read these; a graph keeps them.
     part_out = torch.empty(
         (num_rows, num_heads, num_splits, v_parts.size), dtype=torch.float32, device=q.device
@@ -258,7 +251,6 @@ def decode_attention(
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
-        *values.stride()[:3],
         block_table.stride(0),
         scale * key_scale,
         softcap,
@@ -280,8 +272,8 @@ def decode_attention(
         IS_LATENT=is_latent,
         NUM_SPLITS=num_splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8 if wide else 4,
-        num_stages=2 if wide else 3,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     _add_splits[(num_rows * num_heads,)](
         part_out,

@@ -39,34 +39,28 @@ def readable(cache: Tensor) -> Tensor:
 
 
 @triton.jit
-def load_tile(pointers, is_read, DTYPE: tl.constexpr, IS_FP8: tl.constexpr):
-    """A tile of keys, values or queries in DTYPE, 0 where it is not read."""
-    if IS_FP8:
-        bits = tl.load(pointers, mask=is_read, other=0)
-        tile = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
-    else:
-        tile = tl.load(pointers, mask=is_read, other=0.0)
-    return tile
-
-
-@triton.jit
-def key_offsets(
-    table_ptr,
-    positions,
-    is_key,
-    block_stride,
-    token_stride,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+def load_tile(
+    pointers,
+    is_row,
+    columns,
+    SIZE: tl.constexpr,
+    END: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    ALL_ROWS: tl.constexpr = False,
 ):
-    """Offsets in the cache of the keys at `positions`, which are TILE neighbours from a multiple
-    of TILE on. table_ptr: the sequence's line of the block table."""
-    if BLOCK_SIZE % TILE == 0:  # all in one block
-        first = tl.min(positions, axis=0)
-        blocks = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+    """A tile of keys, values or queries in DTYPE, 0 where it is not read: in rows that are not
+    `is_row`, unless ALL_ROWS, and in columns from SIZE on, if END, their end, exceeds it."""
+    if ALL_ROWS and END <= SIZE:
+        tile = tl.load(pointers)
     else:
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-    return blocks * block_stride + (positions % BLOCK_SIZE).to(tl.int64) * token_stride
+        is_read = (columns < SIZE)[None, :]
+        if not ALL_ROWS:
+            is_read = is_row[:, None] & is_read
+        tile = tl.load(pointers, mask=is_read, other=0 if IS_FP8 else 0.0)
+    if IS_FP8:
+        tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
+    return tile
 
 
 @triton.jit
@@ -74,3 +68,128 @@ def capped(scores, softcap):
     """softcap * tanh(scores / softcap), which is softcap from 20 on."""
     ratio = tl.minimum(tl.maximum(scores / softcap, -20.0), 20.0)
     return softcap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
+
+
+@triton.jit
+def visit(
+    q,
+    q_2,
+    best,
+    total,
+    sums,
+    sums_2,
+    queries,
+    first_tile,
+    end_tile,
+    first_key,
+    end_key,
+    table_row,
+    k_ptr,
+    v_ptr,
+    block_stride,
+    token_stride,
+    scale,
+    softcap,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    V_SECOND: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_LATENT: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to the tiles of keys from `first_tile` to `end_tile`. A query attends to the keys up
+    to its number in `queries`, within WINDOW or CHUNK; without IS_MASKED, to all. Keys before
+    `first_key` and from `end_key` on are not read: they may belong to other sequences.
+
+    q, q_2:    the two parts of the queries. table_row: the sequence's line of the block table.
+    best:      the highest score of each query so far, in powers of two.
+    total, sums, sums_2: the sums of weights and of weighted values, relative to `best`.
+    Returns the last four.
+    """
+    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
+    dtype = q.dtype
+    for tile in range(first_tile, end_tile):
+        positions = tile * TILE + tl.arange(0, TILE)
+        is_key = (positions >= first_key) & (positions < end_key)
+        if BLOCK_SIZE % TILE == 0:  # all in one block
+            blocks = tl.load(table_row + tile * TILE // BLOCK_SIZE)
+        elif IS_MASKED:
+            blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=is_key, other=0)
+        else:
+            blocks = tl.load(table_row + positions // BLOCK_SIZE)
+        offsets = blocks.to(tl.int64) * block_stride + positions % BLOCK_SIZE * token_stride
+        k_places = k_ptr + offsets[:, None]
+        k = load_tile(
+            k_places + columns, is_key, columns, SIZE, FIRST, dtype, IS_FP8, not IS_MASKED
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SIZE > FIRST:
+            k_2 = load_tile(
+                k_places + columns_2,
+                is_key,
+                columns_2,
+                SIZE,
+                FIRST + SECOND,
+                dtype,
+                IS_FP8,
+                not IS_MASKED,
+            )
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+        factor = scale * LOG2_E
+        if HAS_SOFTCAP:
+            scores = capped(scores * scale, softcap)
+            factor = LOG2_E
+        if IS_MASKED:
+            is_seen = positions[None, :] <= queries[:, None]
+            if WINDOW > 0:
+                is_seen &= positions[None, :] > queries[:, None] - WINDOW
+            if CHUNK > 0:
+                is_seen &= positions[None, :] >= queries[:, None] // CHUNK * CHUNK
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * factor)
+        base = new_best
+        if IS_MASKED:  # a query may attend to no key of its first tiles
+            base = tl.where(new_best > float("-inf"), new_best, 0.0)
+        decay = tl.exp2(best - base)
+        weights = tl.exp2(scores * factor - base[:, None])  # one instruction before the power
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+        weights = weights.to(dtype)
+        if IS_LATENT:
+            v = k
+        else:
+            v_places = v_ptr + offsets[:, None]
+            v = load_tile(
+                v_places + v_columns,
+                is_key,
+                v_columns,
+                V_SIZE,
+                V_FIRST,
+                dtype,
+                IS_FP8,
+                not IS_MASKED,
+            )
+        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
+        if V_SIZE > V_FIRST:
+            v_2 = load_tile(
+                v_places + v_columns_2,
+                is_key,
+                v_columns_2,
+                V_SIZE,
+                V_FIRST + V_SECOND,
+                dtype,
+                IS_FP8,
+                not IS_MASKED,
+            )
+            sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
+    return best, total, sums, sums_2

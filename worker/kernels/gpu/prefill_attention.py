@@ -12,108 +12,12 @@ from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
     LOG2_E,
-    capped,
-    key_offsets,
     load_tile,
     parts_of,
     readable,
+    visit,
 )
 from longshore.worker.kernels.operators import operator
-
-
-@triton.jit
-def _visit(
-    q,
-    q_2,
-    best,
-    total,
-    sums,
-    sums_2,
-    queries,
-    first_tile,
-    end_tile,
-    first_key,
-    end_key,
-    table_row,
-    k_ptr,
-    v_ptr,
-    k_block_stride,
-    k_token_stride,
-    v_block_stride,
-    v_token_stride,
-    scale,
-    softcap,
-    SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    V_SECOND: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    IS_LATENT: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Attend to the tiles of keys from `first_tile` to `end_tile`. Keys before `first_key` and from
-    `end_key` on are not read: they may belong to other sequences."""
-    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
-    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
-    dtype = q.dtype
-    for tile in range(first_tile, end_tile):
-        positions = tile * TILE + tl.arange(0, TILE)
-        is_key = (positions >= first_key) & (positions < end_key)
-        k_offsets = key_offsets(
-            table_row, positions, is_key, k_block_stride, k_token_stride, BLOCK_SIZE, TILE
-        )
-        k_places = k_ptr + k_offsets[:, None]
-        k = load_tile(k_places + columns, is_key[:, None] & (columns < SIZE), dtype, IS_FP8)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SIZE > FIRST:
-            k_2 = load_tile(
-                k_places + columns_2, is_key[:, None] & (columns_2 < SIZE), dtype, IS_FP8
-            )
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
-        scores *= scale
-        if HAS_SOFTCAP:
-            scores = capped(scores, softcap)
-        scores *= LOG2_E
-        if IS_MASKED:
-            is_seen = positions[None, :] <= queries[:, None]
-            if WINDOW > 0:
-                is_seen &= positions[None, :] > queries[:, None] - WINDOW
-            if CHUNK > 0:
-                is_seen &= positions[None, :] >= queries[:, None] // CHUNK * CHUNK
-            scores = tl.where(is_seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A token may attend to no key of its first tiles.
-        base = tl.where(new_best > float("-inf"), new_best, 0.0)
-        decay = tl.exp2(best - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * decay + tl.sum(weights, axis=1)
-        best = new_best
-        weights = weights.to(dtype)
-        if IS_LATENT:
-            v = k
-        else:
-            v_offsets = key_offsets(
-                table_row, positions, is_key, v_block_stride, v_token_stride, BLOCK_SIZE, TILE
-            )
-            v_places = v_ptr + v_offsets[:, None]
-            v = load_tile(
-                v_places + v_columns, is_key[:, None] & (v_columns < V_SIZE), dtype, IS_FP8
-            )
-        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
-        if V_SIZE > V_FIRST:
-            v_2 = load_tile(
-                v_places + v_columns_2, is_key[:, None] & (v_columns_2 < V_SIZE), dtype, IS_FP8
-            )
-            sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
-    return best, total, sums, sums_2
 
 
 @triton.jit
@@ -128,12 +32,9 @@ def _attend(
     lse_ptr,
     q_token_stride,
     q_head_stride,
-    k_block_stride,
-    k_head_stride,
-    k_token_stride,
-    v_block_stride,
-    v_head_stride,
-    v_token_stride,
+    block_stride,
+    head_stride,
+    token_stride,
     table_stride,
     scale,
     softcap,
@@ -175,10 +76,11 @@ def _attend(
     tokens = first_token + within
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride
-    q = load_tile(q_places + columns, is_query[:, None] & (columns < SIZE), dtype, False)
+    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, dtype, False)
     q_2 = q
     if SIZE > FIRST:
-        q_2 = load_tile(q_places + columns_2, is_query[:, None] & (columns_2 < SIZE), dtype, False)
+        end: tl.constexpr = FIRST + SECOND
+        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, end, dtype, False)
 
     queries = num_earlier + within
     last = tl.minimum(num_earlier + first_query + TILE_Q, length) - 1  # query of the tile
@@ -199,7 +101,7 @@ def _attend(
     sums = tl.zeros([TILE_Q, V_FIRST], tl.float32)
     sums_2 = tl.zeros([TILE_Q, V_SECOND], tl.float32)
     table_row = table_ptr + row * table_stride
-    k_head_ptr, v_head_ptr = k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride
+    k_head_ptr, v_head_ptr = k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride
     for part in tl.static_range(3):
         if part == 0:
             begin, end = first_tile, first_full
@@ -208,7 +110,7 @@ def _attend(
         else:
             begin, end = end_full, end_tile
         if part != 0 or WINDOW > 0 or CHUNK > 0:
-            best, total, sums, sums_2 = _visit(
+            best, total, sums, sums_2 = visit(
                 q,
                 q_2,
                 best,
@@ -223,10 +125,8 @@ def _attend(
                 table_row,
                 k_head_ptr,
                 v_head_ptr,
-                k_block_stride,
-                k_token_stride,
-                v_block_stride,
-                v_token_stride,
+                block_stride,
+                token_stride,
                 scale,
                 softcap,
                 SIZE,
@@ -273,13 +173,11 @@ def _tiles(first_part: int, num_tokens: int, dtype: torch.dtype) -> tuple[int, i
     most = triton.next_power_of_2(max(num_tokens, 16))
     if dtype == torch.float32:
         return min(32, most), 32 if first_part <= 128 else 16, 4, 1
-    if first_part <= 64:
-        return min(128, most), 64, 4, 3
     if first_part <= 128:
         return min(128, most), 64, 8, 3
     if first_part <= 256:
-        return min(64, most), 32, 4, 2
-    return min(32, most), 32, 8, 1
+        return min(128, most), 32, 8, 3
+    return min(32, most), 32, 8, 2
 
 
 def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -330,7 +228,6 @@ def prefill_attention(
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
-        *values.stride()[:3],
         block_table.stride(0),
         scale * key_scale,
         softcap,
