@@ -6,7 +6,7 @@ weighted sum of values and the logarithm of the sum of weights, from which the r
 (as in flash decoding, Dao et al., 2023).
 
 A rank stores its tokens of a sequence in order of position, so a query sees the first n of them.
-Everything is plain torch, in float32, the same on a CPU and on CUDA.
+On a GPU the Triton kernels compute a rank's part (see kept_attention), else torch in float32.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.kept_attention import KeptAttention
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.latent_backend import (
     LatentAttentionKind,
@@ -24,8 +25,10 @@ from longshore.worker.attention.latent_backend import (
     multiply_heads,
 )
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
+from longshore.worker.attention.triton_backend import MAX_HEAD_DIM
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kernels.latents import LatentNorm, prepare_latents
+from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.context_share import ContextShare
@@ -57,8 +60,22 @@ def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBack
             )
 
 
-def _description(parallel: Parallel, kind: object) -> str:
-    return f"torch, context parallel over {parallel.context_share.size} ranks, {kind}"
+def _description(parallel: Parallel, kind: object, memory: "KeptMemory") -> str:
+    computed = "Triton kernels" if _uses_kernels(memory) else "torch"
+    return f"{computed}, context parallel over {parallel.context_share.size} ranks, {kind}"
+
+
+def _uses_kernels(memory: "KeptMemory") -> bool:
+    keys, _ = memory.planes(0)
+    return uses_triton(keys) and keys.shape[3] <= MAX_HEAD_DIM
+
+
+def kept_context(
+    memory: "KeptMemory", share: ContextShare, metadata: AttentionMetadata, **settings: Any
+) -> "KeptContext | KeptAttention":
+    """One step's attention to the tokens that this rank stores. settings: as of KeptContext."""
+    context = KeptAttention if _uses_kernels(memory) else KeptContext
+    return context(memory, share, metadata, **settings)
 
 
 class SharedAttention:
@@ -71,16 +88,16 @@ class SharedAttention:
                 f"{cache.num_kv_heads} KV heads per rank, but context parallelism supports one. "
                 "Raise tensor_parallel_size or remove decode_context_parallel_size."
             )
-        self._memory = _KeysAndValues(cache)
+        self._memory = KeptKeysAndValues(cache)
         self._scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
         self._kind = kind
         self._parallel = parallel
 
     def __str__(self) -> str:
-        return _description(self._parallel, self._kind)
+        return _description(self._parallel, self._kind, self._memory)
 
     def begin_step(self, metadata: AttentionMetadata) -> "SharedAttentionStep":
-        context = KeptContext(
+        context = kept_context(
             self._memory,
             self._parallel.context_share,
             metadata,
@@ -96,7 +113,7 @@ class SharedAttentionStep:
 
     native_steps: tuple[bytes, ...] = ()
 
-    def __init__(self, parallel: Parallel, context: "KeptContext") -> None:
+    def __init__(self, parallel: Parallel, context: "KeptContext | KeptAttention") -> None:
         self._parallel = parallel
         self._context = context
 
@@ -122,15 +139,15 @@ class SharedLatentAttention:
     context, so keys and values are never expanded."""
 
     def __init__(self, view: PagedLatents, kind: LatentAttentionKind, parallel: Parallel) -> None:
-        self._memory = _Latents(view, kind.latent_dim)
+        self._memory = KeptLatents(view, kind.latent_dim)
         self._kind = kind
         self._parallel = parallel
 
     def __str__(self) -> str:
-        return _description(self._parallel, self._kind)
+        return _description(self._parallel, self._kind, self._memory)
 
     def begin_step(self, metadata: AttentionMetadata) -> "SharedLatentStep":
-        context = KeptContext(
+        context = kept_context(
             self._memory,
             self._parallel.context_share,
             metadata,
@@ -145,7 +162,7 @@ class SharedLatentStep:
 
     native_steps: tuple[bytes, ...] = ()
 
-    def __init__(self, parallel: Parallel, context: "KeptContext") -> None:
+    def __init__(self, parallel: Parallel, context: "KeptContext | KeptAttention") -> None:
         self._parallel = parallel
         self._context = context
 
@@ -170,7 +187,7 @@ class SharedLatentStep:
 
 def attend(
     parallel: Parallel,
-    context: "KeptContext",
+    context: "KeptContext | KeptAttention",
     layer: int,
     q: Tensor,
     sinks: Tensor | None = None,
@@ -204,7 +221,7 @@ class KeptContext:
 
     def __init__(
         self,
-        memory: "_Memory",
+        memory: "KeptMemory",
         share: ContextShare,
         metadata: AttentionMetadata,
         *,
@@ -331,11 +348,15 @@ def _chunk(
     return _Batch(block_ids, tiles)
 
 
-class _Memory(Protocol):
+class KeptMemory(Protocol):
     """The cache as a sequence of tokens. value_dim: elements of a value."""
 
     block_size: int
     value_dim: int
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in place, (num_blocks, 1, block_size, dim) each."""
+        ...
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
         """places: the block of each token, and the offset in it."""
@@ -350,13 +371,18 @@ class _Memory(Protocol):
         ...
 
 
-class _KeysAndValues:
+class KeptKeysAndValues:
     def __init__(self, cache: PagedKV) -> None:
         self._fp8 = cache.fp8
         self._dtype = cache.dtype
         planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
         self._planes = planes.squeeze(1)  # there is one head
         self.block_size, self.value_dim = cache.block_size, cache.head_dim
+        self._of_layers = cache.planes
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._of_layers[:, :, layer].unbind(2)
+        return keys, values
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
         scales = self.scales(layer)
@@ -375,12 +401,16 @@ class _KeysAndValues:
         return KVScales() if self._fp8 is None else self._fp8.scales[layer]
 
 
-class _Latents:
+class KeptLatents:
     """The cached vector of a token is its key; the latent, its first part, is its value."""
 
     def __init__(self, view: PagedLatents, latent_dim: int) -> None:
         self._latents = view.latents
         self.block_size, self.value_dim = view.block_size, latent_dim
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        vectors = self._latents[:, layer].unsqueeze(1)
+        return vectors, vectors[..., : self.value_dim]
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
         self._latents[:, layer].index_put_(places, kept[0])

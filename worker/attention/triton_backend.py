@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from longshore.worker.attention.chunk_table import chunk_table
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
@@ -63,7 +64,7 @@ class TritonAttentionStep:
         self._max_chunk_tokens = max((c.num_tokens for c in metadata.prefill_chunks), default=0)
         self._chunks: Tensor | None = None
         if metadata.prefill_chunks:
-            self._chunks = _chunk_table(metadata)
+            self._chunks = chunk_table(metadata)
 
     def forward(
         self,
@@ -137,18 +138,3 @@ class TritonAttentionStep:
     def _scales(self, layer: int) -> KVScales:
         fp8 = self._attention.cache.fp8
         return KVScales() if fp8 is None else fp8.scales[layer]
-
-
-def _chunk_table(metadata: AttentionMetadata) -> Tensor:
-    """(num_chunks, 4) int64, on the device: row, first token after the decodes, number of tokens,
-    and length of the sequence."""
-    num_decodes = len(metadata.decode_rows)
-    table = torch.tensor(
-        [
-            (chunk.row, chunk.first_token - num_decodes, chunk.num_tokens, chunk.seq_len)
-            for chunk in metadata.prefill_chunks
-        ],
-        dtype=torch.int64,
-    )
-    device = metadata.block_table.device
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

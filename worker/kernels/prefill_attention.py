@@ -16,6 +16,7 @@ def prefill_attention(
     chunks: Tensor,
     *,
     max_tokens: int,
+    seen: Tensor | None = None,
     scale: float,
     reach: Reach,
     softcap: float | None = None,
@@ -30,6 +31,9 @@ def prefill_attention(
     chunks: (num_chunks, 4) int64: line of the block table, index of the first token in q, number of
             tokens, and length of the sequence, of which they are the last.
     max_tokens: of the longest chunk.
+    seen:   (n,) int64: a token attends to the first of so many stored tokens of its sequence
+            instead, for context parallelism. Not descending within a chunk; without window and
+            chunk. The sequence's length in `chunks` is then ignored.
     The other arguments and the result: as of `decode_attention`; n tokens instead of sequences.
     """
     if not uses_triton(q):
@@ -39,6 +43,7 @@ def prefill_attention(
             values,
             block_table,
             chunks,
+            seen=seen,
             scale=scale * key_scale,
             reach=reach,
             softcap=softcap,
@@ -54,6 +59,7 @@ def prefill_attention(
         values,
         block_table,
         chunks,
+        seen,
         sinks,
         max_tokens,
         scale,
@@ -74,13 +80,14 @@ def reference(
     block_table: Tensor,
     chunks: Tensor,
     *,
+    seen: Tensor | None = None,
     scale: float,
     reach: Reach,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     value_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: every token is a decode over the tokens before it."""
+    """The same in plain torch: every token is a decode over the tokens that it attends to."""
     rows, lens = torch.zeros((2, len(q)), dtype=torch.int64, device=q.device)
     for row, first, count, length in chunks.tolist():
         rows[first : first + count] = row
@@ -91,7 +98,7 @@ def reference(
         values,
         block_table,
         rows,
-        lens,
+        lens if seen is None else seen,
         scale=scale,
         reach=reach,
         softcap=softcap,

@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,11 +16,16 @@ from torch import Tensor
 from longshore.worker.attention import context_parallel
 from longshore.worker.attention.context_parallel import (
     KeptContext,
+    KeptKeysAndValues,
+    KeptLatents,
+    KeptMemory,
     attend,
+    kept_context,
     merge,
     shared_backend,
 )
 from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.kept_attention import KeptAttention
 from longshore.worker.attention.kind import CachedLayer, PagedAttentionKind
 from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
 from longshore.worker.errors import UnsupportedModel
@@ -36,6 +42,7 @@ from tests.worker import attention_oracle
 from tests.worker.caches import attention_cache, paged_kv
 from tests.worker.forward import metadata
 from tests.worker.fp8_oracle import kept
+from tests.worker.kernels.variants import in_triton
 from tests.worker.live_memory import peak_bytes
 from tests.worker.models.thread_ranks import ThreadParallel, on_every_rank
 
@@ -95,10 +102,10 @@ class AttentionSequences(SharedSequences):
     def __init__(
         self,
         lens: list[int],
+        scales: KVScales | None = None,
         *,
         kind: PagedAttentionKind | None = None,
         has_sinks: bool = False,
-        scales: KVScales | None = None,
         **settings: int,
     ) -> None:
         super().__init__(lens, **settings)
@@ -388,3 +395,55 @@ def test_several_kv_heads_of_a_rank_are_rejected() -> None:
     cache = paged_kv(2, num_layers=1, block_size=4, num_kv_heads=2, head_dim=8)
     with pytest.raises(UnsupportedModel, match="2 KV heads per rank"):
         shared_backend(PagedAttentionKind(num_heads=2), cache, place)
+
+
+def as_memory(view: PagedKV | PagedLatents) -> KeptMemory:
+    if isinstance(view, PagedLatents):
+        return KeptLatents(view, LATENT.latent_dim)
+    return KeptKeysAndValues(view)
+
+
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize("share", [ContextShare(0, 2), ContextShare(2, 4, interleave=2)], ids=str)
+@pytest.mark.parametrize("memory", ["plain", "fp8", "latents"])
+def test_the_kernels_compute_the_part_of_a_rank_as_torch_does(
+    share: ContextShare, memory: str
+) -> None:
+    """Decodes and chunks; a query that sees none of the rank's tokens gives zeros and -infinity.
+    Memory of nobody is NaN, and tokens of other ranks are not written."""
+    lens, scales = [30, 75, 9, 1], FP8_SCALES if memory == "fp8" else None
+    sizes = {"size": share.size, "interleave": share.interleave, "block_size": 4, "seed": 3}
+    latents, heads = LatentSequences(lens, **sizes), AttentionSequences(lens, scales, **sizes)
+    sequences: SharedSequences = latents if memory == "latents" else heads
+    of_torch, of_kernels = map(
+        as_memory, (latents.views if memory == "latents" else heads.caches)[:2]
+    )
+    for counts in ([29, 40, 2, 1], [1, 35, 1, 0], [0, 0, 6, 0]):
+        batch, begun, spans = sequences.batch(counts)
+        if memory == "latents":
+            new = [torch.cat([latents.vectors[row][1, span] for row, span in spans])]
+        else:
+            new = [
+                torch.cat([heads.kv[row][1, plane, span] for row, span in spans])
+                for plane in (0, 1)
+            ]
+        dim = of_torch.planes(1)[0].shape[3]
+        q = sequences.draw(share.size, int(batch.counts.sum()), HEADS, dim)
+        found = []
+        for of_memory in (of_torch, of_kernels):
+            for plane in of_memory.planes(1):
+                plane.view(torch.uint8)[begun] = 0
+            with in_triton() if of_memory is of_kernels else nullcontext():
+                context = kept_context(
+                    of_memory,
+                    share,
+                    metadata(batch, sequences.table, 4, share),
+                    num_heads=HEADS,
+                    scale=0.3,
+                )
+                assert isinstance(context, KeptAttention) is (of_memory is of_kernels)
+                context.write(1, *new)
+                found.append(context.attend(1, q))
+        for one, other in zip(of_torch.planes(1), of_kernels.planes(1), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)

@@ -190,7 +190,9 @@ def compile_attention() -> None:
             is_latent = value_dim != size
             decode_attention(q, keys, values, table, ints, ints, sink, 0.1, *rest, 5, is_latent)
             chunks = torch.zeros(1, 4, dtype=torch.int64)
-            prefill_attention(q, keys, values, table, chunks, sink, 2000, 0.1, *rest, is_latent)
+            prefill_attention(
+                q, keys, values, table, chunks, None, sink, 2000, 0.1, *rest, is_latent
+            )
 
 
 def compile_write_kv() -> None:

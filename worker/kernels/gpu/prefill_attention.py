@@ -27,6 +27,7 @@ def _attend(
     v_ptr,
     table_ptr,
     chunks_ptr,
+    seen_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -54,6 +55,7 @@ def _attend(
     CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
     IS_FP8: tl.constexpr,
     IS_LATENT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,8 +84,17 @@ def _attend(
         end: tl.constexpr = FIRST + SECOND
         q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, end, dtype, False)
 
-    queries = num_earlier + within
-    last = tl.minimum(num_earlier + first_query + TILE_Q, length) - 1  # query of the tile
+    # `queries`: the last key of each token; `first_end`: how many keys the tile's first one has.
+    if HAS_SEEN:
+        queries = tl.load(seen_ptr + tokens, mask=is_query, other=0).to(tl.int32) - 1
+        tile_seen_ptr = seen_ptr + first_token + first_query
+        first_end = tl.load(tile_seen_ptr).to(tl.int32)
+        num_queries = tl.minimum(num_tokens - first_query, TILE_Q)
+        last = tl.load(tile_seen_ptr + num_queries - 1).to(tl.int32) - 1
+    else:
+        queries = num_earlier + within
+        first_end = num_earlier + first_query + 1
+        last = tl.minimum(num_earlier + first_query + TILE_Q, length) - 1
     first_seen, first_of_last = 0, 0  # first keys that the first and the last query attend to
     if WINDOW > 0:
         first_seen = tl.maximum(num_earlier + first_query - WINDOW + 1, 0)
@@ -93,7 +104,7 @@ def _attend(
         first_of_last = last // CHUNK * CHUNK
     # Tiles: some queries begin, all queries attend to all keys, some queries end.
     first_tile, end_tile = first_seen // TILE, tl.cdiv(last + 1, TILE)
-    end_full = tl.maximum((num_earlier + first_query + 1) // TILE, first_tile)
+    end_full = tl.maximum(first_end // TILE, first_tile)
     first_full = tl.minimum(tl.cdiv(first_of_last, TILE), end_full)
 
     best = tl.full([TILE_Q], float("-inf"), tl.float32)
@@ -168,7 +179,7 @@ def _attend(
     tl.store(lse_ptr + line, best + tl.log(total), is_query)
 
 
-def _tiles(first_part: int, num_tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def tiles(first_part: int, num_tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(queries, keys, warps, stages) of a program."""
     most = triton.next_power_of_2(max(num_tokens, 16))
     if dtype == torch.float32:
@@ -188,8 +199,8 @@ def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tenso
 
 @operator(
     "prefill_attention(Tensor q, Tensor keys, Tensor values, Tensor block_table, Tensor chunks, "
-    "Tensor? sinks, int max_tokens, float scale, int window, int chunk, float softcap, "
-    "float key_scale, float value_scale, bool is_latent) -> (Tensor, Tensor)",
+    "Tensor? seen, Tensor? sinks, int max_tokens, float scale, int window, int chunk, "
+    "float softcap, float key_scale, float value_scale, bool is_latent) -> (Tensor, Tensor)",
     fake=_fake,
 )
 def prefill_attention(
@@ -198,6 +209,7 @@ def prefill_attention(
     values: Tensor,
     block_table: Tensor,
     chunks: Tensor,
+    seen: Tensor | None,
     sinks: Tensor | None,
     max_tokens: int,
     scale: float,
@@ -213,7 +225,7 @@ def prefill_attention(
     num_heads = q.shape[1]
     num_kv_heads, block_size = keys.shape[1:3]
     parts, v_parts = parts_of(q.shape[2]), parts_of(values.shape[3])
-    tile_q, tile, num_warps, num_stages = _tiles(parts.first, max_tokens, q.dtype)
+    tile_q, tile, num_warps, num_stages = tiles(parts.first, max_tokens, q.dtype)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
     keys, values = readable(keys), readable(values)
     _attend[(triton.cdiv(max_tokens, tile_q), num_heads, len(chunks))](
@@ -222,6 +234,7 @@ def prefill_attention(
         values,
         block_table,
         chunks,
+        seen,
         sinks,
         out,
         lse,
@@ -247,6 +260,7 @@ def prefill_attention(
         CHUNK=chunk,
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
+        HAS_SEEN=seen is not None,
         IS_FP8=is_fp8,
         IS_LATENT=is_latent,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
