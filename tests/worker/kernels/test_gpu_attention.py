@@ -13,6 +13,11 @@ from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.selector import make_attention
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.attention.triton_backend import TritonAttention
+from longshore.worker.kernels.cascade_attention import (
+    cascade_attention,
+    num_shared_splits,
+    pays,
+)
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
 from longshore.worker.kernels.rotary import Rotation, rotary_
@@ -241,3 +246,49 @@ def test_larger_heads_are_computed_in_torch(head_dim: int, kind: type) -> None:
     cache = paged_kv(2, num_layers=1, block_size=16, num_kv_heads=1, head_dim=head_dim)
     with in_triton():
         assert type(make_attention(cache, PagedAttentionKind(num_heads=1))) is kind
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in CELLS if cell.window is None and cell.chunk is None],
+    ids=str,
+)
+@pytest.mark.parametrize("num_shared", [0, 1, 5])
+def test_shared_blocks_are_read_from_the_first_sequence(cell: Cell, num_shared: int) -> None:
+    """In the tables of the others, they are blocks of nobody. One sequence has nothing else, and
+    the last one is padding."""
+    paged = Paged(cell)
+    shared = num_shared * cell.block_size
+    rows = torch.tensor([1, 0, 3, 2])
+    lens = torch.tensor([shared + 1, max(shared, 1), paged.max_tokens, 0])
+    table = paged.table.clone()
+    table[:, :num_shared] = table[1, :num_shared]
+    q = paged.draw(4, cell.num_heads, cell.head_dim)
+    wide = q.double(), paged.keys.double(), paged.values.double()
+    expected = decode_attention(*wide, table, rows, lens, **paged.settings)
+    table[rows[1:], :num_shared] = NUM_BLOCKS - 1
+    settings = {name: value for name, value in paged.settings.items() if name != "reach"}
+    with in_triton():
+        got = cascade_attention(
+            q,
+            paged.keys,
+            paged.values,
+            table,
+            rows,
+            lens,
+            torch.tensor([shared]),
+            num_splits=2,
+            num_shared_splits=3,
+            **settings,
+        )
+    assert got[0].isfinite().all()
+    paged.check((got[0][:3], got[1][:3]), (expected[0][:3], expected[1][:3]))
+
+
+def test_shared_blocks_are_read_once_if_that_saves_enough() -> None:
+    token_bytes = 2 * 8 * 128 * 2
+    assert pays(64, 512, token_bytes)
+    assert not pays(16, 256, token_bytes)
+    assert not pays(1, 100_000, token_bytes)
+    assert num_shared_splits(64, 32, 8, 100_000) == 33
+    assert num_shared_splits(512, 32, 8, 100_000) == 5

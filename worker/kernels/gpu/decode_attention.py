@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
-    LOG2_E,
     load_tile,
     parts_of,
     readable,
+    store_part,
     visit,
 )
 from longshore.worker.kernels.operators import operator
@@ -29,6 +29,7 @@ def _attend(
     table_ptr,
     rows_ptr,
     lens_ptr,
+    shared_ptr,
     out_ptr,
     lse_ptr,
     q_row_stride,
@@ -56,8 +57,11 @@ def _attend(
     IS_FP8: tl.constexpr,
     IS_LATENT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """HAS_SHARED: the tokens before `shared` are computed elsewhere, as parts after NUM_SPLITS."""
     index = tl.program_id(0).to(tl.int64)
     tiles_of_heads: tl.constexpr = (GROUP + TILE_H - 1) // TILE_H
     kv_head = tl.program_id(1) // tiles_of_heads
@@ -82,6 +86,8 @@ def _attend(
         first_key = tl.maximum(length - WINDOW, 0)
     if CHUNK > 0:
         first_key = tl.maximum(length - 1, 0) // CHUNK * CHUNK
+    if HAS_SHARED:
+        first_key = tl.minimum(tl.load(shared_ptr).to(tl.int32), length)
     first_tile, end_tile = first_key // TILE, tl.cdiv(length, TILE)
     tiles_per_split = tl.cdiv(end_tile - first_tile, NUM_SPLITS)
     first_tile += split * tiles_per_split
@@ -123,24 +129,10 @@ def _attend(
         PRECISION,
     )
 
-    # A split without keys has the weight 0 in the sum of splits.
-    has_keys = total > 0
-    inverse = tl.where(has_keys, 1.0 / tl.where(has_keys, total, 1.0), 0.0)
-    line = (index * num_heads + heads) * NUM_SPLITS + split
-    out_places = out_ptr + line[:, None] * V_SIZE
-    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
-    tl.store(
-        out_places + v_columns, sums * inverse[:, None], is_head[:, None] & (v_columns < V_SIZE)
+    lines = (index * num_heads + heads) * NUM_PARTS + split
+    store_part(
+        out_ptr, lse_ptr, lines, is_head, best, total, sums, sums_2, V_SIZE, V_FIRST, V_SECOND
     )
-    if V_SIZE > V_FIRST:
-        tl.store(
-            out_places + v_columns_2,
-            sums_2 * inverse[:, None],
-            is_head[:, None] & (v_columns_2 < V_SIZE),
-        )
-    log_total = tl.log2(tl.where(has_keys, total, 1.0))
-    lse = tl.where(has_keys, (best + log_total) / LOG2_E, float("-inf"))
-    tl.store(lse_ptr + line, lse, is_head)
 
 
 @triton.jit
@@ -225,18 +217,63 @@ def decode_attention(
     """See the wrapper. window, chunk, softcap: 0 is none. is_latent: `values` are the first
     elements of `keys`, the same memory, and their size is a power of two."""
     out, lse = _fake(q, keys, values)
+    if len(q) == 0:
+        return out, lse
+    parts = new_parts(q, values.shape[3], num_splits)
+    attend_to_own(
+        q,
+        keys,
+        values,
+        block_table,
+        rows,
+        lens,
+        None,
+        parts,
+        scale=scale * key_scale,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        num_splits=num_splits,
+        is_latent=is_latent,
+    )
+    add_splits(parts, sinks, value_scale, out, lse)
+    return out, lse
+
+
+def new_parts(q: Tensor, value_dim: int, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of a result: (n, num_heads, num_parts, value_dim) and (n, num_heads,
+    num_parts), float32."""
+    shape = (*q.shape[:2], num_parts)
+    return (
+        torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+    )
+
+
+def attend_to_own(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    shared: Tensor | None,
+    parts: tuple[Tensor, Tensor],
+    *,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    num_splits: int,
+    is_latent: bool,
+) -> None:
+    """Compute the first `num_splits` of `parts`: each sequence from the first `shared` tokens on,
+    (1,) int64; None: from the first token on."""
     num_rows, num_heads, size = q.shape
     num_kv_heads, block_size = keys.shape[1:3]
-    if num_rows == 0:
-        return out, lse
     group = num_heads // num_kv_heads
-    parts, v_parts = parts_of(size), parts_of(values.shape[3])
-    tile_h, tile, num_warps, num_stages = _tiles(parts.first, group, q.dtype)
-    # Programs of the second kernel read these; a graph keeps them.
-    part_out = torch.empty(
-        (num_rows, num_heads, num_splits, v_parts.size), dtype=torch.float32, device=q.device
-    )
-    part_lse = torch.empty(part_out.shape[:3], dtype=torch.float32, device=q.device)
+    k_parts, v_parts = parts_of(size), parts_of(values.shape[3])
+    tile_h, tile, num_warps, num_stages = _tiles(k_parts.first, group, q.dtype)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
     keys, values = readable(keys), readable(values)
     _attend[(num_rows, num_kv_heads * triton.cdiv(group, tile_h), num_splits)](
@@ -246,20 +283,20 @@ def decode_attention(
         block_table,
         rows,
         lens,
-        part_out,
-        part_lse,
+        shared,
+        *parts,
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
         block_table.stride(0),
-        scale * key_scale,
+        scale,
         softcap,
         num_heads,
         GROUP=group,
         TILE_H=tile_h,
-        SIZE=parts.size,
-        FIRST=parts.first,
-        SECOND=parts.second,
+        SIZE=k_parts.size,
+        FIRST=k_parts.first,
+        SECOND=k_parts.second,
         V_SIZE=v_parts.size,
         V_FIRST=v_parts.first,
         V_SECOND=v_parts.second,
@@ -271,26 +308,37 @@ def decode_attention(
         IS_FP8=is_fp8,
         IS_LATENT=is_latent,
         NUM_SPLITS=num_splits,
+        NUM_PARTS=parts[1].shape[2],
+        HAS_SHARED=shared is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+def add_splits(
+    parts: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+    value_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Merge all `parts` into `out` and `lse`."""
+    num_rows, num_heads, num_parts, value_dim = parts[0].shape
     _add_splits[(num_rows * num_heads,)](
-        part_out,
-        part_lse,
+        *parts,
         sinks,
         out,
         lse,
         value_scale,
         num_heads,
-        V_SIZE=v_parts.size,
-        BLOCK=triton.next_power_of_2(v_parts.size),
-        NUM_SPLITS=num_splits,
-        SPLITS=triton.next_power_of_2(num_splits),
+        V_SIZE=value_dim,
+        BLOCK=triton.next_power_of_2(value_dim),
+        NUM_SPLITS=num_parts,
+        SPLITS=triton.next_power_of_2(num_parts),
         HAS_SINKS=sinks is not None,
         num_warps=4,
     )
-    return out, lse
 
 
 def are_latents(keys: Tensor, values: Tensor) -> bool:

@@ -150,7 +150,7 @@ def visit(
             scores = capped(scores * scale, softcap)
             factor = LOG2_E
         if IS_MASKED:
-            is_seen = positions[None, :] <= queries[:, None]
+            is_seen = is_key[None, :] & (positions[None, :] <= queries[:, None])
             if WINDOW > 0:
                 is_seen &= positions[None, :] > queries[:, None] - WINDOW
             if CHUNK > 0:
@@ -193,3 +193,33 @@ def visit(
             )
             sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
     return best, total, sums, sums_2
+
+
+@triton.jit
+def store_part(
+    out_ptr,
+    lse_ptr,
+    lines,
+    is_line,
+    best,
+    total,
+    sums,
+    sums_2,
+    V_SIZE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    V_SECOND: tl.constexpr,
+):
+    """Store the result of `visit` as one of the parts that `add_splits` adds up. A part without
+    keys has the weight 0. lines: of each query, in parts of (..., V_SIZE) float32."""
+    has_keys = total > 0
+    inverse = tl.where(has_keys, 1.0 / tl.where(has_keys, total, 1.0), 0.0)
+    places = out_ptr + lines[:, None] * V_SIZE
+    columns, columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
+    is_stored = is_line[:, None] & (columns < V_SIZE)[None, :]
+    tl.store(places + columns, sums * inverse[:, None], is_stored)
+    if V_SIZE > V_FIRST:
+        is_stored = is_line[:, None] & (columns_2 < V_SIZE)[None, :]
+        tl.store(places + columns_2, sums_2 * inverse[:, None], is_stored)
+    log_total = tl.log2(tl.where(has_keys, total, 1.0))
+    lse = tl.where(has_keys, (best + log_total) / LOG2_E, float("-inf"))
+    tl.store(lse_ptr + lines, lse, is_line)
