@@ -109,8 +109,7 @@ class SchedulerOutput(
     encoder_inputs: (row, index of the multimodal item) to encode in this step. With cross
                     attention: one item of each row in `added`, and no other.
     common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
-                    attention; empty if unchanged since the previous plan. No attention backend
-                    reads it yet.
+                    attention; empty if unchanged since the previous plan.
     copy_source_ids, copy_target_ids, copy_num_tokens: blocks to copy in all layers (copy-on-write),
                     before the step writes or clears any block. The target gets the source's first
                     `copy_num_tokens` tokens and zeros after them. Targets are distinct. All sources

@@ -243,7 +243,7 @@ class PlanBuilder:
     def _common_prefix(self) -> tuple[int, ...]:
         """The number of leading blocks that all running rows share, if it has changed; it changes
         only with membership. For cascade attention (FlashInfer's term for attending to a shared
-        prefix once); no backend here uses it yet."""
+        prefix once)."""
         if not (self._added or self.has_drops or self.rewound):
             return ()
         common = self._kv_cache.num_common_prefix_blocks(self._running.order)

@@ -65,6 +65,7 @@ class AttentionBackend(Protocol):
     A backend with the attribute `is_replayable = True` can be captured in a graph: for a step of
     decodes, everything that depends on rows, lengths and blocks is read on the device, from the
     metadata's tensors, and rows of length 0 read and write nothing. Their results are finite.
+    With the attribute `shares_blocks = True`, it uses `AttentionMetadata.shared_tokens`.
     """
 
     def begin_step(self, metadata: AttentionMetadata) -> AttentionStep:

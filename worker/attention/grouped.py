@@ -54,6 +54,11 @@ class GroupedAttention:
         """See AttentionBackend; of all backends."""
         return all(getattr(backend, "is_replayable", False) for _, backend in self._backends)
 
+    @property
+    def shares_blocks(self) -> bool:
+        """See AttentionBackend; of any backend."""
+        return any(getattr(backend, "shares_blocks", False) for _, backend in self._backends)
+
     def begin_step(
         self, metadata: Sequence[AttentionMetadata], hooks: LayerHooks | None = None
     ) -> "GroupedStep":

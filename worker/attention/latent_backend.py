@@ -102,6 +102,7 @@ class PagedLatentAttention:
         self._absorbed = absorbed.make_backend(PagedKV(planes))
         self.is_replayable: bool = getattr(self._absorbed, "is_replayable", False)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=view.device)
+        self.shares_blocks: bool = getattr(self._absorbed, "shares_blocks", False)
         self._expanded: dict[int, _Expanded] = {}  # by number of heads at once
 
     def __str__(self) -> str:

@@ -44,6 +44,9 @@ class AttentionMetadata:
     decode_rows, decode_lens: (num_decodes,) int64, row and length (new token included).
     kept_tokens:  (n,) int64, indices in the step of the new tokens that this rank stores; None:
                   all.
+    shared_tokens: (1,) int64: the decodes have the blocks of so many leading tokens in common,
+                  whole blocks, and a backend may read them once; at most the shortest length,
+                  without padding. None: it should not.
     For cross attention every token of the step is a sequence of its own, with the length of its
     row's encoder tokens and no new KV: there are no slots and no chunks.
     Tensors are on the device; the rest is plain values, so nothing waits for the device.
@@ -56,3 +59,4 @@ class AttentionMetadata:
     decode_segments: Sequence[DecodeSegment]
     prefill_chunks: Sequence[PrefillChunk]
     kept_tokens: Tensor | None = None
+    shared_tokens: Tensor | None = None

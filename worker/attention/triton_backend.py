@@ -12,6 +12,7 @@ from torch import Tensor
 from longshore.worker.attention.chunk_table import chunk_table
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.reach import Reach
+from longshore.worker.kernels.cascade_attention import cascade_attention, num_shared_splits
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
 from longshore.worker.kernels.rotary import Rotation
@@ -30,6 +31,7 @@ class TritonAttention:
     """Bound to one cache and one kind of layer."""
 
     is_replayable = True
+    shares_blocks = True
 
     def __init__(self, cache: PagedKV, kind: "PagedAttentionKind") -> None:
         self.cache = cache
@@ -61,6 +63,10 @@ class TritonAttentionStep:
         if attention.reach.max_tokens is not None:
             max_tokens = min(max_tokens, attention.reach.max_tokens)
         self._num_splits = num_splits(self._num_decodes, cache.num_kv_heads, max_tokens)
+        self._shared = metadata.shared_tokens if attention.reach == Reach() else None
+        self._num_shared_splits = num_shared_splits(
+            self._num_decodes, attention.num_heads, cache.num_kv_heads, max_tokens
+        )
         self._max_chunk_tokens = max((c.num_tokens for c in metadata.prefill_chunks), default=0)
         self._chunks: Tensor | None = None
         if metadata.prefill_chunks:
@@ -91,44 +97,52 @@ class TritonAttentionStep:
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Compute the layer, whose keys and values have been written. See AttentionStep.forward."""
-        attention, metadata, n = self._attention, self._metadata, self._num_decodes
-        keys, values = self._planes(layer)
-        values = values[..., : attention.value_dim]
-        scales = self._scales(layer)
-        settings: dict[str, Any] = {
+        n, (keys, values) = self._num_decodes, self._planes(layer)
+        values = values[..., : self._attention.value_dim]
+        parts = []
+        if n:
+            parts.append(self._decode(layer, q[:n], keys, values, sinks))
+        if self._metadata.prefill_chunks:
+            parts.append(self._prefill(layer, q[n:], keys, values, sinks))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.flatten(1)
+
+    def _decode(
+        self, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        metadata, settings = self._metadata, self._settings(layer, sinks)
+        sequences = (metadata.block_table, metadata.decode_rows, metadata.decode_lens)
+        if self._shared is None:
+            settings |= {"reach": self._attention.reach, "num_splits": self._num_splits}
+            return decode_attention(q, keys, values, *sequences, **settings)[0]
+        settings["num_splits"] = self._num_splits
+        settings["num_shared_splits"] = self._num_shared_splits
+        return cascade_attention(q, keys, values, *sequences, self._shared, **settings)[0]
+
+    def _prefill(
+        self, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        assert self._chunks is not None
+        return prefill_attention(
+            q,
+            keys,
+            values,
+            self._metadata.block_table,
+            self._chunks,
+            max_tokens=self._max_chunk_tokens,
+            reach=self._attention.reach,
+            **self._settings(layer, sinks),
+        )[0]
+
+    def _settings(self, layer: int, sinks: Tensor | None) -> dict[str, Any]:
+        attention, scales = self._attention, self._scales(layer)
+        return {
             "scale": attention.scale,
-            "reach": attention.reach,
             "softcap": attention.softcap,
             "sinks": sinks,
             "key_scale": scales.keys,
             "value_scale": scales.values,
         }
-        parts = []
-        if n:
-            decoded, _ = decode_attention(
-                q[:n],
-                keys,
-                values,
-                metadata.block_table,
-                metadata.decode_rows,
-                metadata.decode_lens,
-                num_splits=self._num_splits,
-                **settings,
-            )
-            parts.append(decoded)
-        if self._chunks is not None:
-            prefilled, _ = prefill_attention(
-                q[n:],
-                keys,
-                values,
-                metadata.block_table,
-                self._chunks,
-                max_tokens=self._max_chunk_tokens,
-                **settings,
-            )
-            parts.append(prefilled)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.flatten(1)
 
     def _planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """(num_blocks, num_kv_heads, block_size, head_dim) each."""

@@ -15,7 +15,7 @@ replay. The sampling is not captured, because its kernels depend on what the row
 
 import gc
 import logging
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -29,6 +29,17 @@ logger = logging.getLogger(__name__)
 
 GRAPH_ROWS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
 """Padded numbers of rows. Padding costs time; every size costs memory and start-up time."""
+
+
+SHARING_ROWS: Final = (16, 32, 64, 128, 256, 512)
+"""Of the graphs of decodes that share blocks. Padding costs them less time."""
+
+
+class GraphKey(NamedTuple):
+    """num_rows: with padding. shares_blocks: see DeviceStep."""
+
+    num_rows: int
+    shares_blocks: bool = False
 
 
 class Decoded(NamedTuple):
@@ -65,25 +76,48 @@ def graph_maker(device: torch.device) -> GraphMaker | None:
 class DecodeGraphs:
     """The graphs of a rank. All calls but `num_padded` are on the compute queue.
 
-    sizes: numbers of rows to capture, ascending; up to `max_rows`, which may be one of them.
+    keys: the graphs to capture, by ascending rows; up to `max_rows`, which may be one of them.
     """
 
-    def __init__(self, maker: GraphMaker, *, max_rows: int, has_layer_hooks: bool = False) -> None:
+    def __init__(
+        self,
+        maker: GraphMaker,
+        *,
+        max_rows: int,
+        has_layer_hooks: bool = False,
+        shares_blocks: bool = False,
+    ) -> None:
+        """shares_blocks: also capture graphs of decodes that share blocks."""
         largest = min(max_rows, GRAPH_ROWS[-1])
-        self.sizes = (*(size for size in GRAPH_ROWS if size < largest), largest)
+        sizes = (*(size for size in GRAPH_ROWS if size < largest), largest)
+        self.keys = [GraphKey(size) for size in sizes]
+        if shares_blocks and largest > 1:
+            sizes = (*(size for size in SHARING_ROWS if size < largest), largest)
+            self.keys += [GraphKey(size, shares_blocks=True) for size in sizes]
+        self.keys.sort()
         self._maker = maker
         self._has_layer_hooks = has_layer_hooks
-        self._graphs: dict[int, Graph] = {}
-        self._captured: list[int] = []  # ascending
+        self._graphs: dict[GraphKey, Graph] = {}
+        self._captured: dict[bool, list[int]] = {False: [], True: []}  # rows, ascending
 
-    def num_padded(self, num_rows: int) -> int | None:
+    def num_padded(self, num_rows: int, *, shares_blocks: bool = False) -> int | None:
         """The rows of the graph for a step of `num_rows`; None if there is none."""
-        index = bisect_left(self._captured, num_rows)
-        return self._captured[index] if index < len(self._captured) else None
+        captured = self._captured[shares_blocks]
+        index = bisect_left(captured, num_rows)
+        return captured[index] if index < len(captured) else None
 
-    def capture(self, num_rows: int, decode: Decode) -> None:
-        """Capture `decode`, a step of `num_rows` rows, and use it from now on, unless a replay
-        gives other bits than the step itself."""
+    def best(self, num_rows: int, shares_blocks: bool) -> tuple[int | None, bool]:
+        """The rows of the graph for a step of `num_rows` that would like to share blocks or not,
+        and whether it shares them. A graph that does not is better than none."""
+        found = self.num_padded(num_rows, shares_blocks=shares_blocks)
+        if found is None and shares_blocks:
+            found = self.num_padded(num_rows)
+            shares_blocks = found is None
+        return found, shares_blocks
+
+    def capture(self, key: GraphKey, decode: Decode) -> None:
+        """Capture `decode`, a step of so many rows, and use it from now on, unless a replay gives
+        other bits than the step itself."""
         expected = decode(None)
         graph = self._maker.capture(decode, has_layer_hooks=self._has_layer_hooks)
         replayed = graph.replay(None)
@@ -91,15 +125,15 @@ class DecodeGraphs:
             logger.warning(
                 "the CUDA graph for %d rows gives other results than its kernels one by one, and "
                 "is not used. Please report this.",
-                num_rows,
+                key.num_rows,
             )
             return
-        self._graphs[num_rows] = graph
-        self._captured = sorted(self._graphs)
+        self._graphs[key] = graph
+        insort(self._captured[key.shares_blocks], key.num_rows)
 
-    def replay(self, num_rows: int, hooks: LayerHooks | None) -> Decoded:
-        """num_rows: from `num_padded`. The result is valid until the next replay."""
-        return self._graphs[num_rows].replay(hooks)
+    def replay(self, key: GraphKey, hooks: LayerHooks | None) -> Decoded:
+        """key: with rows from `num_padded`. The result is valid until the next replay."""
+        return self._graphs[key].replay(hooks)
 
 
 def _has_equal_bits(one: Tensor, other: Tensor) -> bool:

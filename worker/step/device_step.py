@@ -31,7 +31,7 @@ from longshore.worker.sampling.extras import DeviceExtras
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.sampler import sample
 from longshore.worker.sampling.token_masks import TokenMask
-from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs
+from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs, GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
@@ -94,6 +94,7 @@ class DeviceStep:
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     guard:    verifies full blocks, with `--poison-kv`.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
+    shares_blocks: the decodes read the blocks that they have in common once.
     captures: the step is captured as a graph, and gives no results; used in the warm-up.
     unsampled: set by `compute` if rows of this rank's stage sample.
     """
@@ -111,6 +112,7 @@ class DeviceStep:
     transfers: StepTransfers | None = None
     guard: GuardedStep | None = None
     prepare: Preparation | None = None
+    shares_blocks: bool = False
     captures: bool = False
     unsampled: Unsampled | None = field(default=None, init=False)
 
@@ -178,10 +180,11 @@ class DeviceStep:
         state, inputs = self.state, self.inputs
         if inputs.num_padded is not None:
             assert state.graphs is not None
+            graph = GraphKey(inputs.num_padded, self.shares_blocks)
             if self.captures:
-                state.graphs.capture(inputs.num_padded, partial(self._decode, ints))
+                state.graphs.capture(graph, partial(self._decode, ints))
                 return
-            hidden, logits = state.graphs.replay(inputs.num_padded, self.transfers)
+            hidden, logits = state.graphs.replay(graph, self.transfers)
             self._finish(hidden, ints, reals, logits)
             return
         attention = state.attention.begin_step(self._metadata(ints), self.transfers)
@@ -231,13 +234,18 @@ class DeviceStep:
         is_shared = state.parallel.context_share.size > 1
         kept_tokens = ints[inputs.kept_tokens] if is_shared else None
         metadata = []
-        for group, slots, table, segments in zip(
-            state.cache.groups, inputs.slots, state.block_tables, self.segments, strict=True
+        for index, (group, slots, table, segments) in enumerate(
+            zip(state.cache.groups, inputs.slots, state.block_tables, self.segments, strict=True)
         ):
             is_cross = isinstance(group.spec, CrossAttentionSpec)
             rows, lens, chunks = to_encoder if is_cross else decodes
+            shared_tokens = None
+            if self.shares_blocks and not is_cross:
+                shared_tokens = ints[inputs.shared_tokens][index : index + 1]
             metadata.append(
-                AttentionMetadata(ints[slots], table, rows, lens, segments, chunks, kept_tokens)
+                AttentionMetadata(
+                    ints[slots], table, rows, lens, segments, chunks, kept_tokens, shared_tokens
+                )
             )
         return metadata
 

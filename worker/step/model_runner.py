@@ -228,6 +228,7 @@ class ModelRunner:
             fed_back=self._fed_back(plan, num_scheduled),
             copies=self._rows.copies(plan),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
+            common_prefix_blocks=self._rows.common_prefix_blocks,
             started=started,
             encoded=launcher.encoder.take(plan, num_scheduled, outputs),
             pooling=(pooling := self._pooling(batch)),

@@ -60,6 +60,11 @@ class StepBatch:
         """(num_decodes,) blocks that each decode attends to."""
         return -(-self.ends[: self.num_decodes] // block_size)
 
+    def shared_blocks(self, num_common: int, block_size: int) -> int:
+        """How many of the `num_common` leading blocks of all rows every decode has filled."""
+        shortest = int(self.ends[: self.num_decodes].min(initial=num_common * block_size))
+        return min(num_common, shortest // block_size)
+
     def prefill_chunks(self) -> list[PrefillChunk]:
         columns = (self.rows, self.first_tokens, self.counts, self.ends)
         lists = (column[self.num_decodes :].tolist() for column in columns)

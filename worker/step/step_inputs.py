@@ -91,6 +91,7 @@ class StepInputs:
     kept_tokens:  indices in the step of the tokens that this rank stores, with context parallelism.
     decode_rows, decode_lens: see AttentionMetadata.
     cross_rows, cross_lens: the same for cross attention, one entry per token.
+    shared_tokens: leading tokens that the decodes have in common, of each group.
     last_tokens:  indices in the step of the tokens that are sampled from, by ascending row.
     destinations: flat indices into the token table where the sampled ids go.
     copied_blocks: source block ids, then target block ids, then the number of tokens to copy of
@@ -116,6 +117,7 @@ class StepInputs:
     decode_lens: slice
     cross_rows: slice
     cross_lens: slice
+    shared_tokens: slice
     last_tokens: slice
     destinations: slice
     copied_blocks: slice
@@ -185,7 +187,7 @@ class StepInputsBuilder:
         # block and a copied block with its target and number of tokens. In addition a plan may
         # clear every block.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
-        num_ints += (6 + 4 * num_groups) * max_num_seqs
+        num_ints += (6 + 4 * num_groups) * max_num_seqs + num_groups
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
@@ -206,6 +208,7 @@ class StepInputsBuilder:
         slots: Sequence[Int64s],
         kept_tokens: Int64s,
         cross_lens: Int64s,
+        shared_tokens: Int64s,
         sampled_rows: Int64s,
         sampled_positions: Int64s,
         copied_blocks: Int64s,
@@ -213,8 +216,8 @@ class StepInputsBuilder:
         sampling: SamplingColumns,
         num_padded: int | None = None,
     ) -> StepInputs:
-        """slots: per group. kept_tokens, cross_lens, copied_blocks, cleared_blocks, num_padded: see
-        StepInputs.
+        """slots: per group. kept_tokens, cross_lens, shared_tokens, copied_blocks, cleared_blocks,
+        num_padded: see StepInputs.
         sampled_rows, sampled_positions: (n,) ascending rows, and the position of each new token.
 
         The caller must guard the inputs' staging set with the operation that reads it.
@@ -236,6 +239,7 @@ class StepInputsBuilder:
             slots=tuple(put(of_group, padding=-1) for of_group in slots),
             decode_rows=put(batch.rows[: batch.num_decodes]),
             decode_lens=put(batch.ends[: batch.num_decodes]),
+            shared_tokens=ints.put(shared_tokens),
             last_tokens=put(batch.last_tokens[seq_of_row[sampled_rows]]),
             kept_tokens=ints.put(kept_tokens),
             cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),

@@ -16,6 +16,7 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVC
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
+from longshore.worker.kernels.cascade_attention import pays
 from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
@@ -27,7 +28,7 @@ from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.token_masks import TokenMask
-from longshore.worker.step.decode_graphs import DecodeGraphs, graph_maker
+from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey, graph_maker
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.step.fed_back_tokens import FedBackTokens
@@ -115,6 +116,7 @@ class StepLauncher:
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
         self.max_step_tokens = min(max_num_batched_tokens, max_model_len)
+        self._shares_blocks = attention.shares_blocks and self._share.size == 1
         self.tables = MultiGroupBlockTable(
             [
                 _block_table(group.spec, max_num_seqs, max_model_len, self._share, cache.device)
@@ -144,7 +146,12 @@ class StepLauncher:
             and parallel.num_stages == 1
         ):
             max_rows = min(max_num_seqs, max_num_batched_tokens)
-            graphs = DecodeGraphs(maker, max_rows=max_rows, has_layer_hooks=has_layer_hooks)
+            graphs = DecodeGraphs(
+                maker,
+                max_rows=max_rows,
+                has_layer_hooks=has_layer_hooks,
+                shares_blocks=attention.shares_blocks,
+            )
         tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
         self.state = DeviceState(
             model,
@@ -186,7 +193,8 @@ class StepLauncher:
         transfers: StepTransfers | None = None,
         guard: GuardedStep | None = None,
         prepare: Preparation | None = None,
-        captures: bool = False,
+        captured: GraphKey | None = None,
+        common_prefix_blocks: Sequence[int] = (),
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
         unsampled: UnsampledStep | None = None,
@@ -195,7 +203,9 @@ class StepLauncher:
         and without their mask, there may be two: each occupies a staging set.
 
         sampling:  settings of all rows.
-        prepare, captures: see DeviceStep.
+        prepare:   see DeviceStep.
+        captured:  the graph that this step is captured as, if it is; it gives no results.
+        common_prefix_blocks: leading blocks that all rows share, per group; empty: none.
         on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first. The
                    time of a step in two operations is the sum of both.
         unsampled: see PreparedStep.
@@ -205,14 +215,18 @@ class StepLauncher:
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
         token_rows, positions = batch.token_rows(), batch.positions()
         share, cross_lens = self._share, self.encoder.lens_of(token_rows)
-        num_padded = len(batch.rows) if captures else None
-        if self.state.graphs is not None and not captures and not encoded and batch.is_decode:
-            num_padded = self.state.graphs.num_padded(len(batch.rows))
+        shared_tokens, shares_blocks = self._shared_tokens(batch, common_prefix_blocks)
+        num_padded = None
+        if captured is not None:
+            num_padded, shares_blocks = captured
+        elif self.state.graphs is not None and not encoded and batch.is_decode:
+            num_padded, shares_blocks = self.state.graphs.best(len(batch.rows), shares_blocks)
         inputs = self._inputs.build(
             batch,
             slots=tables.slots(token_rows, positions),
             kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
             cross_lens=cross_lens,
+            shared_tokens=shared_tokens,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             copied_blocks=copies.blocks,
@@ -234,10 +248,28 @@ class StepLauncher:
             transfers=transfers,
             guard=guard,
             prepare=prepare,
-            captures=captures,
+            shares_blocks=shares_blocks,
+            captures=captured is not None,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         return PreparedStep(unsampled, self._queue, step, on_done, step_id)
+
+    def _shared_tokens(self, batch: StepBatch, common: Sequence[int]) -> tuple[Int64s, bool]:
+        """The leading tokens that the decodes share, per group, and whether it pays in any group to
+        read their blocks once."""
+        tables, groups = self.tables.tables, self.state.cache.groups
+        shared = np.zeros(len(tables), np.int64)
+        if not self._shares_blocks or not any(common) or batch.num_decodes < 2:
+            return shared, False
+        does_pay = False
+        for index, (table, group, num_common) in enumerate(
+            zip(tables, groups, common, strict=True)
+        ):
+            size = table.block_size
+            shared[index] = batch.shared_blocks(num_common, size) * size
+            token_bytes = group.spec.page_size_bytes // size
+            does_pay |= pays(batch.num_decodes, int(shared[index]), token_bytes)
+        return shared, does_pay
 
     def _segments(self, batch: StepBatch, cross_lens: Int64s) -> list[Sequence[DecodeSegment]]:
         """The segments of the decodes, per group.

@@ -12,7 +12,7 @@ from longshore.worker.errors import RankLost
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.device import available_bytes
 from longshore.worker.sampling.columns import SamplingColumns
-from longshore.worker.step.decode_graphs import DecodeGraphs
+from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey
 from longshore.worker.step.device_step import Preparation
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.model_forward import GRAPH_TOKENS
@@ -65,20 +65,21 @@ class WarmUp:
         pool."""
         device = self._launcher.state.cache.device
         bytes_before, started = available_bytes(device), time.perf_counter()
-        sizes = tqdm(
-            graphs.sizes[::-1],
+        keys = tqdm(
+            graphs.keys[::-1],
             desc="Capturing decode steps",
             unit="graph",
             disable=None if show_progress is None else not show_progress,
         )
-        for size in sizes:
-            rows = np.arange(size)
-            batch = StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=size)
-            self._compute(batch, captures=True)
+        for key in keys:
+            rows = np.arange(key.num_rows)
+            ones = np.ones_like(rows)
+            batch = StepBatch(rows, np.zeros_like(rows), ones, num_decodes=key.num_rows)
+            self._compute(batch, captured=key)
         logger.info(
             "captured decode steps of up to %d rows as %d graphs in %.1f s; they hold %s",
-            graphs.sizes[-1],
-            len(graphs.sizes),
+            graphs.keys[-1].num_rows,
+            len(graphs.keys),
             time.perf_counter() - started,
             byte_size(max(0, bytes_before - available_bytes(device))),
         )
@@ -104,7 +105,7 @@ class WarmUp:
         prepare: Preparation | None = None,
         *,
         encoded: Sequence[EncoderInput] = (),
-        captures: bool = False,
+        captured: GraphKey | None = None,
     ) -> None:
         samples = slice(None if self._launcher.state.model.config.has_head else 0)
         step = self._launcher.prepare(
@@ -114,7 +115,7 @@ class WarmUp:
             sampled_positions=batch.ends[samples],
             encoded=encoded,
             prepare=prepare,
-            captures=captures,
+            captured=captured,
         )
         completion = step.submit()
         completion.wait()

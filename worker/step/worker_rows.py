@@ -71,6 +71,7 @@ class WorkerRows:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._num_blocks = num_blocks
+        self.common_prefix_blocks: tuple[int, ...] = ()
 
     def is_repeat(self, plan: SchedulerOutput) -> bool:
         """Whether `plan` is the one applied last."""
@@ -98,8 +99,20 @@ class WorkerRows:
             self.tables.append_rows(blocks.group, blocks.rows, blocks.block_ids)
         self._check_block_ids(plan.zero_block_ids)
         self._check_copies(plan)
+        self._take_common_prefix(plan)
         self._check_step(plan, num_scheduled)
         return num_scheduled
+
+    def _take_common_prefix(self, plan: SchedulerOutput) -> None:
+        common = plan.common_prefix_blocks
+        if not common:
+            return
+        if len(common) != len(self.tables.tables) or min(common) < 0:
+            raise PlanMismatch(
+                f"step {plan.step} has common_prefix_blocks={common}, but it must give a number of "
+                f"blocks for each of the {len(self.tables.tables)} KV cache groups"
+            )
+        self.common_prefix_blocks = common
 
     def copies(self, plan: SchedulerOutput) -> BlockCopies:
         """The block copies of the plan applied last. The plan does not give their groups: each copy

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.worker.attention import selector
+from longshore.worker.attention import selector, triton_backend
 from longshore.worker.attention.backend import AttentionStep, LayerHooks
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.native_backend import NativeAttention
+from longshore.worker.kernels import cascade_attention
 from longshore.worker.kernels.native import native
 from longshore.worker.step import decode_graphs, step_launcher
 from longshore.worker.step.decode_graphs import (
@@ -25,6 +26,7 @@ from longshore.worker.step.decode_graphs import (
     Decode,
     Decoded,
     DecodeGraphs,
+    GraphKey,
 )
 from tests.models import make_tiny_model
 from tests.worker.kernels.variants import in_triton
@@ -139,18 +141,28 @@ def test_replayed_steps_have_the_tokens_of_steps_kernel_by_kernel(
 
 def test_rows_are_padded_to_the_next_captured_size() -> None:
     graphs = DecodeGraphs(RerunMaker(), max_rows=20)
-    assert graphs.sizes == (1, 2, 4, 8, 16, 20)
+    assert [key.num_rows for key in graphs.keys] == [1, 2, 4, 8, 16, 20]
     for size in (2, 8):
-        graphs.capture(size, lambda hooks: Decoded(torch.ones(1), torch.ones(1)))
+        graphs.capture(GraphKey(size), lambda hooks: Decoded(torch.ones(1), torch.ones(1)))
     found = [graphs.num_padded(num_rows) for num_rows in (1, 2, 3, 8, 9)]
     assert found == [2, 2, 8, 8, None]
 
 
 @pytest.mark.parametrize(("max_rows", "largest"), [(1, 1), (512, 512), (4096, 512)])
 def test_the_sizes_end_at_the_rows_of_the_engine(max_rows: int, largest: int) -> None:
-    sizes = DecodeGraphs(RerunMaker(), max_rows=max_rows).sizes
-    assert sizes == tuple(sorted(set(sizes)))
-    assert sizes[-1] == largest
+    keys = DecodeGraphs(RerunMaker(), max_rows=max_rows, shares_blocks=True).keys
+    assert keys == sorted(set(keys))
+    assert keys[-1] == GraphKey(largest, shares_blocks=largest > 1)
+
+
+def test_a_step_that_shares_blocks_uses_the_other_graph_if_that_does_not_exist() -> None:
+    graphs = DecodeGraphs(RerunMaker(), max_rows=40, shares_blocks=True)
+    assert [key.num_rows for key in graphs.keys if key.shares_blocks] == [16, 32, 40]
+    for key in (GraphKey(8), GraphKey(16, True), GraphKey(24)):
+        graphs.capture(key, lambda hooks: Decoded(torch.ones(1), torch.ones(1)))
+    found = [graphs.best(num_rows, True) for num_rows in (3, 16, 17, 25)]
+    assert found == [(16, True), (16, True), (24, False), (None, True)]
+    assert graphs.best(3, False) == (8, False)
 
 
 def test_a_graph_with_other_results_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,11 +172,11 @@ def test_a_graph_with_other_results_is_not_used(caplog: pytest.LogCaptureFixture
     def decode(hooks: LayerHooks | None) -> Decoded:
         return Decoded(torch.ones(2), torch.tensor([next(results)]))
 
-    graphs.capture(4, decode)
+    graphs.capture(GraphKey(4), decode)
     assert "for 4 rows gives other results" in caplog.text
     assert graphs.num_padded(4) is None
     results = iter((float("nan"), float("nan")))
-    graphs.capture(2, decode)
+    graphs.capture(GraphKey(2), decode)
     assert graphs.num_padded(2) == 2
 
 
@@ -287,3 +299,39 @@ def test_replays_of_the_triton_kernels_have_the_tokens_of_the_cpu(
     with in_triton():
         assert answers(tmp_path) == expected
     assert 8 in maker.replayed[-3:]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_graphs"),
+    [
+        pytest.param("Llama", False, marks=pytest.mark.slow),
+        ("Llama", True),
+        pytest.param("DeepSeek-V2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_decodes_that_read_shared_blocks_once_have_the_tokens_of_transformers(
+    name: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.name.startswith(name))
+    model = make_tiny_model(case.family, tmp_path, **{"initializer_range": 0.2, **case.settings})
+    prompts = [[5, 9, 2] * 12 + rest for rest in ([7], [1, 8, 4], [3] * 15)]
+    shared: list[int] = []
+
+    def counted(*inputs: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        shared.append(int(inputs[6]))
+        return cascade_attention.cascade_attention(*inputs, **settings)
+
+    monkeypatch.setattr(cascade_attention, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(triton_backend, "cascade_attention", counted)
+    monkeypatch.setattr(decode_graphs, "GRAPH_ROWS", (4,))
+    monkeypatch.setattr(decode_graphs, "SHARING_ROWS", (4,))
+    maker = RerunMaker() if has_graphs else None
+    monkeypatch.setattr(step_launcher, "graph_maker", lambda device: maker)
+    with in_triton(), ServedModel(tmp_path, num_tokens=3) as served:
+        served.answers(prompts[:1])  # fills the prefix cache
+        got = served.answers(prompts)
+    assert shared.count(32) >= 2 * model.config.num_hidden_layers
+    for prompt, tokens in zip(prompts, got, strict=True):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert tokens == wanted[0, len(prompt) :].tolist()
