@@ -12,6 +12,7 @@ from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.protocol.transport.channel import Endpoint
 
 LoadFormat: TypeAlias = Literal["auto", "dummy"]
+AttentionBackendName: TypeAlias = Literal["auto", "triton", "torch", "flashinfer"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +39,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eos_token_ids:       not sampled until a request has min_tokens.
     num_ranks_on_device: ranks that measure and share the same memory.
     cpu_kernels:         "auto" uses the compiled kernels if they were built; "torch" uses torch.
+    attention_backend:   kernels of paged attention. "auto" uses the Triton kernels on a GPU, with
+                         FlashInfer for prompts if it is installed and faster; on a CPU as
+                         cpu_kernels says.
     poison_kv:           fill blocks with a pattern before use, and verify that full ones do not
                          change.
     enforce_eager:       run every step kernel by kernel, never as a graph.
@@ -63,6 +67,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eos_token_ids: tuple[int, ...] = ()
     num_ranks_on_device: int = 1
     cpu_kernels: Literal["auto", "torch"] = "auto"
+    attention_backend: AttentionBackendName = "auto"
     threads: int | None = None
     poison_kv: bool = False
     enforce_eager: bool = False
@@ -155,7 +160,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  how many blocks a request can hold.
     threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
                  engines.
-    load_format, poison_kv, enforce_eager: see WorkerConfig.
+    load_format, attention_backend, poison_kv, enforce_eager: see WorkerConfig.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
@@ -187,6 +192,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     max_steps_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     cpu_kernels: Literal["auto", "torch"] = "auto"
+    attention_backend: AttentionBackendName = "auto"
     threads: int | None = None
     poison_kv: bool = False
     enforce_eager: bool = False
@@ -239,6 +245,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "eos_token_ids": self.eos_token_ids,
                 "num_ranks_on_device": self.num_ranks_on_device,
                 "cpu_kernels": self.cpu_kernels,
+                "attention_backend": self.attention_backend,
                 "threads": self.threads,
                 "poison_kv": self.poison_kv,
                 "enforce_eager": self.enforce_eager,

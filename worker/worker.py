@@ -25,6 +25,7 @@ from longshore.protocol.kv_cache_spec import (
     max_blocks,
     num_reserved_blocks,
 )
+from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import UnsupportedModel
@@ -90,6 +91,7 @@ class Worker:
         self._config = config
         self._parallel = parallel
         self._device = open_device(config.device)
+        selector.select(config.attention_backend, self._device)
         model_dir = Path(config.model)
         model_config = read_model_config(model_dir)
         self.model_config = model_config

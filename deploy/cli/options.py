@@ -26,7 +26,7 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputBackend
-from longshore.worker.config import LoadFormat
+from longshore.worker.config import AttentionBackendName, LoadFormat
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
@@ -179,6 +179,10 @@ class EngineOptions:
             which some subscribers need.
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
+        attention_backend: Kernels of attention. auto uses the Triton kernels on a GPU, with
+            FlashInfer for prompts if it is installed, computes the same as torch and is faster; on
+            a CPU, what cpu_kernels says. triton and flashinfer need a GPU; flashinfer falls back to
+            triton, with a warning, where it cannot compute a layer. torch is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
         enforce_eager: Run every step kernel by kernel. By default decode steps run as graphs, which
             are captured at start-up: CUDA graphs on a GPU, and on a CPU where that is faster.
@@ -246,6 +250,7 @@ class EngineOptions:
     kv_events_format: Annotated[EventFormat, _EVENTS] = "arrays"
     kv_events_hashes: Annotated[HashFormat, _EVENTS] = "bytes"
     cpu_kernels: Annotated[Literal["auto", "torch"], _MODEL] = "auto"
+    attention_backend: Annotated[AttentionBackendName, _MODEL] = "auto"
     threads: Annotated[int | None, _MODEL] = None
     enforce_eager: Annotated[bool, _MODEL] = False
     seed: Annotated[int | None, _MODEL] = None
@@ -262,6 +267,7 @@ class EngineOptions:
         check_device(self.device)
         for name, allowed in (
             ("load_format", get_args(LoadFormat)),
+            ("attention_backend", get_args(AttentionBackendName)),
             ("dtype", get_args(Dtype)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("kv_role", get_args(KVRole)),

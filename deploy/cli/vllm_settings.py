@@ -31,6 +31,9 @@ SHORT_FLAGS: Final = {
 """vLLM's short flags that are not ours, beside what they stand for."""
 
 RENAMED_VALUES: Final = {
+    ("attention_backend", "FLASHINFER"): "flashinfer",
+    ("attention_backend", "TORCH_SDPA"): "torch",
+    ("attention_backend", "TRITON_ATTN"): "triton",
     ("dtype", "float"): "float32",
     ("dtype", "half"): "float16",
     ("load_format", "safetensors"): "auto",
@@ -93,7 +96,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "allowed_local_media_path": (("",), "audio is sent in the request"),
     "allowed_methods": ((), _ORIGINS),
     "allowed_origins": ((), _ORIGINS),
-    "attention_backend": ((), "the kernels are chosen for the device"),
     "calculate_kv_scales": (
         (False,),
         "scales of keys and values are those of the checkpoint, or 1",

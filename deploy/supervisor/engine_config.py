@@ -466,6 +466,7 @@ def _worker_process(
         state_dir=str(plan.state_dir),
         engine_id=replica.engine_id,
         cpu_kernels=plan.options.cpu_kernels,
+        attention_backend=plan.options.attention_backend,
         log_level=plan.options.log_level,
     )
 

@@ -25,6 +25,7 @@ from longshore.worker.attention.latent_backend import (
     multiply_heads,
 )
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
+from longshore.worker.attention.selector import computes_in_torch
 from longshore.worker.attention.triton_backend import MAX_HEAD_DIM
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kernels.latents import LatentNorm, prepare_latents
@@ -67,7 +68,7 @@ def _description(parallel: Parallel, kind: object, memory: "KeptMemory") -> str:
 
 def _uses_kernels(memory: "KeptMemory") -> bool:
     keys, _ = memory.planes(0)
-    return uses_triton(keys) and keys.shape[3] <= MAX_HEAD_DIM
+    return uses_triton(keys) and keys.shape[3] <= MAX_HEAD_DIM and not computes_in_torch()
 
 
 def kept_context(

@@ -1,11 +1,16 @@
 """The choice of a backend for paged attention."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import torch
+
+from longshore.protocol.errors import ConfigError
+from longshore.worker.attention.attention_probe import prefill_backend
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.attention.triton_backend import MAX_HEAD_DIM, TritonAttention
+from longshore.worker.config import AttentionBackendName
 from longshore.worker.kernels import paged_attention
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.operators import uses_triton
@@ -15,11 +20,41 @@ if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind
 
 
+class _Selection:
+    """Of this process."""
+
+    name: AttentionBackendName = "auto"
+
+
+_selection: Final = _Selection()
+
+
+def select(name: AttentionBackendName, device: torch.device) -> None:
+    """Use this backend for paged attention from now on; "auto" chooses by the device. Raises
+    ConfigError if the device does not have it."""
+    if name in ("triton", "flashinfer") and device.type != "cuda":
+        raise ConfigError(
+            f"attention_backend={name} needs a GPU, but the device is {device}. Use auto or torch."
+        )
+    _selection.name = name
+
+
+def computes_in_torch() -> bool:
+    """Whether plain torch was selected."""
+    return _selection.name == "torch"
+
+
 def make_attention(cache: PagedKV, kind: "PagedAttentionKind") -> AttentionBackend:
-    """On a GPU the Triton kernels, for heads of up to MAX_HEAD_DIM. On a CPU the compiled kernel if
-    it was built and supports the cache's dtype and head size. Otherwise torch."""
+    """On a GPU the Triton kernels, for heads of up to MAX_HEAD_DIM, with FlashInfer for chunks if
+    that is selected, or is installed and faster. On a CPU the compiled kernel if it was built and
+    supports the cache's dtype and head size. Otherwise torch."""
+    name = _selection.name
+    if name == "torch":
+        return TorchAttention(cache, kind)
     if uses_triton(cache.planes) and cache.head_dim <= MAX_HEAD_DIM:
-        return TritonAttention(cache, kind)
+        if name == "triton" or cache.device.type == "cpu":
+            return TritonAttention(cache, kind)
+        return prefill_backend(cache, kind, is_wanted=name == "flashinfer")
     kernels = native()
     if kernels is None or not paged_attention.supports(cache):
         return TorchAttention(cache, kind)
