@@ -2,13 +2,18 @@
 
     python -m tests.worker.kernels.compiled
 
-The interpreter accepts kernels that the compiler rejects. Needs a process without TRITON_INTERPRET.
+The interpreter accepts kernels that the compiler rejects. Prints what each launch takes of a
+multiprocessor: registers of a thread, its stack, and shared memory. Needs a process without
+TRITON_INTERPRET.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -18,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from longshore.worker.kernels.gpu.argmax import argmax
+from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.embedding import embed_part
 from longshore.worker.kernels.gpu.experts import experts
@@ -37,6 +43,10 @@ from longshore.worker.kernels.gpu.write_kv import write_kv
 MAX_SHARED_BYTES: Final = 227 << 10
 """Of a program on an H100."""
 
+MAX_STACK_BYTES: Final = 64
+"""Of a thread. Registers that do not suffice are kept in its stack; these are few, of which a loop
+reads at most two."""
+
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,19 +63,63 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
+class Launch(NamedTuple):
+    """A compiled launch. sizes: what distinguishes it from others of the kernel."""
+
+    name: str
+    sizes: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    ptx: str
+
+    def __str__(self) -> str:
+        used = f"{self.registers} registers, {self.stack_bytes} B stack"
+        return f"{self.name} {self.sizes}: {used}, {self.shared_bytes} B shared"
+
+
 @contextmanager
-def compiling() -> Iterator[set[str]]:
-    """Within the block, launches compile only. The result has the names of the kernels."""
-    run, names = JITFunction.run, set()
+def compiling() -> Iterator[dict[str, Launch]]:
+    """Within the block, launches compile only. The result has them by their description."""
+    run, launches = JITFunction.run, {}
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        assert kernel.metadata.shared <= MAX_SHARED_BYTES, (kernel.metadata, kwargs)
-        names.add(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}")
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in args[:2] if torch.is_tensor(x)]
+        shown = {name: value for name, value in kwargs.items() if name in SHOWN and value}
+        launch = Launch(
+            f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}",
+            " ".join([*dtypes, *(f"{name}={value}" for name, value in shown.items())]),
+            *_used(kernel.asm["cubin"]),
+            kernel.metadata.shared,
+            kernel.asm["ptx"],
+        )
+        assert launch.shared_bytes <= MAX_SHARED_BYTES, launch
+        assert launch.stack_bytes <= MAX_STACK_BYTES, launch
+        launches[str(launch)] = launch
 
     driver.set_active(Hopper())
     with patch.object(JITFunction, "run", compile_only):
-        yield names
+        yield launches
+
+
+SHOWN: Final = (
+    "SIZE", "V_SIZE", "GROUP", "BLOCK_SIZE", "TILE_H", "TILE_Q", "TILE", "WINDOW", "CHUNK",
+    "HAS_SEEN", "HAS_SHARED", "IS_FP8", "num_warps", "num_stages",
+)  # fmt: skip
+
+
+def _used(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        command = [tool, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found is not None, printed
+    return int(found[1]), int(found[2])
 
 
 def compile_rms_norm() -> None:
@@ -165,13 +219,18 @@ def _paged(size: int, dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor
 
 ATTENTION: Final = [
     # head_dim, value_dim, query heads, block size, window, chunk, softcap, has sinks, is fp8
-    (128, 128, 4, 16, 0, 0, 0.0, False, False),
+    (128, 128, 4, 16, 0, 0, 0.0, False, False),  # Llama 3 8B
+    (128, 128, 4, 64, 0, 0, 0.0, False, False),
+    (128, 128, 8, 16, 0, 0, 0.0, False, False),  # Llama 3 70B
     (128, 128, 8, 64, 0, 0, 0.0, False, True),
-    (64, 64, 8, 16, 128, 0, 0.0, True, False),
-    (256, 256, 2, 16, 0, 0, 50.0, False, False),
+    (64, 64, 4, 64, 0, 0, 0.0, False, False),
+    (64, 64, 8, 16, 128, 0, 0.0, True, False),  # gpt-oss
+    (256, 256, 2, 16, 0, 0, 50.0, False, False),  # Gemma 2
+    (256, 256, 2, 64, 1024, 0, 0.0, False, False),
     (80, 80, 1, 7, 0, 96, 0.0, False, False),
-    (192, 192, 4, 64, 0, 0, 0.0, False, False),
-    (576, 512, 128, 16, 0, 0, 0.0, False, False),
+    (192, 192, 1, 64, 0, 0, 0.0, False, False),  # expanded latents
+    (576, 512, 128, 16, 0, 0, 0.0, False, False),  # latents, one rank
+    (576, 512, 16, 64, 0, 0, 0.0, False, False),  # and one of eight
 ]
 
 
@@ -192,6 +251,28 @@ def compile_attention() -> None:
             chunks = torch.zeros(1, 4, dtype=torch.int64)
             prefill_attention(
                 q, keys, values, table, chunks, None, sink, 2000, 0.1, *rest, is_latent
+            )
+            if window or chunk:
+                continue
+            prefill_attention(
+                q, keys, values, table, chunks, ints, sink, 2000, 0.1, *rest, is_latent
+            )
+            cascade_attention(
+                q[:1].expand(64, -1, -1),
+                keys,
+                values,
+                table,
+                ints,
+                ints,
+                ints,
+                sink,
+                0.1,
+                softcap,
+                1.0,
+                1.0,
+                1,
+                4,
+                is_latent,
             )
 
 
@@ -235,7 +316,7 @@ def compile_gated_norm() -> None:
 
 def main() -> None:
     assert not triton.knobs.runtime.interpret
-    with compiling() as names:
+    with compiling() as launches:
         compile_rms_norm()
         compile_layer_norm()
         compile_embedding()
@@ -250,7 +331,19 @@ def main() -> None:
         compile_write_kv()
         compile_state_step()
         compile_gated_norm()
-    print(*sorted(names), sep="\n")
+    check_attention(launches)
+    print(*sorted(launches), sep="\n")
+
+
+def check_attention(launches: dict[str, Launch]) -> None:
+    """In bfloat16, keys and values are copied to shared memory 16 bytes at a time while others are
+    multiplied, and large tiles use the products of whole groups of warps."""
+    for launch in launches.values():
+        if "attention._attend" not in launch.name or "float32" in launch.sizes:
+            continue
+        assert re.search(r"cp\.async\.cg\.shared\.global .*, (0x10|16)", launch.ptx), launch
+        has_large_tiles = re.search(r"TILE_Q=(64|128)|TILE_H=64", launch.sizes) is not None
+        assert ("wgmma.mma_async" in launch.ptx) is has_large_tiles, launch
 
 
 if __name__ == "__main__":

@@ -181,7 +181,9 @@ def _tiles(first_part: int, group: int, dtype: torch.dtype) -> tuple[int, int, i
     tile_h = min(max(16, triton.next_power_of_2(group)), 64)
     if first_part > 128:
         return tile_h, 32, 8, 2
-    return tile_h, 32 if dtype == torch.float32 else 64, 4, 3
+    if dtype == torch.float32:
+        return tile_h, 32, 8, 2
+    return tile_h, 64, 4, 3
 
 
 def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

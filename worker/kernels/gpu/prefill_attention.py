@@ -183,7 +183,7 @@ def tiles(first_part: int, num_tokens: int, dtype: torch.dtype) -> tuple[int, in
     """(queries, keys, warps, stages) of a program."""
     most = triton.next_power_of_2(max(num_tokens, 16))
     if dtype == torch.float32:
-        return min(32, most), 32 if first_part <= 128 else 16, 4, 1
+        return min(32, most), 32 if first_part <= 128 else 16, 8, 1
     if first_part <= 128:
         return min(128, most), 64, 8, 3
     if first_part <= 256:
