@@ -46,7 +46,7 @@ def edited(
 
 
 def kept(logits: Float32s, sampling: SamplingParams) -> dict[int, float]:
-    """The tokens that may be sampled and their weights, in the order of sampling."""
+    """The tokens that may be sampled and their weights, in the order of ids."""
     scaled = [float(logit) / sampling.temperature for logit in logits]
     most = max(scaled)
     weights = {i: math.exp(value - most) for i, value in enumerate(scaled)}
@@ -61,7 +61,7 @@ def kept(logits: Float32s, sampling: SamplingParams) -> dict[int, float]:
         if sum(chosen.values()) >= sampling.top_p * total:
             break
         chosen[i] = weights[i]
-    return chosen
+    return {i: chosen[i] for i in sorted(chosen)}
 
 
 def pick(logits: Float32s, sampling: SamplingParams, num_outputs: int) -> int:

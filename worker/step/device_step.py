@@ -300,11 +300,11 @@ class DeviceStep:
         if token_mask is not None or (extras is not None and extras.edits is not None):
             # A row with every token forbidden counts as non-finite.
             non_finite += logits.amax(dim=-1).isneginf()
-        whole, cut = inputs.whole_draws, inputs.cut_draws
+        draws = inputs.draws
         sampled = sample(
             logits,
-            None if whole is None else whole.on_device(ints, unsampled.reals),
-            None if cut is None else cut.on_device(ints, unsampled.reals),
+            None if draws is None else draws.on_device(ints, unsampled.reals),
+            num_whole=0 if draws is None else draws.num_whole,
             best=best,
         )
         inputs.receive(sampled, non_finite)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.outputs import TokenLogprobs
+from longshore.worker.kernels.draw_tokens import FRACTION_BITS
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.extras import SamplingExtras, make_extras
-from longshore.worker.sampling.sampler import Draws
+from longshore.worker.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE, Draws
 from longshore.worker.sampling.uniform import uniform
 from longshore.worker.step.staging import StagingRing, StagingSet
 from longshore.worker.step.step_batch import Int64s, StepBatch
@@ -40,23 +41,29 @@ class Packer:
 
 @dataclass(frozen=True)
 class DrawSlices:
-    """Slices of the packed columns of one `Draws`, in the integers or in the float64s."""
+    """Slices of the packed columns of `Draws`, in the integers or in the float32s.
+
+    num_whole: see `sample`.
+    """
 
     rows: slice
     top_k: slice
-    temperature: slice
     top_p: slice
     u: slice
-    min_p: slice | None
+    temperature: slice
+    min_p: slice
+    has_min_p: bool
+    num_whole: int
 
     def on_device(self, ints: Tensor, reals: Tensor) -> Draws:
         return Draws(
             rows=ints[self.rows],
-            temperature=reals[self.temperature],
             top_k=ints[self.top_k],
-            top_p=reals[self.top_p],
-            u=reals[self.u],
-            min_p=None if self.min_p is None else reals[self.min_p],
+            top_p=ints[self.top_p],
+            u=ints[self.u],
+            temperature=reals[self.temperature],
+            min_p=reals[self.min_p],
+            has_min_p=self.has_min_p,
         )
 
 
@@ -122,8 +129,7 @@ class StepInputs:
     destinations: slice
     copied_blocks: slice
     cleared_blocks: slice
-    whole_draws: DrawSlices | None
-    cut_draws: DrawSlices | None
+    draws: DrawSlices | None
     sampled_rows: Int64s
     extras: SamplingExtras | None
     outcome: StepOutcome = field(default_factory=StepOutcome)
@@ -151,7 +157,7 @@ class StepInputs:
         )
 
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The integers and the float64s on the device: two copies, on the compute queue."""
+        """The integers and the float32s on the device: two copies, on the compute queue."""
         ints = self.staging.tensors["ints"][: self.num_ints]
         reals = self.staging.tensors["reals"][: self.num_reals].to(device, non_blocking=True)
         if self.device_ints is None:
@@ -183,15 +189,15 @@ class StepInputsBuilder:
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
         # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
-        # and length, last token, destination, row and top_k of the draw, and per group a cleared
+        # and length, last token, destination, four integers of the draw, and per group a cleared
         # block and a copied block with its target and number of tokens. In addition a plan may
         # clear every block.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
-        num_ints += (6 + 4 * num_groups) * max_num_seqs + num_groups
+        num_ints += (8 + 4 * num_groups) * max_num_seqs + num_groups
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
-                "reals": ((4 * max_num_seqs,), torch.float64),
+                "reals": ((2 * max_num_seqs,), torch.float32),
                 "sampled": ((max_num_seqs,), torch.int32),
                 "non_finite": ((max_num_seqs,), torch.int32),
             },
@@ -227,7 +233,6 @@ class StepInputsBuilder:
         positions = batch.positions()
         seq_of_row = np.empty(self._max_num_seqs, np.int64)
         seq_of_row[batch.rows] = np.arange(len(batch.rows))
-        draws = _Drawn(sampling, sampled_rows, sampled_positions)
         put = partial(ints.put, padded_to=num_padded)  # of what graphs read
         token_index = batch.token_rows() * self._token_width + positions
         return StepInputs(
@@ -247,8 +252,7 @@ class StepInputsBuilder:
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
             copied_blocks=ints.put(copied_blocks),
             cleared_blocks=ints.put(cleared_blocks),
-            whole_draws=draws.pack(draws.is_drawn & ~draws.is_cut, ints, reals),
-            cut_draws=draws.pack(draws.is_drawn & draws.is_cut, ints, reals),
+            draws=_pack_draws(sampling, sampled_rows, sampled_positions, ints, reals),
             sampled_rows=sampled_rows,
             extras=make_extras(
                 sampling,
@@ -264,28 +268,31 @@ class StepInputsBuilder:
         )
 
 
-class _Drawn:
-    """The sampling rows of a step that draw at random, and their settings."""
+def _pack_draws(
+    columns: SamplingColumns, rows: Int64s, positions: Int64s, ints: Packer, reals: Packer
+) -> DrawSlices | None:
+    """The sampling rows that draw at random, and their settings. None if there are none."""
+    is_drawn = columns.temperature[rows] > 0
+    if not is_drawn.any():
+        return None
+    is_cut = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)
+    whole, cut = np.flatnonzero(is_drawn & ~is_cut), np.flatnonzero(is_drawn & is_cut)
+    samples = np.concatenate((whole, cut))
+    rows, positions = rows[samples], positions[samples]
+    u = uniform(columns.seed[rows], positions - columns.num_prompt[rows])
+    min_p = columns.min_p[rows]
+    return DrawSlices(
+        rows=ints.put(samples),
+        top_k=ints.put(columns.top_k[rows]),
+        top_p=ints.put(_as_integers(columns.top_p[rows])),
+        u=ints.put(_as_integers(u)),
+        temperature=reals.put(columns.temperature[rows].clip(MIN_TEMPERATURE, MAX_TEMPERATURE)),
+        min_p=reals.put(min_p),
+        has_min_p=bool(min_p.any()),
+        num_whole=len(whole),
+    )
 
-    def __init__(self, columns: SamplingColumns, rows: Int64s, positions: Int64s) -> None:
-        self._temperature = columns.temperature[rows]
-        self._top_k = columns.top_k[rows]
-        self._top_p = columns.top_p[rows]
-        self._min_p = columns.min_p[rows]
-        self._seeds = columns.seed[rows]
-        self._output_positions = positions - columns.num_prompt[rows]
-        self.is_drawn = self._temperature > 0
-        self.is_cut = (self._top_k > 0) | (self._top_p < 1)
 
-    def pack(self, chosen: npt.NDArray[np.bool_], ints: Packer, reals: Packer) -> DrawSlices | None:
-        if not chosen.any():
-            return None
-        min_p = self._min_p[chosen]
-        return DrawSlices(
-            rows=ints.put(np.flatnonzero(chosen)),
-            top_k=ints.put(self._top_k[chosen]),
-            temperature=reals.put(self._temperature[chosen]),
-            top_p=reals.put(self._top_p[chosen]),
-            u=reals.put(uniform(self._seeds[chosen], self._output_positions[chosen])),
-            min_p=reals.put(min_p) if min_p.any() else None,
-        )
+def _as_integers(fractions: npt.NDArray[np.float64]) -> Int64s:
+    """Multiples of 2**-FRACTION_BITS; exact from 2**-10 on."""
+    return (fractions * 2.0**FRACTION_BITS).astype(np.int64)

@@ -26,6 +26,7 @@ from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.embedding import embed_part
+from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
 from longshore.worker.kernels.gpu.experts import experts
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
@@ -314,6 +315,12 @@ def compile_gated_norm() -> None:
             gated_norm(torch.zeros(2, size), gate, torch.zeros(size), num_groups, 1e-5)
 
 
+def compile_draw_tokens() -> None:
+    ints, reals = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    for vocab_size, split in ((5, 2048), (152_000, 2048), (262_144, 4096)):
+        draw_tokens(torch.zeros(2, vocab_size), *[ints] * 5, *[reals] * 2, split)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as launches:
@@ -331,6 +338,7 @@ def main() -> None:
         compile_write_kv()
         compile_state_step()
         compile_gated_norm()
+        compile_draw_tokens()
     check_attention(launches)
     print(*sorted(launches), sep="\n")
 

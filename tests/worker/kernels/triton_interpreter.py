@@ -1,6 +1,6 @@
 """Corrects bfloat16 and fp8 in Triton's interpreter, which keeps them as integers: it cuts off what
 a GPU rounds, multiplies the integers in `tl.dot`, and adds them elsewhere
-(triton-lang/triton#11584).
+(triton-lang/triton#11584). Also makes its calls of device functions faster.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _NARROW = {
@@ -29,6 +30,22 @@ def _rounded(data: np.ndarray, dtype: Any) -> np.ndarray:
     """From float32."""
     number, bits = _NARROW[dtype]
     return torch.from_numpy(np.array(data, np.float32)).to(number).view(bits).numpy()
+
+
+@contextmanager
+def quick_calls() -> Iterator[None]:
+    """Within the block, calls of device functions do not prepare `triton.language` again, as the
+    launch has done; only the first call of each module does, because it may use other parts."""
+    prepared: set[str] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    with patch.object(interpreter.InterpretedFunction, "__call__", call):
+        yield
 
 
 @contextmanager

@@ -47,9 +47,12 @@ every_variant_and_triton = pytest.mark.parametrize("variant", ["torch", *NATIVE,
 @contextmanager
 def in_triton() -> Iterator[None]:
     """Within the block, CPU tensors are computed by the Triton kernels, in the interpreter."""
-    from tests.worker.kernels.triton_interpreter import exact_narrow_types  # needs Triton
+    from tests.worker.kernels.triton_interpreter import (  # needs Triton
+        exact_narrow_types,
+        quick_calls,
+    )
 
-    with interpreted(), exact_narrow_types():
+    with interpreted(), exact_narrow_types(), quick_calls():
         yield
 
 

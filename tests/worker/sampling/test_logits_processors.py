@@ -16,9 +16,10 @@ from longshore.protocol.plan import RowStart
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.extras import make_extras
-from longshore.worker.sampling.sampler import Draws, sample
+from longshore.worker.sampling.sampler import sample
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.step.token_table import TokenTable
+from tests.worker.draws import make_draws
 
 VOCAB_SIZE = 50
 EOS = (4, 9)
@@ -136,18 +137,12 @@ def test_what_is_drawn_follows_the_warpers_of_transformers(
 ) -> None:
     logits, prompt, _ = random_case(seed)
     num_draws = 8000
-    column = torch.full((num_draws,), 1.0, dtype=torch.float64)
-    draws = Draws(
-        rows=torch.arange(num_draws),
-        temperature=column * cut.get("temperature", 1.0),
-        top_k=torch.full((num_draws,), int(cut.get("top_k", 0))),
-        top_p=column * cut.get("top_p", 1.0),
-        u=(torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws,
-        min_p=column * cut["min_p"] if "min_p" in cut else None,
-    )
+    u = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
     needs_sort = "top_k" in cut or "top_p" in cut
     drawn = sample(
-        logits.expand(num_draws, -1), None if needs_sort else draws, draws if needs_sort else None
+        logits.expand(num_draws, -1),
+        make_draws(u, **cut),
+        num_whole=0 if needs_sort else num_draws,
     )
     warped = logits
     for warper in warpers:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.sampling import sampler
-from longshore.worker.sampling.sampler import Draws, sample
+from longshore.worker.sampling.sampler import sample
 from longshore.worker.sampling.uniform import uniform
+from tests.worker.draws import make_draws
 
 
 def draw(
@@ -24,17 +25,9 @@ def draw(
     cut: bool | None = None,
 ) -> list[int]:
     """One token per row of `logits`. cut: the sorting path even if nothing is cut off."""
-    num_rows = len(logits)
-    draws = Draws(
-        rows=torch.arange(num_rows),
-        temperature=torch.full((num_rows,), temperature, dtype=torch.float64),
-        top_k=torch.full((num_rows,), top_k),
-        top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
-        u=u.double(),
-    )
-    if cut if cut is not None else top_k > 0 or top_p < 1:
-        return sample(logits, None, draws).tolist()
-    return sample(logits, draws, None).tolist()
+    draws = make_draws(u, temperature=temperature, top_k=top_k, top_p=top_p)
+    is_cut = cut if cut is not None else top_k > 0 or top_p < 1
+    return sample(logits, draws, num_whole=0 if is_cut else len(u)).tolist()
 
 
 def even_numbers(count: int) -> Tensor:
@@ -94,7 +87,7 @@ def test_equal_logits_are_kept_by_the_lower_id() -> None:
 
 def test_temperature_zero_takes_the_lowest_id_among_the_largest_logits() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, -1.0, 5.0]])
-    tokens = sample(logits, None, None)
+    tokens = sample(logits, None)
     assert tokens.tolist() == [1, 0]
     assert tokens.dtype == torch.int32
 
@@ -130,25 +123,20 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(
 ) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
-    temperature = torch.tensor(
-        data.draw(st.lists(st.floats(0.1, 3), min_size=num_rows, max_size=num_rows)),
-        dtype=torch.float64,
-    )
-    top_k = torch.tensor(
-        data.draw(st.lists(st.integers(0, vocab_size), min_size=num_rows, max_size=num_rows))
-    )
-    top_p = torch.tensor(
-        data.draw(st.lists(st.floats(0.05, 1), min_size=num_rows, max_size=num_rows)),
-        dtype=torch.float64,
-    )
+    columns = {
+        name: torch.tensor(data.draw(st.lists(values, min_size=num_rows, max_size=num_rows)))
+        for name, values in (
+            ("temperature", st.floats(0.1, 3)),
+            ("top_k", st.integers(0, vocab_size)),
+            ("top_p", st.floats(0.05, 1)),
+        )
+    }
     u = torch.rand(num_rows, dtype=torch.float64, generator=generator)
-    together = sample(logits, None, Draws(torch.arange(num_rows), temperature, top_k, top_p, u))
+    together = sample(logits, make_draws(u, **columns))
     for row in range(num_rows):
         one = slice(row, row + 1)
-        alone = Draws(
-            torch.zeros(1, dtype=torch.int64), temperature[one], top_k[one], top_p[one], u[one]
-        )
-        assert sample(logits[one], None, alone).item() == together[row].item()
+        alone = make_draws(u[one], **{name: values[one] for name, values in columns.items()})
+        assert sample(logits[one], alone).item() == together[row].item()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, 8, 29])
@@ -184,20 +172,19 @@ def test_sorting_only_the_best_tokens_first_changes_nothing(
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * spread * 4).round() / 4
     logits[7, 3] = math.nan
     choices = torch.tensor([1.0, 0.999, 0.9, 0.5, 0.05], dtype=torch.float64)
-    draws = Draws(
-        rows=torch.arange(num_rows),
-        temperature=torch.rand(num_rows, dtype=torch.float64, generator=generator) + 0.3,
+    draws = make_draws(
+        torch.rand(num_rows, dtype=torch.float64, generator=generator),
+        temperature=torch.rand(num_rows, generator=generator) + 0.3,
         top_k=torch.randint(0, vocab_size + 2, (num_rows,), generator=generator)
         * torch.randint(0, 2, (num_rows,), generator=generator),
         top_p=choices[torch.randint(0, 5, (num_rows,), generator=generator)],
-        u=torch.rand(num_rows, dtype=torch.float64, generator=generator),
-        min_p=torch.rand(num_rows, dtype=torch.float64, generator=generator) * 0.3,
+        min_p=torch.rand(num_rows, generator=generator) * 0.3,
     )
     wanted = sampler._draw_from_sorted(logits, draws).tolist()
     got = sampler._draw_from_candidates(logits, draws).tolist()
     del wanted[7], got[7]
     assert got == wanted
-    assert sample(logits, None, draws).tolist()[:7] == wanted[:7]
+    assert sample(logits, draws).tolist()[:7] == wanted[:7]
 
 
 def test_a_row_with_few_tokens_left_is_not_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +197,13 @@ def test_a_row_with_few_tokens_left_is_not_sorted_whole(monkeypatch: pytest.Monk
 def test_greedy_and_drawn_rows_share_a_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     u = torch.full((2,), 0.7, dtype=torch.float64)
-    ones = torch.ones(2, dtype=torch.float64)
-    whole = Draws(torch.tensor([4, 1]), ones, torch.zeros(2, dtype=torch.int64), ones, u)
-    cut = Draws(torch.tensor([0, 5]), ones, torch.tensor([5, 0]), ones * 0.8, u)
-    tokens = sample(logits, whole, cut).tolist()
+    draws = make_draws(
+        u.repeat(2),
+        rows=torch.tensor([4, 1, 0, 5]),
+        top_k=torch.tensor([0, 0, 5, 0]),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.8], dtype=torch.float64),
+    )
+    tokens = sample(logits, draws, num_whole=2).tolist()
     assert [tokens[2], tokens[3]] == logits[2:4].argmax(-1).tolist()
     assert [tokens[4], tokens[1]] == draw(logits[[4, 1]], u)
     assert tokens[0] == draw(logits[:1], u[:1], top_k=5)[0]
