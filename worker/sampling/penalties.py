@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.penalties import penalise
 from longshore.worker.step.token_table import TokenTable
 from longshore.worker.step.upload import Upload
 
@@ -46,6 +48,20 @@ class Penalties:
             self._apply_part(slice(start, start + step), logits, tokens)
 
     def _apply_part(self, part: slice, logits: Tensor, tokens: TokenTable) -> None:
+        if uses_triton(logits):
+            penalise(
+                logits,
+                tokens.ids,
+                samples=self.samples[part],
+                rows=self.rows[part],
+                num_prompt=self.num_prompt[part],
+                num_tokens=self.num_tokens[part],
+                repetition=self.repetition[part],
+                presence=self.presence[part],
+                frequency=self.frequency[part],
+                longest=self.longest,
+            )
+            return
         vocab_size = logits.shape[1]
         ids = tokens.ids[:, : self.longest].index_select(0, self.rows[part]).long()
         positions = torch.arange(self.longest, device=logits.device)
