@@ -15,6 +15,8 @@ from torch import Tensor
 from longshore.protocol.arrays import Float32Array, Int32Array, int32_array
 from longshore.protocol.outputs import TokenLogprobs
 from longshore.protocol.sampling import MAX_LOGPROBS
+from longshore.worker.kernels import logprobs as kernels
+from longshore.worker.kernels.operators import uses_triton
 
 MAX_SCORED_ELEMENTS: Final = 1 << 24
 """Logits of prompt tokens that are in memory at once."""
@@ -36,6 +38,9 @@ class Scores:
 
 def score(logits: Tensor, token_ids: Tensor, num_listed: int) -> Scores:
     """logits: (n, vocab_size) float32; token_ids: (n,) int32; num_listed: 1 + k, or 1 for k = 0."""
+    if uses_triton(logits):
+        best = logits.topk(num_listed - 1, dim=-1).indices if num_listed > 1 else None
+        return Scores(*kernels.score(logits, token_ids, best))
     chosen = token_ids.long().unsqueeze(1)
     chosen_logits = logits.gather(1, chosen)
     ranks = (logits > chosen_logits).sum(dim=-1, dtype=torch.int32).add_(1)

@@ -33,6 +33,8 @@ from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.latents import latents
 from longshore.worker.kernels.gpu.layer_norm import layer_norm
 from longshore.worker.kernels.gpu.logits import logits
+from longshore.worker.kernels.gpu.logprobs import score
+from longshore.worker.kernels.gpu.penalties import penalise
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
@@ -321,6 +323,13 @@ def compile_draw_tokens() -> None:
         draw_tokens(torch.zeros(2, vocab_size), *[ints] * 5, *[reals] * 2, split)
 
 
+def compile_extras() -> None:
+    ints, reals, logits = torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.zeros(2, 152_000)
+    penalise(logits, torch.zeros(2, 99, dtype=torch.int32), *[ints] * 4, *[reals] * 3, 90)
+    for best in (None, torch.zeros(2, 20, dtype=torch.int64)):
+        score(logits, ints.int(), best)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as launches:
@@ -339,6 +348,7 @@ def main() -> None:
         compile_state_step()
         compile_gated_norm()
         compile_draw_tokens()
+        compile_extras()
     check_attention(launches)
     print(*sorted(launches), sep="\n")
 
