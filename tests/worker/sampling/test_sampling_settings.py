@@ -29,6 +29,7 @@ from tests.worker.bigram import (
     bigram_runner,
     bigram_table,
 )
+from tests.worker.kernels.variants import in_triton
 from tests.worker.plans import Entry, Planner
 
 VOCAB_SIZE = 24
@@ -190,6 +191,26 @@ def test_every_setting_follows_its_definition_in_any_batch(
         bench.step(waiting, chunk=chunk)
         waiting = {}
     for run in runs:
+        bench.check(run)
+
+
+def test_the_kernels_of_a_gpu_follow_the_definitions() -> None:
+    bench = Bench()
+    settings_of_rows: list[dict[str, Any]] = [
+        {"temperature": 0.7, "logprobs": 3},
+        {"top_k": 5, "top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 0},
+        {"min_p": 0.05, "bad_words_token_ids": ((1, 2), (3,)), "prompt_logprobs": 1},
+    ]
+    runs = {
+        row: Run([row, 1, row], SamplingParams(seed=row, **each))
+        for row, each in enumerate(settings_of_rows)
+    }
+    with in_triton():
+        bench.step(runs)
+        for _ in range(3):
+            bench.step()
+    for run in runs.values():
         bench.check(run)
 
 
