@@ -223,7 +223,7 @@ def apply_times(
 
         def ours(logits: torch.Tensor = logits, samples: Any = samples, bits: Any = bits) -> None:
             mask = TokenMask.of(samples, bits, vocab_size=vocab_size, pin_memory=False)
-            mask.on_device(logits.device, vocab_size).apply(logits)
+            mask.on_device(logits.device).apply(logits)
 
         def theirs(logits: torch.Tensor = logits, bitmask: torch.Tensor = bitmask) -> None:
             xgrammar.apply_token_bitmask_inplace(logits, bitmask)

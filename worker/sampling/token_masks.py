@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from longshore.protocol.arrays import UInt8Array
+from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.token_masks import forbid_tokens
 from longshore.worker.step.step_batch import Int64s
 
 
@@ -41,12 +43,11 @@ class TokenMask:
         index = torch.from_numpy(np.array(samples, np.int64))
         return TokenMask(index.pin_memory() if pin_memory else index, copied)
 
-    def on_device(self, device: torch.device, vocab_size: int) -> "DeviceMask":
+    def on_device(self, device: torch.device) -> "DeviceMask":
         """Two copies, on the compute queue."""
-        bits = self.bits.to(device, non_blocking=True)
-        eights = _forbidden_in_byte(device).index_select(0, bits.flatten().int())
-        is_forbidden = eights.view(torch.bool).view(len(bits), -1)[:, :vocab_size]
-        return DeviceMask(self.samples.to(device, non_blocking=True), is_forbidden)
+        return DeviceMask(
+            self.samples.to(device, non_blocking=True), self.bits.to(device, non_blocking=True)
+        )
 
 
 @cache
@@ -60,12 +61,12 @@ def _forbidden_in_byte(device: torch.device) -> Tensor:
 class DeviceMask:
     """The masks of n rows, on the device.
 
-    samples:      (n,) int64, indices among the step's sampling rows.
-    is_forbidden: (n, vocab_size) bool.
+    samples: (n,) int64, indices among the step's sampling rows.
+    bits:    (n, mask_width) uint8; see `TokenMask`.
     """
 
     samples: Tensor
-    is_forbidden: Tensor
+    bits: Tensor
 
     def unedited(self, logits: Tensor) -> Tensor:
         """A copy of the masked rows of logits, (num_sampled, vocab_size), before their edits."""
@@ -79,11 +80,20 @@ class DeviceMask:
                   all that the grammar allows (an end before min_tokens, say) is sampled from these:
                   the alternative is output that the grammar does not describe.
         """
+        if uses_triton(logits):
+            forbid_tokens(logits, self.samples, self.bits, unedited)
+            return logits.index_select(0, self.samples)
+        is_forbidden = self._is_forbidden(logits.shape[1])
         masked = logits.index_select(0, self.samples)
-        masked.masked_fill_(self.is_forbidden, -math.inf)
+        masked.masked_fill_(is_forbidden, -math.inf)
         if unedited is not None:
             has_none = masked.amax(dim=-1, keepdim=True).isneginf()
-            others = unedited.masked_fill(self.is_forbidden, -math.inf)
+            others = unedited.masked_fill(is_forbidden, -math.inf)
             masked = torch.where(has_none, others, masked)
         logits.index_copy_(0, self.samples, masked)
         return masked
+
+    def _is_forbidden(self, vocab_size: int) -> Tensor:
+        """(n, vocab_size) bool."""
+        eights = _forbidden_in_byte(self.bits.device).index_select(0, self.bits.flatten().int())
+        return eights.view(torch.bool).view(len(self.bits), -1)[:, :vocab_size]

@@ -286,7 +286,7 @@ class DeviceStep:
         best, non_finite = argmax(logits)  # before edits set forbidden tokens to -inf
         mask = raw = unedited = None
         if token_mask is not None:
-            mask = token_mask.on_device(logits.device, logits.shape[1])
+            mask = token_mask.on_device(logits.device)
         if extras is not None:
             logits = logits.contiguous()  # a sharded head may pad the vocabulary with columns
             if mask is not None and extras.edits is not None:

@@ -41,6 +41,7 @@ from longshore.worker.kernels.gpu.rotary import rotary
 from longshore.worker.kernels.gpu.route import route
 from longshore.worker.kernels.gpu.state_step import state_step
 from longshore.worker.kernels.gpu.wide_norm import sums_of_squares, wide_norm
+from longshore.worker.kernels.gpu.token_masks import forbid_tokens
 from longshore.worker.kernels.gpu.write_kv import write_kv
 
 MAX_SHARED_BYTES: Final = 227 << 10
@@ -328,6 +329,9 @@ def compile_extras() -> None:
     penalise(logits, torch.zeros(2, 99, dtype=torch.int32), *[ints] * 4, *[reals] * 3, 90)
     for best in (None, torch.zeros(2, 20, dtype=torch.int64)):
         score(logits, ints.int(), best)
+    bits = torch.zeros(2, 19_000, dtype=torch.uint8)
+    for unedited in (None, logits):
+        forbid_tokens(logits, ints, bits, unedited)
 
 
 def main() -> None:

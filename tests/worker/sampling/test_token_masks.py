@@ -182,7 +182,7 @@ def test_packed_bits_forbid_what_plain_torch_forbids(vocab_size: int) -> None:
     assert len(bits) == 3 * mask_width(vocab_size)
     mask = TokenMask.of(samples, bits, vocab_size=vocab_size, pin_memory=False)
     bits[:] = 0  # the message is freed
-    masked = mask.on_device(torch.device("cpu"), vocab_size).apply(logits)
+    masked = mask.on_device(torch.device("cpu")).apply(logits)
     assert torch.equal(logits, wanted)
     assert torch.equal(masked, wanted[samples])
 
