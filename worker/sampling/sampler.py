@@ -98,9 +98,9 @@ def sample(
                 )
         else:
             whole, cut = draws.some(slice(num_whole)), draws.some(slice(num_whole, None))
-            for some, draw in ((whole, _draw_from_all), (cut, _draw_from_best)):
-                for start in range(0, len(some.rows), step):
-                    part = some.some(slice(start, start + step))
+            for kind, draw in ((whole, _draw_from_all), (cut, _draw_from_best)):
+                for start in range(0, len(kind.rows), step):
+                    part = kind.some(slice(start, start + step))
                     drawn = draw(logits.index_select(0, part.rows), part)
                     token_ids.index_copy_(0, part.rows, drawn)
     return token_ids.int()
