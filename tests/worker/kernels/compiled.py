@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction
 from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
-from longshore.worker.kernels.gpu.embedding import embed_part
 from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
+from longshore.worker.kernels.gpu.embedding import embed_part
 from longshore.worker.kernels.gpu.experts import experts
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
@@ -40,8 +40,8 @@ from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
 from longshore.worker.kernels.gpu.route import route
 from longshore.worker.kernels.gpu.state_step import state_step
-from longshore.worker.kernels.gpu.wide_norm import sums_of_squares, wide_norm
 from longshore.worker.kernels.gpu.token_masks import forbid_tokens
+from longshore.worker.kernels.gpu.wide_norm import sums_of_squares, wide_norm
 from longshore.worker.kernels.gpu.write_kv import write_kv
 
 MAX_SHARED_BYTES: Final = 227 << 10

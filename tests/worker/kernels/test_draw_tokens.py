@@ -99,6 +99,12 @@ def test_among_equal_logits_the_lowest_ids_are_kept_across_splits() -> None:
     assert drawn(logits, draws_of(u, settings), split=16) == wanted
 
 
+@pytest.mark.parametrize("vocab_size", [8192, pytest.param(1 << 18, marks=pytest.mark.slow)])
+def test_sums_of_equally_likely_tokens_do_not_overflow(vocab_size: int) -> None:
+    draws = draws_of([LAST], [{"top_k": vocab_size - 1}])
+    assert drawn(torch.zeros(1, vocab_size), draws, split=4096) == [vocab_size - 2]
+
+
 def test_the_ends_of_the_unit_interval_give_tokens_that_are_kept() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -9.0, 0.1, -math.inf, -50.0, -math.inf]])
     settings: list[dict[str, Any]] = [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.5}]
