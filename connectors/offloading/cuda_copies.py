@@ -1,4 +1,5 @@
-"""Copies between a CUDA device and registered host memory, on a stream of low priority.
+"""Copies between a CUDA device and registered host memory, or within the memory that a device can
+access, on a stream of low priority.
 
 There are several ways to submit the copies of a job. Which is the fastest depends on the driver,
 the device and the page size, so `cuda_copier` measures them at start.
@@ -22,7 +23,7 @@ from longshore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Direction: TypeAlias = Literal["to host", "to device"]
+Direction: TypeAlias = Literal["to host", "to device", "within the device"]
 
 BATCH_RUNTIME_VERSION: Final = 12_080
 """The first CUDA runtime with cudaMemcpyBatchAsync. Version 13 has other arguments."""
@@ -212,9 +213,12 @@ def cuda_copier(device: torch.device, page_bytes: int, direction: Direction) -> 
     """The fastest copier for pages of this size, on a new stream. Raises ConfigError if no way of
     copying works."""
     copiers = cuda_copiers(device)
-    host = torch.empty(MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
-    source, target = (host, on_device) if direction == "to device" else (on_device, host)
+    source, target = (
+        torch.empty(MEASURED_BYTES, dtype=torch.uint8, device=device)
+        if is_on_device
+        else torch.empty(MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+        for is_on_device in (direction != "to device", direction != "to host")
+    )
     return fastest(copiers, source, target, page_bytes, direction)
 
 
