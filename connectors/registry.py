@@ -47,6 +47,7 @@ BUILT_IN: Final = {
     "multi": "longshore.connectors.multi.scheduler:MultiConnector",
     "nixl": "longshore.connectors.pull.scheduler:NixlConnector",
     "offloading": "longshore.connectors.offloading.connector:OffloadingConnector",
+    "p2p_nccl": "longshore.connectors.pull.scheduler:P2PNcclConnector",
     "simple_cpu": "longshore.connectors.simple_cpu:SimpleCPUConnector",
 }
 """Connectors of this package: name -> package.module:Class of the scheduler half. Other packages

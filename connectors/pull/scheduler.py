@@ -340,3 +340,8 @@ class MoRIIOConnector(PullConnector):
 class NixlConnector(PullConnector):
     transport = "nixl"
     worker_half: ClassVar[str] = "longshore.connectors.pull.worker:NixlWorker"
+
+
+class P2PNcclConnector(PullConnector):
+    transport = "p2p_nccl"
+    worker_half: ClassVar[str] = "longshore.connectors.pull.worker:P2PNcclWorker"

@@ -1,4 +1,4 @@
-"""What moves the bytes: one-sided reads of another process's memory, by an existing library."""
+"""What moves the bytes: reads of another process's memory, by an existing library."""
 
 import enum
 from collections.abc import Sequence

@@ -167,6 +167,10 @@ class NixlWorker(PullWorker):
     transport = "nixl"
 
 
+class P2PNcclWorker(PullWorker):
+    transport = "p2p_nccl"
+
+
 def reader_name(engine_id: str, host: str) -> str:
     """Identifies a reader to owners. Without the epoch, because leases of requests that have not
     been pulled outlive it; with the host, because engines of several hosts have the same ids."""

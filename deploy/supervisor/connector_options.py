@@ -16,7 +16,7 @@ from longshore.protocol.errors import ConfigError
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}")
 
-PULL_CONNECTORS: Final = ("nixl", "mooncake")
+PULL_CONNECTORS: Final = ("nixl", "mooncake", "p2p_nccl")
 """Connectors by which one engine pulls the KV of another."""
 
 _OptionsT = TypeVar("_OptionsT", bound=EngineOptions)
@@ -97,6 +97,15 @@ def pull_options(name: str | None, config: str) -> PullOptions | None:
         if child["connector"] in PULL_CONNECTORS:
             return read_options(child["connector"], child.get("options", {}))
     return None
+
+
+def p2p_host(options: EngineOptions) -> str | None:
+    """The address at which other engines reach this one by NCCL; None: they do not."""
+    name, config = options.kv_connector, options.kv_connector_config
+    if name is None or "p2p_nccl" not in pull_connectors(name, parse_options(config)):
+        return None
+    found = pull_options(name, config)
+    return None if found is None else found.host
 
 
 def _children(name: str | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""Engines in processes of their own, with NIXL over TCP: tensor parallel sizes, and processes that
-die or stop."""
+"""Engines in processes of their own, over TCP: tensor parallel sizes, and processes that die or
+stop."""
 
 import os
 import signal
@@ -42,16 +42,18 @@ def settle_all(pair: Pair) -> None:
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 @pytest.mark.req("CON-11")
 @pytest.mark.parametrize("kind", ["full", "latents", "states"])
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["tp1to2", "tp2to1"])
+@pytest.mark.parametrize("connector", ["nixl", "p2p_nccl"])
 def test_tensor_parallel_sizes_may_differ(
-    kind: str, sizes: tuple[int, int], model_of: ModelOf
+    connector: str, kind: str, sizes: tuple[int, int], model_of: ModelOf
 ) -> None:
     model, _ = model_of(kind)
     expected = wanted(model, *PROMPTS)
     prefill, decode = ({"tensor_parallel_size": size} for size in sizes)
-    with processes(model, prefill=prefill, decode=decode) as pair:
+    with processes(model, prefill=prefill, decode=decode, connector=connector) as pair:
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             first = pair.begin(prompt)
             answer = pair.go_on(prompt, first)
@@ -65,7 +67,8 @@ def test_tensor_parallel_sizes_may_differ(
 
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CRG-11")
-@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+@pytest.mark.req("CRG-03")
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "p2p_nccl"])
 def test_pipeline_stages_may_differ(connector: str, model_of: ModelOf) -> None:
     model, _ = model_of("windows")
     (expected,) = wanted(model, PROMPTS[0])
@@ -87,13 +90,15 @@ def signal_all(engine: Engine, number: int) -> None:
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("connector", ["nixl", "p2p_nccl"])
 def test_the_prompt_is_computed_if_its_owner_dies_or_hangs(
-    fault: signal.Signals, model_of: ModelOf
+    connector: str, fault: signal.Signals, model_of: ModelOf
 ) -> None:
     model, _ = model_of("full")
     (expected,) = wanted(model, PROMPTS[0])
-    with processes(model, prefill={}, decode={}) as pair:
+    with processes(model, prefill={}, decode={}, connector=connector) as pair:
         first = pair.begin(PROMPTS[0])
         signal_all(pair.prefill, fault)
         try:

@@ -86,7 +86,7 @@ class Reader:
         return wait(self.transport.post(peer, reads))
 
 
-@pytest.fixture(params=["mooncake", "nixl"])
+@pytest.fixture(params=["mooncake", "nixl", "p2p_nccl"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -117,6 +117,7 @@ WHOLE: Final = Pattern(ids(0), ids(0), ids(BLOCK_BYTES))
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 @pytest.mark.parametrize("limits", [{}, {"MAX_PREPARED": 0}, {"MAX_POSTED": 3}], ids=str)
 def test_runs_of_bytes_are_read_from_blocks_of_another_process(
     name: str,
@@ -165,6 +166,7 @@ def test_a_transport_without_reads_leaves_the_processor_to_others(
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 def test_a_killed_owner_fails_its_reads_only(name: str, start_owner: Callable[..., Owner]) -> None:
     with Reader(name) as reader:
         first, second = start_owner(name), start_owner(name)
@@ -181,6 +183,7 @@ def test_a_killed_owner_fails_its_reads_only(name: str, start_owner: Callable[..
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 def test_after_a_reset_nothing_is_written_any_more(
     name: str, start_owner: Callable[..., Owner]
 ) -> None:

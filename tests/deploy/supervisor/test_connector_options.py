@@ -52,6 +52,7 @@ def test_engines_that_pull_have_a_connector_and_a_secret(tmp_path: Path) -> None
     ("name", "config"),
     [
         ("mooncake", OWN_SETTINGS),
+        ("p2p_nccl", OWN_SETTINGS),
         ("theirs:Mine", OWN_SETTINGS),
         (
             "multi",
