@@ -20,7 +20,8 @@ from longshore.connectors.registry import (
 from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import ModelFolder
-from longshore.deploy.supervisor.connector_options import with_variables
+from longshore.deploy.supervisor.connector_options import p2p_host, with_variables
+from longshore.deploy.supervisor.interfaces import LOOPBACK, interface_of
 from longshore.deploy.supervisor.kv_events import kv_events_config
 from longshore.deploy.supervisor.process import ProcessSpec
 from longshore.deploy.supervisor.replica import Replica
@@ -65,12 +66,13 @@ _ONLY: Final = Replica()
 _DEFAULT_POLICY: Final = "fcfs"
 # These processes only use numpy for bookkeeping: no thread pool, and no memory for its stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
+NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
 # All ranks are on one host. Other hosts must not reach them, since gloo and NCCL do not
 # authenticate. If a rank is lost, NCCL's watchdog would end the process; with 2 it only aborts the
 # communicators, and the worker reports the loss with its reason.
 OF_RANKS: Final = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    NCCL_INTERFACE: LOOPBACK,
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
 }
 
@@ -414,7 +416,11 @@ def _scheduler_process(
 def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict[str, str]:
     # torch creates its cache folder in TMPDIR and never removes it, unless this names another one.
     cache = os.environ.get(TORCH_CACHE, str(runtime_dir.path / "torch"))
-    return {TORCH_CACHE: cache, **(OF_RANKS if options.num_ranks > 1 else {})}
+    environment = {TORCH_CACHE: cache, **(OF_RANKS if options.num_ranks > 1 else {})}
+    if (host := p2p_host(options)) is not None and (name := interface_of(host)) is not None:
+        # NCCL takes one interface for all its connections in a process.
+        environment[NCCL_INTERFACE] = os.environ.get(NCCL_INTERFACE, f"={name}")
+    return environment
 
 
 def _next_scheduler(config: SchedulerProcessConfig) -> SchedulerProcessConfig:

@@ -204,6 +204,35 @@ def test_every_rank_is_a_process_that_knows_its_place(
         assert worker.stopped_by == scheduler.name
 
 
+@pytest.mark.req("CRG-03")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("connector", "interface"), [("p2p_nccl", "=lo"), ("multi", "=lo"), ("nixl", None)]
+)
+def test_nccl_listens_only_on_the_interface_of_the_host(
+    connector: str, interface: str | None, size: int, model_dir: Path
+) -> None:
+    children = [
+        {"connector": "simple_cpu", "options": {"cpu_bytes_to_use": "1MiB"}},
+        {"connector": "p2p_nccl"},
+    ]
+    config = {"connectors": children} if connector == "multi" else {}
+    runtime_dir = RuntimeDir()
+    try:
+        engine = plan(
+            model_dir,
+            tensor_parallel_size=size,
+            kv_connector=connector,
+            kv_connector_config=json.dumps(config),
+        )
+        (worker, *_), _ = engine_processes(engine, runtime_dir)
+    finally:
+        runtime_dir.remove()
+    if interface is None and size > 1:
+        interface = "lo"
+    assert worker.environment.get("NCCL_SOCKET_IFNAME") == interface
+
+
 def test_standbys_have_the_place_of_their_worker_and_meet_each_other(model_dir: Path) -> None:
     runtime_dir = RuntimeDir()
     try:
