@@ -52,6 +52,7 @@ EXTRAS: Final = (
         "prefill and decode apart, with Mooncake",
         hints={"libibverbs": "It needs the system package libibverbs1"},
     ),
+    Extra("cuda", ("cupy-cuda13x",), "prefill and decode apart, with NCCL between GPUs"),
     Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
     Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
     Extra("ray", ("ray",), "nodes of a topology, placed by Ray"),

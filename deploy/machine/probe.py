@@ -43,6 +43,11 @@ def _nixl() -> Facts:
     return {"plugins": plugins, "usable": usable, "unusable": unusable}
 
 
+def _cuda() -> Facts:
+    import_module("longshore.connectors.pull.p2p.nccl").load_cupy()
+    return {}
+
+
 def _importing(*names: str) -> Callable[[], Facts]:
     def load() -> Facts:
         for name in names:
@@ -57,6 +62,7 @@ PROBES: Final[dict[str, Callable[[], Facts]]] = {
     "audio": _importing("soundfile", "soxr", "python_multipart"),
     "nixl": _nixl,
     "mooncake": _importing("mooncake.engine"),
+    "cuda": _cuda,
     "offload": _importing("xxhash"),
     "lmcache": _importing("lmcache.v1.distributed.storage_manager"),
     "ray": _importing("ray"),

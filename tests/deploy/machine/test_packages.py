@@ -56,6 +56,7 @@ def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_pa
     for name, command in (
         ("audio", "pip install 'longshore[audio]'"),
         ("nixl", "pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'"),
+        ("cuda", "pip install 'longshore[cuda]'"),
         ("s3", "pip install 'longshore[s3]'"),
         ("xgrammar", "pip install 'longshore[xgrammar]'"),
         (
@@ -117,7 +118,7 @@ def test_what_no_code_of_this_version_imports_is_not_recommended(tmp_path: Path)
         for path in (ROOT / folder).rglob("*.py")
         if "machine" not in path.parts
     )
-    modules = {"audio": "soundfile", "nixl": "nixl", "offload": "xxhash", "s3": "obstore"}
+    modules = {"audio": "soundfile", "cuda": "cupy", "offload": "xxhash", "s3": "obstore"}
     for extra in EXTRAS:
         module = modules.get(extra.name, extra.name)
         assert re.search(rf"import {module}\b|from {module}\b|\"{module}[.\w]*\"", code), extra.name
