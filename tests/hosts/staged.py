@@ -11,7 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Final
 
-from longshore.connectors.pull.scheduler import MooncakeConnector, NixlConnector
+from longshore.connectors.pull.scheduler import (
+    MooncakeConnector,
+    NixlConnector,
+    P2PNcclConnector,
+)
 
 STAGES: Final = ("handshake", "claim", "read", "check", "done")
 """Before the first message to an owner; before the claim of its blocks; after the reads have begun;
@@ -19,7 +23,11 @@ after they have ended, before the owner is asked if the lease held; before the l
 
 STAGES_DIR: Final = "TESTS_STAGES_DIR"
 MODULE: Final = "tests.hosts.staged"
-CONNECTORS: Final = {"nixl": f"{MODULE}:StagedNixl", "mooncake": f"{MODULE}:StagedMooncake"}
+CONNECTORS: Final = {
+    "nixl": f"{MODULE}:StagedNixl",
+    "mooncake": f"{MODULE}:StagedMooncake",
+    "p2p_nccl": f"{MODULE}:StagedP2PNccl",
+}
 LIMIT_S: Final = 120.0
 
 
@@ -29,6 +37,10 @@ class StagedNixl(NixlConnector):
 
 class StagedMooncake(MooncakeConnector):
     worker_half: ClassVar[str] = "tests.hosts.staged_worker:StagedMooncakeWorker"
+
+
+class StagedP2PNccl(P2PNcclConnector):
+    worker_half: ClassVar[str] = "tests.hosts.staged_worker:StagedP2PNcclWorker"
 
 
 def reached(stage: str) -> None:

@@ -37,3 +37,7 @@ class StagedNixlWorker(worker.NixlWorker):
 
 class StagedMooncakeWorker(worker.MooncakeWorker):
     pass
+
+
+class StagedP2PNcclWorker(worker.P2PNcclWorker):
+    pass

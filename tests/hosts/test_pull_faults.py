@@ -199,6 +199,7 @@ SHORT: Final = {
     ("nixl", "check", "decode", "cut", 1.0),
     ("nixl", "done", "prefill", "kill", None),
     ("mooncake", "read", "decode", "cut", None),
+    ("p2p_nccl", "read", "prefill", "stop", None),
 }
 FAULTS: Final = (
     ("cut", 1.0),
@@ -211,7 +212,7 @@ FAULTS: Final = (
 
 
 def cells() -> Iterator[Any]:
-    for connector in ("nixl", "mooncake"):
+    for connector in ("nixl", "mooncake", "p2p_nccl"):
         for stage in STAGES:
             for side in ("prefill", "decode"):
                 for fault, seconds in FAULTS:
@@ -225,6 +226,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.req("CRG-06")
+@pytest.mark.req("CRG-03")
 @pytest.mark.req("MET-07")
 @pytest.mark.parametrize(("connector", "stage", "side", "fault", "seconds"), list(cells()))
 def test_every_request_ends_and_every_block_is_free(
@@ -241,7 +243,7 @@ def test_every_request_ends_and_every_block_is_free(
 @pytest.mark.hosts_full
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("MET-07")
-@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "p2p_nccl"])
 def test_no_block_is_in_quarantine_a_minute_after_a_partition_with_default_timeouts(
     connector: str,
     network: Network,

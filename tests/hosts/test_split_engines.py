@@ -55,6 +55,7 @@ TOPOLOGIES: Final = {
     "tp2to1": Topology(prefill=({**CHUNKED, **TP2},)),
     "block16to32": Topology(decode=({"num_blocks": 28, "block_size": 32},)),
     "mooncake": Topology(connector="mooncake"),
+    "p2p_nccl": Topology(connector="p2p_nccl"),
     "delayed": Topology(delay_s=0.02),
     "slow": Topology(megabits=5.0),
 }

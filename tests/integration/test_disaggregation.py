@@ -1,5 +1,6 @@
-"""A prefill and a decode engine with real processes and NIXL: answers equal those of one engine,
-KV is copied and not computed again, and whatever dies, streams go on and no lease is left."""
+"""A prefill and a decode engine with real processes, mostly with NIXL: answers equal those of one
+engine, KV is copied and not computed again, and whatever dies, streams go on and no lease is left.
+"""
 
 import http.client
 import json
@@ -223,6 +224,23 @@ def test_answers_equal_those_of_one_engine_and_the_kv_is_copied(
     assert pair.sample("remote_prefills") == num_split
     assert pair.sample("remote_prefill_gap_seconds_count") == num_split
     pair.assert_all_is_free()
+
+
+@pytest.mark.req("CRG-03")
+def test_process_groups_copy_the_kv_as_well(
+    unified: Deployment, tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """With the connector `p2p_nccl`, and so gloo on CPUs."""
+    flags = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--kv-connector", "p2p_nccl")
+    with Pair(tiny_model[0], tmp_path, *flags, "--state-dir", str(tmp_path / "state")) as pair:
+        pair.wait_until_ready()
+        for number in range(3):
+            body = {"prompt": prompt(number), "max_tokens": 12, "temperature": 0, **ALL}
+            assert comparable(post(pair, body)) == comparable(post(unified, body))
+        wait_until(lambda: pair.num_pulled_blocks == 3 * 10)
+        pair.assert_all_is_free()
+        assert "KV blocks are transferred by gloo" in pair.output
+        assert pair.stop() == 0, pair.output
 
 
 def test_stop_strings_and_stop_tokens_end_answers_as_on_one_engine(

@@ -1,5 +1,5 @@
-"""`nixl` and `mooncake` pass the conformance suite. A peer computes each prompt first, and every
-third request is also offered to a reader that never comes."""
+"""`nixl`, `mooncake` and `p2p_nccl` pass the conformance suite. A peer computes each prompt first,
+and every third request is also offered to a reader that never comes."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -69,4 +69,10 @@ class TestNixl(PullConformance):
 @pytest.mark.req("CRG-11")
 class TestMooncake(PullConformance):
     connector = "mooncake"
+    is_variant = True
+
+
+@pytest.mark.req("CRG-03")
+class TestP2PNccl(PullConformance):
+    connector = "p2p_nccl"
     is_variant = True
