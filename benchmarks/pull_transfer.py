@@ -3,10 +3,10 @@
     python benchmarks/pull_transfer.py [--cases C ...] [--tokens N ...] [--repeats R] [--json F]
 
 Both sides have a process with the halves of the connector, but without a model. The library reads
-the same bytes from the same blocks of the same memory by itself, in turns with the connector.
-NIXL's progress threads sleep for both, as in an engine; by default they poll. Blocks of 16 tokens
-are scattered over both sides, so each is one descriptor. Rates are in 10^9 bytes per second, and
-medians.
+the same bytes from the same blocks of the same memory by itself, in turns with the connector. Gloo
+cannot read blocks: alone, it sends as many bytes that are in one place already. NIXL's progress
+threads sleep for both, as in an engine; by default they poll. Blocks of 16 tokens are scattered
+over both sides, so each is one descriptor. Rates are in 10^9 bytes per second, and medians.
 
 `connector` is the rate from the request to its end, which includes everything that the connector
 does; `ratio` is this rate divided by the library's, and the aim is 0.8. `handover_ms` is what is
@@ -26,12 +26,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import report
 import torch
+import torch.distributed as dist
 
 from longshore.connectors.base import (
     ConnectorOutput,
@@ -45,10 +47,11 @@ from longshore.connectors.pull import transports
 from longshore.connectors.pull.scheduler import (
     MooncakeConnector,
     NixlConnector,
+    P2PNcclConnector,
     PullConnector,
 )
 from longshore.connectors.pull.transport import BlockReads, Read, ReadState, Transport
-from longshore.connectors.pull.worker import MooncakeWorker, NixlWorker, PullWorker
+from longshore.connectors.pull.worker import MooncakeWorker, NixlWorker, P2PNcclWorker, PullWorker
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import FullAttentionSpec
@@ -58,12 +61,14 @@ CASES: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "nixl": ("nixl", {}),
     "nixl over tcp": ("nixl", {"UCX_TLS": "tcp"}),
     "mooncake over tcp": ("mooncake", {}),
+    "p2p_nccl with gloo": ("p2p_nccl", {}),
 }
 """Connector, and variables of both processes."""
 
 HALVES: Final[dict[str, tuple[type[PullConnector], type[PullWorker]]]] = {
     "nixl": (NixlConnector, NixlWorker),
     "mooncake": (MooncakeConnector, MooncakeWorker),
+    "p2p_nccl": (P2PNcclConnector, P2PNcclWorker),
 }
 BLOCK_SIZE: Final = 16
 LAYERS: Final = tuple(f"layer.{number}" for number in range(2))
@@ -231,6 +236,45 @@ class LibraryPeer:
         return seconds
 
 
+class GlooPeer:
+    """Gloo by itself: the owner sends as many bytes as it is asked for."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._bytes = torch.zeros(memory.numel(), dtype=torch.uint8)
+        self._size = torch.zeros(1, dtype=torch.int64)
+        self.address = str(Path(tempfile.mkdtemp()) / "rendezvous")
+
+    def _join(self, path: str, rank: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, options)
+
+    def serve(self) -> None:
+        """As the owner, until the process ends."""
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        group = self._join(self.address, 1)
+        while True:
+            group.recv([self._size], 0, 0).wait(timedelta(hours=1))
+            group.send([self._bytes[: int(self._size)]], 0, 0).wait()
+
+    def connect(self, address: str, first: int, num_blocks: int) -> None:
+        self._group = self._join(address, 0)
+
+    def read(self, targets: Int32Array, sources: Int32Array) -> float:
+        """Seconds."""
+        self._size[0] = len(targets) * BLOCK_BYTES
+        started = time.perf_counter()
+        self._group.send([self._size], 1, 0).wait()
+        self._group.recv([self._bytes[: int(self._size)]], 1, 0).wait()
+        return time.perf_counter() - started
+
+
+def library_peer(connector: str, memory: torch.Tensor) -> LibraryPeer | GlooPeer:
+    return GlooPeer(memory) if connector == "p2p_nccl" else LibraryPeer(connector, memory)
+
+
 def descriptors(first: int, num_blocks: int) -> Any:
     found = np.zeros((num_blocks, 3), np.uint64)
     found[:, 0] = first + np.arange(num_blocks) * BLOCK_BYTES
@@ -245,7 +289,9 @@ def own(connector: str, num_blocks: int) -> None:
     """The owner: answers lines with numbers of tokens by params."""
     side = Side(connector, num_blocks)
     side.memory[:] = torch.arange(num_blocks, dtype=torch.int32).remainder(251)[:, None]
-    library = LibraryPeer(connector, side.memory)
+    library = library_peer(connector, side.memory)
+    if isinstance(library, GlooPeer):
+        library.serve()
     print(json.dumps([library.address, side.memory.data_ptr()]), flush=True)
     for number, line in enumerate(sys.stdin):
         side.exchange()
@@ -276,7 +322,7 @@ def read(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     assert owner.stdin is not None
     assert owner.stdout is not None
     side = Side(connector, num_blocks)
-    library = LibraryPeer(connector, side.memory)
+    library = library_peer(connector, side.memory)
     library.connect(*next_line(owner.stdout), num_blocks)
     rows, number, first_ms = [], 0, None
     for num_tokens in options.tokens:

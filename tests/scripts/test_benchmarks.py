@@ -249,7 +249,7 @@ def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("case", ["nixl over tcp", "mooncake over tcp"])
+@pytest.mark.parametrize("case", ["nixl over tcp", "mooncake over tcp", "p2p_nccl with gloo"])
 def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
     sizes = ("--tokens", "64", "256", "--repeats", "2")
     result = Result(tmp_path, "pull_transfer.py", "--cases", case, *sizes)
