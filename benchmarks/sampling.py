@@ -61,7 +61,9 @@ class GivenLogits:
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
-        self.config = SimpleNamespace(vocab_size=logits.shape[1])
+        self.config = SimpleNamespace(
+            vocab_size=logits.shape[1], max_encoder_tokens=0, max_audio_samples=0
+        )
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: object) -> Tensor:
         return token_ids
@@ -71,7 +73,9 @@ class GivenLogits:
 
 
 class NoAttention:
-    def begin_step(self, metadata: object) -> None:
+    shares_blocks = False
+
+    def begin_step(self, metadata: object, hooks: object = None) -> None:
         return None
 
 

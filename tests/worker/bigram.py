@@ -41,6 +41,8 @@ class BigramModel:
 class NoAttention:
     """Attention of the bigram model, which has no attention layers."""
 
+    shares_blocks = False
+
     def begin_step(self, metadata: object, hooks: object = None) -> None:
         return None
 
