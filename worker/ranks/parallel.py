@@ -149,7 +149,8 @@ class Parallel:
                 raise self._lost(f"NCCL: {error.name}")
 
     def _groups(self) -> set[dist.ProcessGroup]:
-        return {self.shard_group, self.context_group, self.all_ranks} - {None}
+        groups = (self.shard_group, self.context_group, self.all_ranks)
+        return {group for group in groups if group is not None}
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long this rank waits for another one in every later exchange."""
