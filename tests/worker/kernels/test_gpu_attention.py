@@ -173,9 +173,11 @@ def test_splits_fill_the_gpu_but_do_not_become_shorter_than_a_tile() -> None:
 def test_keys_and_queries_are_rotated_and_stored_as_in_two_steps(
     is_fp8: bool, norm: str | None, dtype: torch.dtype, head_dim: int, num_pairs: int
 ) -> None:
-    """Queries, keys and values are views of one product. A slot of -1 is not written."""
+    """Queries, keys and values are views of one product. A slot of -1 is not written. There are
+    more heads than a program computes."""
+    heads = (6, 5, 5)
     generator = torch.Generator().manual_seed(head_dim)
-    product = torch.randn(5, 4 + 2 + 2, head_dim, generator=generator).to(dtype)
+    product = torch.randn(5, sum(heads), head_dim, generator=generator).to(dtype)
     angles = torch.randn(30, num_pairs, generator=generator)
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
     positions, slots = torch.tensor([3, 29, 0, 7, 8]), torch.tensor([9, 2, -1, 31, 16])
@@ -185,12 +187,12 @@ def test_keys_and_queries_are_rotated_and_stored_as_in_two_steps(
         weights = weights if norm == "float32" else weights.to(dtype)
         rotation = rotation.with_norms(*weights, 1e-5)
     scales = KVScales(0.5, 2.0) if is_fp8 else KVScales()
-    stored = torch.zeros(4, 2, 2, 8, head_dim, dtype=FP8 if is_fp8 else dtype)
+    stored = torch.zeros(4, 5, 2, 8, head_dim, dtype=FP8 if is_fp8 else dtype)
     expected, wanted = stored.clone(), product.clone()
-    q, k, v = wanted.split((4, 2, 2), dim=1)
+    q, k, v = wanted.split(heads, dim=1)
     rotary_(q, k, rotation)
     write_in_torch(k, v, *expected.unbind(2), slots, scales)
-    new_q, new_k, new_v = product.split((4, 2, 2), dim=1)
+    new_q, new_k, new_v = product.split(heads, dim=1)
     with in_triton():
         write_kv(new_q, new_k, new_v, *stored.unbind(2), slots, scales, rotation)
     tolerance = 2 * torch.finfo(dtype).eps
