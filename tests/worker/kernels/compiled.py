@@ -99,7 +99,8 @@ def compiling() -> Iterator[dict[str, Launch]]:
             kernel.asm["ptx"],
         )
         assert launch.shared_bytes <= MAX_SHARED_BYTES, launch
-        assert launch.stack_bytes <= MAX_STACK_BYTES, launch
+        # Sizes that are no multiples of a block are loaded element by element, as in no model.
+        assert launch.stack_bytes <= MAX_STACK_BYTES or "HAS_TAIL" in launch.sizes, launch
         launches[str(launch)] = launch
 
     driver.set_active(Hopper())
@@ -109,7 +110,8 @@ def compiling() -> Iterator[dict[str, Launch]]:
 
 SHOWN: Final = (
     "SIZE", "V_SIZE", "GROUP", "BLOCK_SIZE", "TILE_H", "TILE_Q", "TILE", "WINDOW", "CHUNK",
-    "HAS_SEEN", "HAS_SHARED", "IS_FP8", "num_warps", "num_stages",
+    "HAS_TAIL", "BLOCK_M", "BLOCK_N", "BLOCK_K", "HAS_SEEN", "HAS_SHARED",
+    "IS_FP8", "num_warps", "num_stages",
 )  # fmt: skip
 
 
@@ -195,7 +197,13 @@ def compile_experts() -> None:
     for dtype in DTYPES:
         zeros = partial(torch.zeros, dtype=dtype)
         # One tiling each; sizes that end with a whole block and others.
-        for num_tokens, size, width in ((1, 128, 64), (60, 72, 40), (120, 128, 64), (250, 72, 40)):
+        for num_tokens, size, width in (
+            (1, 128, 64),
+            (60, 72, 40),
+            (120, 128, 64),
+            (250, 72, 40),
+            (250, 128, 64),
+        ):
             for activation in range(4) if num_tokens == 1 else (3,):
                 is_odd = activation % 2 == 1
                 experts(
