@@ -27,8 +27,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks:          size of the KV cache, null block included; None derives it from memory.
     kv_cache_bytes:      size of the KV cache if num_blocks is None.
     kv_memory_fraction:  share of the memory left after loading the weights that the KV cache takes
-                         if neither of the above is given; None is the device's default
-                         (`kv_cache.DEFAULT_MEMORY_FRACTION`).
+                         if neither of the above is given.
+    gpu_memory_utilization: if none of the above is given, share of a GPU's total memory that
+                         weights, activations, graphs and KV cache take together; None is
+                         `memory_budget.DEFAULT_GPU_MEMORY_UTILIZATION`. Not for a CPU.
     max_num_seqs:        number of rows.
     max_num_batched_tokens: maximum tokens per step.
     max_num_scheduled_tokens: maximum tokens that the scheduler plans per step; None is
@@ -59,6 +61,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float | None = None
+    gpu_memory_utilization: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_scheduled_tokens: int | None = None
@@ -94,9 +97,34 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"num_blocks={self.num_blocks} and kv_cache_bytes={self.kv_cache_bytes} both set "
                 "the size of the KV cache. Give one of them."
             )
-        fraction = self.kv_memory_fraction
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1.")
+        check_memory_shares(self.kv_memory_fraction, self.gpu_memory_utilization, self.device)
+
+
+def check_memory_shares(
+    kv_memory_fraction: float | None, gpu_memory_utilization: float | None, device: str
+) -> None:
+    """Raise ConfigError unless the settings that size the KV cache by a share of the memory are
+    valid, and fit each other and the device; `auto` is unknown yet."""
+    shares = {
+        "kv_memory_fraction": kv_memory_fraction,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    for name, share in shares.items():
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"{name}={share} must be above 0 and at most 1.")
+    if None not in shares.values():
+        raise ConfigError(
+            f"kv_memory_fraction={kv_memory_fraction} and gpu_memory_utilization="
+            f"{gpu_memory_utilization} both set the size of the KV cache: the first is a share of "
+            "the memory left after loading the weights, the second of all memory of the GPU. Give "
+            "one of them."
+        )
+    if gpu_memory_utilization is not None and device == "cpu":
+        raise ConfigError(
+            f"gpu_memory_utilization={gpu_memory_utilization} needs a GPU, and the device is a "
+            "CPU, whose memory other programs use, too. Use num_blocks, or kv_memory_fraction, "
+            "the share of the memory left after loading that the KV cache takes."
+        )
 
 
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,6 +216,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float | None = None
+    gpu_memory_utilization: float | None = None
     max_num_scheduled_tokens: int | None = None
     max_steps_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -237,6 +266,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "num_blocks": self.num_blocks,
                 "kv_cache_bytes": self.kv_cache_bytes,
                 "kv_memory_fraction": self.kv_memory_fraction,
+                "gpu_memory_utilization": self.gpu_memory_utilization,
                 "max_num_seqs": identity.max_num_seqs,
                 "max_num_batched_tokens": identity.max_num_batched_tokens,
                 "max_num_scheduled_tokens": self.max_num_scheduled_tokens,

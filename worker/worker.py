@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from longshore.connectors.base import EncoderWorker, EncoderWorkerConfig, WorkerConnector
+from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -28,12 +29,17 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import WorkerConfig
-from longshore.worker.errors import UnsupportedModel
+from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
 from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
+from longshore.worker.kv_cache.memory_budget import (
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    MemoryBudget,
+    StepMemory,
+)
 from longshore.worker.kv_cache.plan import (
     CacheSizes,
     check_cache_specs,
@@ -61,6 +67,7 @@ from longshore.worker.process.device import (
     resolve_dtype,
     wait_for_device,
 )
+from longshore.worker.process.memory_meter import MemoryMeter, memory_meter
 from longshore.worker.queues.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.queues.transfer_queues import WorkerQueues
 from longshore.worker.ranks.parallel import ALONE, Parallel
@@ -82,9 +89,18 @@ class Worker:
     connector, encoder_connector: hooks of the connectors' worker halves, after `start` with one.
     """
 
-    def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        parallel: Parallel = ALONE,
+        *,
+        meter_of: Callable[[torch.device], MemoryMeter | None] = memory_meter,
+    ) -> None:
         """Load this rank's part of the model. Raises ConfigError (UnsupportedModel,
-        BrokenCheckpoint and KVCacheTooSmall among them) if it cannot be served."""
+        BrokenCheckpoint and KVCacheTooSmall among them) if it cannot be served.
+
+        meter_of: the meter of a device, for tests.
+        """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         native.select(use_native=config.cpu_kernels == "auto")
@@ -92,6 +108,7 @@ class Worker:
         self._parallel = parallel
         self._device = open_device(config.device)
         selector.select(config.attention_backend, self._device)
+        self._meter = meter_of(self._device)
         model_dir = Path(config.model)
         model_config = read_model_config(model_dir)
         self.model_config = model_config
@@ -136,6 +153,7 @@ class Worker:
         if config.kv_cache_dtype == FP8_E4M3:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers) if has_checkpoint else {}
+        self._weight_bytes = num_bytes
         self.connector: ConnectorRunner | None = None
         self.encoder_connector: EncoderRunner | None = None
         self._cache: KVCache | None = None
@@ -171,7 +189,7 @@ class Worker:
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
         if self._cache is None or self._cache.num_blocks != agreed.num_blocks:
-            self.close()
+            self._free_cache()
             with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
                 self._cache = self.make_cache(agreed, memory)
         cache = self._cache
@@ -293,6 +311,11 @@ class Worker:
             self.encoder_connector.close()
             self.encoder_connector = None
 
+    def _free_cache(self) -> None:
+        if self._runner is not None:
+            self._runner.finish()
+        self._runner = self._cache = None
+
     def close(self) -> None:
         """End the epoch and all threads, and free the KV cache, unless a transfer may still write
         to it. The weights stay, so that `start` may follow. May be called twice."""
@@ -336,19 +359,66 @@ class Worker:
             {layer.name for layer in self.model.cached_layers()},
         )
         longest = max_blocks(groups, self._longest_request)
-        num_blocks = config.num_blocks or measure_num_blocks(
-            groups,
-            device=self._device,
-            kv_cache_bytes=config.kv_cache_bytes,
-            memory_fraction=config.kv_memory_fraction,
-            num_ranks_on_device=config.num_ranks_on_device,
-            max_useful_blocks=config.max_num_seqs * longest + num_reserved_blocks(groups),
-        )
+        if config.num_blocks is not None:
+            num_blocks = config.num_blocks
+        elif self._meter is not None and config.kv_cache_bytes is config.kv_memory_fraction is None:
+            num_blocks = self._num_blocks_beside_steps(groups, self._meter)
+        else:
+            num_blocks = measure_num_blocks(
+                groups,
+                device=self._device,
+                kv_cache_bytes=config.kv_cache_bytes,
+                memory_fraction=config.kv_memory_fraction,
+                num_ranks_on_device=config.num_ranks_on_device,
+                max_useful_blocks=config.max_num_seqs * longest + num_reserved_blocks(groups),
+            )
         return self._cache_of(groups, num_blocks)
+
+    def _num_blocks_beside_steps(self, groups: tuple[KVCacheGroup, ...], meter: MemoryMeter) -> int:
+        """The blocks that fit into the device's memory beside the largest steps, which are computed
+        for that. All ranks call it together. Raises ConfigError, KVCacheTooSmall among them."""
+        config = self._config
+        budget = MemoryBudget(
+            self._profile(groups, meter),
+            config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+            self._weight_bytes,
+            config.num_ranks_on_device,
+        )
+        num_blocks = budget.num_blocks(
+            groups,
+            self._longest_request,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        logger.info("memory of %s: %s", self._device, budget)
+        return num_blocks
+
+    def _profile(self, groups: tuple[KVCacheGroup, ...], meter: MemoryMeter) -> StepMemory:
+        """Measure steps with a cache that has only the null block and those of sinks."""
+        config = self._config
+        smallest = self._config_of(groups, num_reserved_blocks(groups))
+        if self._queue is None:
+            self._queue = open_compute_queue(self._device)
+        try:
+            with fits_in_memory("The smallest KV cache", self._device):
+                runner = self._make_runner(self.make_cache(smallest), self._queue, epoch=0)
+                wait_for_device(self._device)
+                return runner.profile(meter)
+        except OutOfMemory as error:
+            raise ConfigError(
+                f"the largest step does not fit into the memory of {self._device} beside the "
+                f"weights ({byte_size(self._weight_bytes)}): {error}. Lower "
+                f"max_num_batched_tokens={config.max_num_batched_tokens}, for example to "
+                f"{max(1, config.max_num_batched_tokens // 2)}, max_num_seqs="
+                f"{config.max_num_seqs}, for example to {max(1, config.max_num_seqs // 2)}, or "
+                f"max_model_len={self.max_model_len}."
+            ) from error
 
     def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
         """Raises KVCacheTooSmall."""
         check_holds_one_request(groups, num_blocks, self._longest_request)
+        return self._config_of(groups, num_blocks)
+
+    def _config_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
         kept = self._config.kv_cache_dtype
         dtype = dtype_name(self._dtype) if kept == "auto" else kept
         return KVCacheConfig(
@@ -385,7 +455,28 @@ class Worker:
         if self._device.type == "cpu":  # nothing to tune or reserve, only threads to start
             num_tokens = min(num_tokens, CPU_WARM_UP_TOKENS)
             num_decodes = min(num_decodes, CPU_WARM_UP_DECODES)
-        runner.warm_up(num_tokens, num_decodes, show_progress=config.show_progress)
+        try:
+            runner.warm_up(num_tokens, num_decodes, show_progress=config.show_progress)
+        except OutOfMemory as error:
+            raise ConfigError(
+                f"the warm-up does not fit into the memory of {self._device} beside the KV cache: "
+                f"{error}. Lower {self._cache_setting}, max_num_batched_tokens="
+                f"{config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, or end "
+                "other processes on the device."
+            ) from error
+
+    @property
+    def _cache_setting(self) -> str:
+        """What makes the cache smaller, and how much of it to try."""
+        config = self._config
+        for name in ("num_blocks", "kv_cache_bytes", "kv_memory_fraction"):
+            if (value := getattr(config, name)) is not None:
+                lower = int(value * 0.9) if isinstance(value, int) else round(value * 0.9, 3)
+                return f"{name}={value}, for example to {lower}"
+        if self._meter is None:
+            return "num_blocks"
+        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+        return f"gpu_memory_utilization={share:g}, for example to {round(share * 0.95, 3):g}"
 
 
 def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:

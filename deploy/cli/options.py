@@ -26,7 +26,7 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.scheduler.config import KVRole, PreemptionMode, StructuredOutputBackend
-from longshore.worker.config import AttentionBackendName, LoadFormat
+from longshore.worker.config import AttentionBackendName, LoadFormat, check_memory_shares
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
@@ -110,6 +110,9 @@ class EngineOptions:
             memory.
         kv_memory_fraction: Fraction of the memory left after loading to use for the KV cache, if
             num_blocks is not set.
+        gpu_memory_utilization: Fraction of a GPU's whole memory that weights, activations, CUDA
+            graphs and KV cache take together, if neither num_blocks nor kv_memory_fraction is set.
+            Memory of other processes counts as taken. Default on a GPU: 0.9.
         block_size: Tokens per block, a power of two. Default: 16; 256 for models that only have
             state layers.
         hash_block_size: Tokens per block hash in the prefix cache, a divisor of block_size.
@@ -215,6 +218,7 @@ class EngineOptions:
     kv_cache_dtype: Annotated[KVCacheDtype, _CACHE] = "auto"
     num_blocks: Annotated[int | None, _CACHE] = None
     kv_memory_fraction: Annotated[float | None, _CACHE] = None
+    gpu_memory_utilization: Annotated[float | None, _CACHE] = None
     block_size: Annotated[int | None, _CACHE] = None
     hash_block_size: Annotated[int | None, _CACHE] = None
     max_num_seqs: Annotated[int, _SCHEDULING] = 256
@@ -284,9 +288,7 @@ class EngineOptions:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
         for name, maximum in _MAXIMA.items():
             check_range(name, getattr(self, name), 1, maximum)
-        fraction = self.kv_memory_fraction
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
+        check_memory_shares(self.kv_memory_fraction, self.gpu_memory_utilization, self.device)
         for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s", "step_timeout_s"):
             check_duration(name, getattr(self, name))
         if self.num_ranks > 1 and ":" in self.device:

@@ -58,6 +58,7 @@ WITHOUT_EFFECT: Final = {
     "enable_reasoning": "reasoning is found in every chat",
     "enable_request_id_headers": "every response has a header x-request-id",
     "enable_server_load_tracking": "/load always counts the requests",
+    "enable_sleep_mode": "every engine can sleep: use `longshore admin sleep`",
     "max_log_len": "prompts are never logged",
     "max_seq_len_to_capture": _GRAPHS,
     "swap_space": "it has no effect in vLLM either; connectors keep KV in host memory",
@@ -77,6 +78,7 @@ FLAGS_WITHOUT_VALUE: Final = frozenset(
         "enable_reasoning",
         "enable_request_id_headers",
         "enable_server_load_tracking",
+        "enable_sleep_mode",
         "trust_remote_code",
     }
 )
@@ -122,17 +124,11 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "enable_log_requests": ((False,), "use access_log, or log_level=debug"),
     "enable_lora": ((False,), _LORA),
     "enable_prompt_embeds": ((False,), "pass the text or the token ids"),
-    "enable_sleep_mode": ((False,), "an engine keeps its memory until it ends"),
     "exclude_tools_when_tool_choice_none": (
         (False,),
         "the prompt shows the tools, so that its cached prefix can be used",
     ),
     "generation_config": (("auto",), _FOLDER),
-    "gpu_memory_utilization": (
-        (),
-        "use kv_memory_fraction, the fraction of the memory left after loading that is used for "
-        "the KV cache, or num_blocks",
-    ),
     "headless": ((False,), _ONE_MACHINE),
     "hf_config_path": ((), _FOLDER),
     "hf_overrides": (({},), "change config.json of the model folder"),

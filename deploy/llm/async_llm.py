@@ -47,10 +47,10 @@ NOT_METHODS: Final = {
     "add_lora": "LoRA adapters are not supported; merge them into the weights",
     "collective_rpc": "the model runs in worker processes, which take no functions",
     "pause_generation": "abort the requests",
-    "sleep": "an engine keeps its memory until it is shut down",
+    "sleep": "serve the model and use `longshore admin sleep`",
     "start_profile": "serve the model and use `longshore admin profile`",
     "stop_profile": "serve the model and use `longshore admin profile`",
-    "wake_up": "an engine does not sleep",
+    "wake_up": "serve the model and use `longshore admin wake`",
 }
 """Names of vLLM's `AsyncLLM` that do not exist here, and why."""
 

@@ -65,11 +65,11 @@ NOT_METHODS: Final = {
     "llm_engine": "an LLM has no other engine object; see its own methods",
     "reward": "use classify with use_activation=False",
     "set_tokenizer": "the tokenizer is that of the model folder",
-    "sleep": "an engine keeps its memory until it is closed; close the LLM and make another one",
+    "sleep": "serve the model and use `longshore admin sleep`",
     "start_profile": "serve the model and use `longshore admin profile`",
     "stop_profile": "serve the model and use `longshore admin profile`",
     "update_weights": "weights do not change while an engine runs",
-    "wake_up": "an engine does not sleep",
+    "wake_up": "serve the model and use `longshore admin wake`",
 }
 """Names of vLLM's `LLM` that do not exist here, and why."""
 

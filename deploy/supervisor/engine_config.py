@@ -50,7 +50,12 @@ from longshore.scheduler.config import (
 )
 from longshore.scheduler.queue.outside_policies import load_policy
 from longshore.scheduler.structured_output.schema_support import installed_backends
-from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.config import (
+    RankLayout,
+    WorkerConfig,
+    WorkerProcessConfig,
+    check_memory_shares,
+)
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
     DTYPE_BYTES,
@@ -137,6 +142,7 @@ def plan_engine(
         check_connector(options.kv_connector, connector_options)
     ec_transfer = _ec_transfer(options, config)
     device = resolve_device(options.device)
+    check_memory_shares(options.kv_memory_fraction, options.gpu_memory_utilization, device)
     cache = _cache_config(options, config)
     dtype = model.resolve_dtype(options.dtype, device)
     sizes = CacheSizes(
@@ -458,6 +464,7 @@ def _worker_process(
         load_format=plan.options.load_format,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,
+        gpu_memory_utilization=plan.options.gpu_memory_utilization,
         max_num_scheduled_tokens=plan.options.max_num_scheduled_tokens,
         max_steps_in_flight=plan.options.max_steps_in_flight,
         eos_token_ids=plan.model.eos_token_ids,

@@ -30,11 +30,11 @@ def test_the_server_has_what_the_flags_ask_for(tmp_path: Path) -> None:
         assert server.stop() == 0, server.output
 
 
-def test_a_flag_that_does_not_exist_ends_the_command_with_ours() -> None:
+def test_a_share_of_a_gpus_memory_ends_the_command_on_a_cpu() -> None:
     command = [sys.executable, "-m", "longshore.deploy", "serve", str(DEMO_MODEL_DIR)]
     ended = subprocess.run(
         [*command, "--gpu-memory-utilization", "0.9"], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 2
-    assert "--gpu-memory-utilization is not supported: use kv_memory_fraction" in ended.stderr
+    assert "gpu_memory_utilization=0.9 needs a GPU" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -380,8 +380,13 @@ def test_a_lora_adapter_is_refused(llm: LLM) -> None:
 
 
 def test_an_argument_that_does_not_exist_is_answered_with_ours(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory_utilization is not supported: use kv_memory"):
-        LLM(DEMO_MODEL_DIR, gpu_memory_utilization=0.9)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes is not supported: use num_blocks"):
+        LLM(DEMO_MODEL_DIR, kv_cache_memory_bytes=1 << 30)
+
+
+def test_a_share_of_a_gpus_memory_is_rejected_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.9 needs a GPU"):
+        LLM(DEMO_MODEL_DIR, gpu_memory_utilization=0.9, device="cpu")
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -46,6 +46,12 @@ IDENTITY = EngineIdentity(
         ({"threads": 0}, "threads=0"),
         ({"kv_memory_fraction": 0.0}, r"kv_memory_fraction=0\.0"),
         ({"kv_memory_fraction": 1.5}, r"kv_memory_fraction=1\.5"),
+        ({"gpu_memory_utilization": 1.1, "device": "cuda"}, r"gpu_memory_utilization=1\.1"),
+        ({"gpu_memory_utilization": 0.9}, r"gpu_memory_utilization=0\.9 needs a GPU"),
+        (
+            {"gpu_memory_utilization": 0.9, "kv_memory_fraction": 0.5, "device": "cuda"},
+            r"kv_memory_fraction=0\.5 and gpu_memory_utilization=0\.9 both set the size",
+        ),
         ({"num_blocks": 5, "kv_cache_bytes": 5}, "Give one of them"),
     ],
     ids=str,

@@ -51,9 +51,9 @@ from longshore.worker.process.device import available_bytes
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEMORY_FRACTION: Final = {"cpu": 0.25, "cuda": 0.85}
-"""Share of the memory left after loading the weights. The rest is for activations and, on a CPU,
-for other processes of the machine."""
+DEFAULT_CPU_MEMORY_FRACTION: Final = 0.25
+"""Share of the memory left after loading the weights. The rest is for activations and other
+processes of the machine."""
 
 MAX_DEFAULT_CPU_BYTES: Final = 4 << 30
 """Maximum default size of the KV cache of a CPU rank."""
@@ -352,11 +352,12 @@ def measure_num_blocks(
     max_useful_blocks: int,
     num_ranks_on_device: int = 1,
 ) -> int:
-    """The number of blocks that fit into `kv_cache_bytes` or, if None, into a share of free memory.
+    """The number of blocks that fit into `kv_cache_bytes` or, if None, into a share of free memory:
+    that of `memory_fraction` or, if None, the default of a CPU.
 
     num_ranks_on_device: ranks that measure the same memory; each takes an equal part.
-    max_useful_blocks: maximum number of blocks that running requests can fill. By default a CPU
-                       rank takes no more; a GPU uses the rest as prefix cache.
+    max_useful_blocks: maximum number of blocks that running requests can fill. By default a rank
+                       takes no more.
     Call it after loading the weights, so that their memory is not counted as free.
     """
     block_size_bytes = block_bytes(groups)
@@ -366,10 +367,7 @@ def measure_num_blocks(
     logger.debug("%.2f GiB of memory free on %s for this rank", left_bytes / 2**30, device)
     if memory_fraction is not None:
         return int(left_bytes * memory_fraction) // block_size_bytes
-    default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])
-    if device.type != "cpu":
-        return default_bytes // block_size_bytes
-    default_bytes = min(default_bytes, MAX_DEFAULT_CPU_BYTES)
+    default_bytes = min(int(left_bytes * DEFAULT_CPU_MEMORY_FRACTION), MAX_DEFAULT_CPU_BYTES)
     return min(default_bytes // block_size_bytes, max_useful_blocks)
 
 

@@ -10,10 +10,13 @@ from longshore.protocol.errors import ConfigError
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.host_resources import available_host_bytes, host_memory
 
-_CPU_ALLOCATION_FAILURES: Final = (
+_ALLOCATION_FAILURES: Final = (
     "DefaultCPUAllocator",
     "Storage size calculation overflowed",
     "numel: integer multiplication overflow",
+    "CUDA error: out of memory",  # of a call that does not use torch's allocator
+    "[CUDA]: out of memory",  # Triton, when it loads a kernel
+    "CUBLAS_STATUS_ALLOC_FAILED",
 )
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -83,11 +86,11 @@ def fits_in_memory(what: str, device: torch.device) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed. torch has an exception for GPUs; for a CPU, it raises
-    RuntimeError, also for sizes that cannot be expressed in 64 bits."""
+    """Whether an allocation has failed. torch has an exception for its allocator of GPU memory; for
+    a CPU, and from libraries, it raises RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    is_known = any(text in str(error) for text in _CPU_ALLOCATION_FAILURES)
+    is_known = any(text in str(error) for text in _ALLOCATION_FAILURES)
     return isinstance(error, RuntimeError) and is_known
 
 
@@ -101,6 +104,12 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def release_unused_memory(device: torch.device) -> None:
+    """Return what torch keeps for reuse to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def held_bytes(device: torch.device) -> int:
     """Bytes of GPU memory that torch has reserved in this process; 0 for a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -112,7 +121,7 @@ def available_bytes(device: torch.device) -> int:
     For a CPU: MemAvailable of the kernel, limited by the control groups.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        release_unused_memory(device)
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes
     return available_host_bytes()

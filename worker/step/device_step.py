@@ -24,7 +24,7 @@ from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
-from longshore.worker.process.device import is_out_of_memory
+from longshore.worker.process.device import is_out_of_memory, release_unused_memory
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
@@ -171,10 +171,14 @@ class DeviceStep:
         workers get smaller ones."""
         try:
             part()
+            return
         except (RuntimeError, MemoryError) as error:
             if not self.state.may_repeat_steps or self.encoded or not is_out_of_memory(error):
                 raise
             self.inputs.outcome.is_out_of_memory = True
+        # Now that the error, and with it all tensors of the step, is gone: the memory that torch
+        # keeps is in pieces for steps of this size.
+        release_unused_memory(self.state.cache.device)
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs

@@ -27,12 +27,15 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
 from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.kv_cache.memory_budget import StepMemory
 from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.process.memory_meter import MemoryMeter
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
+from longshore.worker.step.memory_profile import MemoryProfile
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
@@ -320,6 +323,10 @@ class ModelRunner:
         """See WarmUp.run. Call it on all ranks before the first plan."""
         warm_up = WarmUp(self._launcher, self._rows.sampling)
         warm_up.run(num_prefill_tokens, num_decodes, show_progress=show_progress)
+
+    def profile(self, meter: MemoryMeter) -> StepMemory:
+        """See MemoryProfile.run. No plan may follow."""
+        return MemoryProfile(self._launcher, meter).run()
 
     def verify_adopted(self, block_ids: Int32Array) -> None:
         """See BlockGuard; nothing is verified without one."""

@@ -59,6 +59,11 @@ class PreparedStep:
     _on_done: Callable[[Completion], None] | None
     _step_id: int | None
 
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether the step was not computed for want of memory; valid once it has ended."""
+        return self._step.inputs.outcome.is_out_of_memory
+
     def submit(self) -> Completion:
         """Start the step; does not wait for the device. Returns the completion of what could be
         submitted."""
@@ -90,6 +95,7 @@ class PreparedStep:
 class StepLauncher:
     """Does the host's part of each step; the rest is one operation on the compute queue.
 
+    max_step_tokens, max_decodes: of one sequence in a step, and sequences with one token each.
     tables:  block tables of all groups.
     encoder: encoder inputs of all rows.
     state:   what all steps use on the device.
@@ -115,8 +121,11 @@ class StepLauncher:
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         self.max_step_tokens = min(max_num_batched_tokens, max_model_len)
         self._shares_blocks = attention.shares_blocks and self._share.size == 1
+        self.max_decodes = min(max_num_batched_tokens, max_num_seqs)
         self.tables = MultiGroupBlockTable(
             [
                 _block_table(group.spec, max_num_seqs, max_model_len, self._share, cache.device)
@@ -145,10 +154,9 @@ class StepLauncher:
             and model.config.has_head
             and parallel.num_stages == 1
         ):
-            max_rows = min(max_num_seqs, max_num_batched_tokens)
             graphs = DecodeGraphs(
                 maker,
-                max_rows=max_rows,
+                max_rows=self.max_decodes,
                 has_layer_hooks=has_layer_hooks,
                 shares_blocks=attention.shares_blocks,
             )

@@ -8,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from longshore.protocol.errors import EngineDead
-from longshore.worker.errors import RankLost
+from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.device import available_bytes
 from longshore.worker.sampling.columns import SamplingColumns
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Computes steps without a plan.
+    """Computes steps without a plan, on the null block.
 
-    sampling: settings of all rows, none of which has started.
+    sampling: settings of all rows.
     """
 
     def __init__(self, launcher: StepLauncher, sampling: SamplingColumns) -> None:
@@ -39,8 +39,7 @@ class WarmUp:
         graphs, and clear the block. A model with an encoder encodes silence first.
 
         The first calls of a process choose kernels and grow memory pools; requests must not wait
-        for that. Call it on all ranks before the first plan. Raises EngineDead if the model cannot
-        be computed, RankLost if another rank is lost.
+        for that. Call it on all ranks before the first plan. Raises as `compute` does.
         """
         row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
         rows = np.arange(num_decodes)
@@ -51,9 +50,9 @@ class WarmUp:
         if 2 * half <= num_prefill_tokens:
             batches.append(StepBatch(row_zero, half, half, num_decodes=0))
         silence = self._launcher.encoder.silence(row=0)
-        self._compute(batches[0], encoded=() if silence is None else (silence,))
+        self.compute(batches[0], encoded=() if silence is None else (silence,))
         for batch in batches[1:]:
-            self._compute(batch)
+            self.compute(batch)
         if self._launcher.state.graphs is not None:
             self._capture_decodes(self._launcher.state.graphs, show_progress)
         elif self._launcher.state.cache.device.type == "cpu":
@@ -72,10 +71,7 @@ class WarmUp:
             disable=None if show_progress is None else not show_progress,
         )
         for key in keys:
-            rows = np.arange(key.num_rows)
-            ones = np.ones_like(rows)
-            batch = StepBatch(rows, np.zeros_like(rows), ones, num_decodes=key.num_rows)
-            self._compute(batch, captured=key)
+            self.capture(key)
         logger.info(
             "captured decode steps of up to %d rows as %d graphs in %.1f s; they hold %s",
             graphs.keys[-1].num_rows,
@@ -84,6 +80,12 @@ class WarmUp:
             byte_size(max(0, bytes_before - available_bytes(device))),
         )
 
+    def capture(self, key: GraphKey) -> None:
+        """Capture a graph of decodes. Raises as `compute` does."""
+        rows = np.arange(key.num_rows)
+        batch = StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=key.num_rows)
+        self.compute(batch, captured=key)
+
     def _prepare_graph(self) -> None:
         launcher = self._launcher
         forward = launcher.state.forward
@@ -91,15 +93,15 @@ class WarmUp:
         if not sizes or not forward.is_capturable:
             return
         for size in sizes:
-            self._compute(_first_tokens(size), forward.capture)
+            self.compute(_first_tokens(size), forward.capture)
         if forward.has_graph or launcher.state.parallel.num_stages > 1:  # stages step together
             # The null block alone has distinct slots for this many tokens.
             num_verified = min(*launcher.tables.block_sizes, sizes[0])
-            self._compute(_first_tokens(num_verified), forward.verify)
+            self.compute(_first_tokens(num_verified), forward.verify)
             for size in sizes:
-                self._compute(_first_tokens(size), forward.time)
+                self.compute(_first_tokens(size), forward.time)
 
-    def _compute(
+    def compute(
         self,
         batch: StepBatch,
         prepare: Preparation | None = None,
@@ -107,6 +109,8 @@ class WarmUp:
         encoded: Sequence[EncoderInput] = (),
         captured: GraphKey | None = None,
     ) -> None:
+        """Compute one step, with a token for every sequence. Raises OutOfMemory, EngineDead if the
+        model cannot be computed, RankLost if another rank is lost."""
         samples = slice(None if self._launcher.state.model.config.has_head else 0)
         step = self._launcher.prepare(
             batch,
@@ -119,8 +123,10 @@ class WarmUp:
         )
         completion = step.submit()
         completion.wait()
-        if isinstance(completion.error, RankLost):
+        if isinstance(completion.error, RankLost | OutOfMemory):
             raise completion.error
+        if step.lacked_memory:
+            raise OutOfMemory("no memory for its intermediate tensors")
         if completion.error is not None:
             raise EngineDead(
                 f"the model cannot be computed on this device: {completion.error}"

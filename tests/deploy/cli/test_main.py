@@ -46,8 +46,8 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--load-failure-policy", "hope"], ["--load-failure-policy", "recompute"]),
         (["serve", "--max-loras", "2"], ["--max-loras"]),
         (
-            ["serve", "--gpu_memory_utilization=0.9"],
-            ["--gpu-memory-utilization", "kv_memory_fraction"],
+            ["serve", "--gpu_memory_utilization=0.9", "--kv-memory-fraction=0.5"],
+            ["gpu_memory_utilization=0.9", "kv_memory_fraction=0.5", "Give one of them"],
         ),
         (["serve", "--max-model-len", "1.5"], ["--max-model-len", "32k (32,000)"]),
         (["serve", "--num-speculative-tokens", "2"], ["--num-speculative-tokens"]),

@@ -82,7 +82,7 @@ def test_what_does_not_exist_is_answered_with_what_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gpu_memory_utilization": 0.9}, "use kv_memory_fraction"),
+        ({"kv_cache_memory_bytes": 9}, "use num_blocks"),
         ({"num_blocks": 4, "num_gpu_blocks_override": 4}, "are the same setting"),
         ({"port": 80}, "port is a setting of `longshore serve`"),
         ({"data_parallel_size": 2}, "replicas is a setting of `longshore serve`"),
@@ -116,7 +116,7 @@ def test_flags_of_vllm_serve_are_taken(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpu-memory-utilization", "0.9"], "use kv_memory_fraction"),
+        (["--kv-cache-memory-bytes", "9"], "use num_blocks"),
         (["--enable-lora"], "LoRA adapters are not supported"),
         (["--quantization=awq"], "the format is that of the checkpoint"),
         (["--revision"], "OWNER/NAME@REVISION"),

@@ -415,6 +415,8 @@ def test_length_beyond_the_model_is_rejected_with_both_numbers(model_dir: Path) 
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' selects one GPU"),
         ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
         ({"kv_memory_fraction": 1.5}, "kv_memory_fraction=1.5"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0"),
+        ({"gpu_memory_utilization": 0.9, "device": "cpu"}, "gpu_memory_utilization=0.9 needs a"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold=-1"),
         ({"log_level": "loud"}, "log_level='loud'.*debug, info"),
         ({"startup_timeout_s": 0}, "startup_timeout_s=0"),

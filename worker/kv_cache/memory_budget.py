@@ -1,0 +1,128 @@
+"""Divides a GPU's memory: weights, activations and graphs get what they need, and the KV cache gets
+the rest of `gpu_memory_utilization`. Pure arithmetic; `worker/step/memory_profile.py` measures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.protocol.errors import KVCacheTooSmall
+from longshore.protocol.kv_cache_spec import KVCacheGroup, LongestRequest, num_blocks_needed
+from longshore.worker.kv_cache.plan import block_bytes
+from longshore.worker.process.byte_size import byte_size
+
+DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a profile has measured, in bytes.
+
+    total:       all memory of the device.
+    used:        in use between two steps, by all processes: weights, buffers of this rank, the CUDA
+                 context with its loaded kernels, and what other processes use.
+    activations: what the largest step needs in addition.
+    graphs:      what the graphs of decode steps will need; an estimate.
+    """
+
+    total: int
+    used: int
+    activations: int
+    graphs: int
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory of a device of which this rank is one of `num_ranks` users.
+
+    utilization: share of the total that all ranks, and other processes, use at most.
+    weights:     bytes of this rank's weights, which `measured.used` contains; for messages.
+    """
+
+    measured: StepMemory
+    utilization: float
+    weights: int
+    num_ranks: int = 1
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is left for this rank's KV cache; negative if the rest needs too much."""
+        measured = self.measured
+        left = int(measured.total * self.utilization) - measured.used
+        return left // self.num_ranks - measured.activations - measured.graphs
+
+    def num_blocks(
+        self,
+        groups: Sequence[KVCacheGroup],
+        longest: LongestRequest,
+        *,
+        max_num_batched_tokens: int,
+    ) -> int:
+        """How many blocks fit. Raises KVCacheTooSmall, saying what to lower and by how much, unless
+        the longest request fits."""
+        size_bytes, needed = block_bytes(groups), num_blocks_needed(groups, longest)
+        num_blocks = max(0, self.cache_bytes) // size_bytes
+        if num_blocks < needed:
+            needed_bytes = needed * size_bytes
+            remedies = self._remedies(groups, longest, needed_bytes, max_num_batched_tokens)
+            raise KVCacheTooSmall(
+                f"{self}; but a request of max_model_len={longest.num_tokens} tokens needs a cache "
+                f"of {byte_size(needed_bytes)}. {remedies}"
+            )
+        return num_blocks
+
+    def __str__(self) -> str:
+        measured = self.measured
+        others = f", {self.num_ranks} ranks share it" if self.num_ranks > 1 else ""
+        return (
+            f"gpu_memory_utilization={self.utilization:g} of {byte_size(measured.total)}{others}: "
+            f"weights {byte_size(self.weights)}, other memory in use "
+            f"{byte_size(max(0, measured.used - self.weights))}, activations "
+            f"{byte_size(measured.activations)}, graphs {byte_size(measured.graphs)}, KV cache "
+            f"{byte_size(max(0, self.cache_bytes))}"
+        )
+
+    def _remedies(
+        self,
+        groups: Sequence[KVCacheGroup],
+        longest: LongestRequest,
+        needed_bytes: int,
+        max_num_batched_tokens: int,
+    ) -> str:
+        """Each of them is enough by itself, as far as it can be computed."""
+        measured, missing = self.measured, needed_bytes - self.cache_bytes
+        remedies = []
+        utilization = self.utilization + missing * self.num_ranks / measured.total
+        if (shown := math.ceil(utilization * 100) / 100) <= 1:
+            remedies.append(f"raise gpu_memory_utilization to {shown:g}")
+        if measured.activations > missing:
+            # Activations grow with the tokens of a step.
+            share = 1 - missing / measured.activations
+            num_tokens = int(max_num_batched_tokens * share)
+            remedies.append(f"lower max_num_batched_tokens to about {max(1, num_tokens)}")
+        length = _longest_that_fits(groups, longest, max(0, self.cache_bytes))
+        if length:
+            remedies.append(f"lower max_model_len to {length}")
+        if not remedies:
+            return (
+                f"{byte_size(missing)} are missing. Lower max_num_seqs and max_num_batched_tokens, "
+                "end other processes on the GPU, or divide the model among more GPUs "
+                "(tensor_parallel_size)."
+            )
+        first, *rest = remedies
+        text = ", or ".join([first[0].upper() + first[1:], *rest])
+        return f"{text}; a lower max_num_seqs helps, too."
+
+
+def _longest_that_fits(
+    groups: Sequence[KVCacheGroup], longest: LongestRequest, cache_bytes: int
+) -> int:
+    """The longest request, in tokens, that a cache of this size holds; 0: none."""
+    num_blocks, fits, too_long = cache_bytes // block_bytes(groups), 0, longest.num_tokens
+    while too_long - fits > 1:
+        length = (fits + too_long) // 2
+        if num_blocks_needed(groups, longest._replace(num_tokens=length)) <= num_blocks:
+            fits = length
+        else:
+            too_long = length
+    return fits
