@@ -5,6 +5,7 @@ loads the weights and measures memory; `start` allocates the KV cache and return
 """
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -14,7 +15,6 @@ from typing import Any, Final
 import torch
 
 from longshore.connectors.base import EncoderWorker, EncoderWorkerConfig, WorkerConnector
-from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -39,6 +39,8 @@ from longshore.worker.kv_cache.memory_budget import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     MemoryBudget,
     StepMemory,
+    no_memory_for_steps,
+    no_memory_for_warm_up,
 )
 from longshore.worker.kv_cache.plan import (
     CacheSizes,
@@ -48,6 +50,7 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import report_on
+from longshore.worker.loading.host_weights import HostWeights
 from longshore.worker.loading.loader import (
     check_weights,
     fill_at_random,
@@ -64,6 +67,7 @@ from longshore.worker.process.device import (
     dtype_name,
     fits_in_memory,
     open_device,
+    release_unused_memory,
     resolve_dtype,
     wait_for_device,
 )
@@ -159,6 +163,7 @@ class Worker:
         self._cache: KVCache | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
+        self._asleep: HostWeights | None = None
 
     def start(
         self,
@@ -173,7 +178,8 @@ class Worker:
         transfer_delay: Callable[[], None] | None = None,
     ) -> ModelRunner:
         """Allocate the KV cache, warm up, and return the model runner. Called once, and again after
-        `end_epoch`: with as many blocks, cache and runner are those of before.
+        `end_epoch`: with as many blocks, cache and runner are those of before. After `sleep`, all
+        of it is done anew, with the same weights.
 
         All ranks warm up together. Raises RankLost if another rank fails to.
 
@@ -185,6 +191,7 @@ class Worker:
         transfer_delay: called before each transfer on a host thread; for tests.
         """
         assert self.connector is None, "started already"
+        self._wake_weights()
         agreed = self.kv_cache
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
@@ -311,6 +318,23 @@ class Worker:
             self.encoder_connector.close()
             self.encoder_connector = None
 
+    def sleep(self) -> None:
+        """End the epoch and free the memory of the device, until `start`: the KV cache, buffers and
+        graphs, and on a GPU also the weights, which wait in host memory. May be called twice.
+        Raises HookFailed as `end_epoch` does; then nothing is freed."""
+        self.end_epoch()
+        self._free_cache()
+        gc.collect()  # what is on the device goes with the last reference to it
+        if self._asleep is None and leave_device(self._device):
+            self._asleep = HostWeights(self.model, self._device)
+        release_unused_memory(self._device)
+
+    def _wake_weights(self) -> None:
+        if self._asleep is not None:
+            with fits_in_memory("The model", self._device):
+                self._asleep.restore()
+            self._asleep = None
+
     def _free_cache(self) -> None:
         if self._runner is not None:
             self._runner.finish()
@@ -361,7 +385,7 @@ class Worker:
         longest = max_blocks(groups, self._longest_request)
         if config.num_blocks is not None:
             num_blocks = config.num_blocks
-        elif self._meter is not None and config.kv_cache_bytes is config.kv_memory_fraction is None:
+        elif self._meter is not None and not (config.kv_cache_bytes or config.kv_memory_fraction):
             num_blocks = self._num_blocks_beside_steps(groups, self._meter)
         else:
             num_blocks = measure_num_blocks(
@@ -396,21 +420,19 @@ class Worker:
         """Measure steps with a cache that has only the null block and those of sinks."""
         config = self._config
         smallest = self._config_of(groups, num_reserved_blocks(groups))
+        self._wake_weights()
         if self._queue is None:
             self._queue = open_compute_queue(self._device)
         try:
             with fits_in_memory("The smallest KV cache", self._device):
                 runner = self._make_runner(self.make_cache(smallest), self._queue, epoch=0)
-                wait_for_device(self._device)
-                return runner.profile(meter)
+            wait_for_device(self._device)
+            measured = runner.profile(meter)
+            runner.finish()
+            return measured
         except OutOfMemory as error:
-            raise ConfigError(
-                f"the largest step does not fit into the memory of {self._device} beside the "
-                f"weights ({byte_size(self._weight_bytes)}): {error}. Lower "
-                f"max_num_batched_tokens={config.max_num_batched_tokens}, for example to "
-                f"{max(1, config.max_num_batched_tokens // 2)}, max_num_seqs="
-                f"{config.max_num_seqs}, for example to {max(1, config.max_num_seqs // 2)}, or "
-                f"max_model_len={self.max_model_len}."
+            raise no_memory_for_steps(
+                config, self._device, self._weight_bytes, self.max_model_len, error
             ) from error
 
     def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
@@ -458,25 +480,12 @@ class Worker:
         try:
             runner.warm_up(num_tokens, num_decodes, show_progress=config.show_progress)
         except OutOfMemory as error:
-            raise ConfigError(
-                f"the warm-up does not fit into the memory of {self._device} beside the KV cache: "
-                f"{error}. Lower {self._cache_setting}, max_num_batched_tokens="
-                f"{config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}, or end "
-                "other processes on the device."
-            ) from error
+            raise no_memory_for_warm_up(config, self._device, error) from error
 
-    @property
-    def _cache_setting(self) -> str:
-        """What makes the cache smaller, and how much of it to try."""
-        config = self._config
-        for name in ("num_blocks", "kv_cache_bytes", "kv_memory_fraction"):
-            if (value := getattr(config, name)) is not None:
-                lower = int(value * 0.9) if isinstance(value, int) else round(value * 0.9, 3)
-                return f"{name}={value}, for example to {lower}"
-        if self._meter is None:
-            return "num_blocks"
-        share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-        return f"gpu_memory_utilization={share:g}, for example to {round(share * 0.95, 3):g}"
+
+def leave_device(device: torch.device) -> bool:
+    """Whether weights leave the device while the worker sleeps: a CPU's are on the host already."""
+    return device.type != "cpu"
 
 
 def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:

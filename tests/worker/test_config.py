@@ -78,13 +78,22 @@ def test_auto_is_the_dtype_of_the_checkpoint() -> None:
     assert resolve_dtype("float32", "bfloat16") == torch.float32
 
 
-@pytest.mark.parametrize("error", [MemoryError("no"), torch.OutOfMemoryError("no")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        torch.OutOfMemoryError("no"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_an_allocation_that_fails_is_a_config_error_that_names_it(error: Exception) -> None:
     def allocate() -> None:
         with fits_in_memory("A KV cache of 9 blocks", torch.device("cpu")):
             raise error
 
-    with pytest.raises(ConfigError, match="A KV cache of 9 blocks cannot be allocated on cpu: no"):
+    with pytest.raises(ConfigError, match="A KV cache of 9 blocks cannot be allocated on cpu: "):
         allocate()
 
 

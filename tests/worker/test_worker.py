@@ -1,12 +1,18 @@
 """A worker that serves one scheduler after another."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from longshore.worker import worker as worker_module
 from longshore.worker.config import WorkerConfig
+from longshore.worker.loading.host_weights import tensors_of
+from longshore.worker.step import device_step
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.transfer.connector import HookFailed
 from longshore.worker.worker import Worker
@@ -96,3 +102,70 @@ def test_a_new_epoch_with_another_number_of_blocks_has_a_cache_of_that_size(
     plans = Planner(num_blocks=NUM_BLOCKS - 5, block_size=16, epoch=2)
     step = plans.plan({0: 30}, added=[Entry(0, range(3, 33))])
     assert again.execute(step).sampled_tokens.tolist() == calm[:1]
+
+
+def test_a_worker_that_slept_has_an_empty_cache_and_the_same_tokens(worker: Worker) -> None:
+    runner = worker.start(epoch=1)
+    calm = run(runner, 1, row=2)
+    assert worker._cache is not None
+    memory = weakref.ref(worker._cache.buffer.untyped_storage())
+    runner_alive = weakref.ref(runner)
+    del runner
+    worker.sleep()
+    gc.collect()
+    assert memory() is None
+    assert runner_alive() is None
+    worker.sleep()
+    again = worker.start(epoch=2, num_blocks=NUM_BLOCKS)
+    assert run(again, 2, row=2) == calm
+
+
+def test_weights_of_a_sleeping_worker_are_on_the_host_until_it_starts(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: here the device is the host, too."""
+    calm = run(worker.start(epoch=1), 1, row=2)
+    monkeypatch.setattr(worker_module, "leave_device", lambda device: True)
+    worker.sleep()
+    weights = [tensor for tensor in tensors_of(worker.model) if tensor.dim()]
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in weights)
+    worker.sleep()
+    assert run(worker.start(epoch=2), 2, row=2) == calm
+
+
+def test_a_worker_whose_transfers_go_on_does_not_sleep(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = RecordingConnector()
+    worker.start(epoch=1, connector=connector)
+
+    def shutdown() -> None:
+        raise RuntimeError("a read goes on")
+
+    monkeypatch.setattr(connector, "shutdown", shutdown)
+    with pytest.raises(HookFailed, match="a read goes on"):
+        worker.sleep()
+    assert worker._cache is not None
+    worker.connector = None  # for the fixture
+
+
+def test_a_step_without_memory_returns_what_torch_keeps_when_its_tensors_are_gone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = worker.start(epoch=1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def fail(x: torch.Tensor, *_: Any) -> None:
+        large = x.clone()
+        made.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def release(device: torch.device) -> None:
+        alive.append(made[0]() is not None)
+
+    monkeypatch.setattr(worker.model, "run_layers", fail)
+    monkeypatch.setattr(device_step, "release_unused_memory", release)
+    plans = Planner(num_blocks=NUM_BLOCKS, block_size=16, epoch=1)
+    assert runner.execute(plans.plan({0: 30}, added=[Entry(0, range(3, 33))])).is_out_of_memory
+    assert alive == [False]

@@ -77,6 +77,10 @@ class KVMemory(NamedTuple):
     fd: int
     adopted_block_ids: Int32Array | None
 
+    def free(self) -> None:
+        """Release the memory, which nothing may use any more."""
+        os.ftruncate(self.fd, 0)
+
     def map(self, num_bytes: int) -> UInt8Array:
         """Raises EngineDead if blocks are adopted from memory of another size."""
         if self.adopted_block_ids is None:

@@ -1,13 +1,18 @@
 """Divides a GPU's memory: weights, activations and graphs get what they need, and the KV cache gets
-the rest of `gpu_memory_utilization`. Pure arithmetic; `worker/step/memory_profile.py` measures."""
+the rest of `gpu_memory_utilization`. Says what to lower if the memory is not enough. Nothing is
+measured here; `worker/step/memory_profile.py` does."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from longshore.protocol.errors import KVCacheTooSmall
+import torch
+
+from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import KVCacheGroup, LongestRequest, num_blocks_needed
+from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import OutOfMemory
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.byte_size import byte_size
 
@@ -126,3 +131,44 @@ def _longest_that_fits(
         else:
             too_long = length
     return fits
+
+
+def no_memory_for_steps(
+    config: WorkerConfig,
+    device: torch.device,
+    weight_bytes: int,
+    max_model_len: int,
+    error: OutOfMemory,
+) -> ConfigError:
+    """What to lower if the largest step does not fit, even with the smallest cache."""
+    num_tokens, num_rows = config.max_num_batched_tokens, config.max_num_seqs
+    return ConfigError(
+        f"the largest step does not fit into the memory of {device} beside the weights "
+        f"({byte_size(weight_bytes)}): {error}. Lower max_num_batched_tokens={num_tokens}, for "
+        f"example to {max(1, num_tokens // 2)}, max_num_seqs={num_rows}, for example to "
+        f"{max(1, num_rows // 2)}, or max_model_len={max_model_len}."
+    )
+
+
+def no_memory_for_warm_up(
+    config: WorkerConfig, device: torch.device, error: OutOfMemory
+) -> ConfigError:
+    """What to lower if the warm-up does not fit beside the KV cache."""
+    return ConfigError(
+        f"the warm-up does not fit into the memory of {device} beside the KV cache: {error}. Lower "
+        f"{_lower_cache(config)}, max_num_batched_tokens={config.max_num_batched_tokens} or "
+        f"max_num_seqs={config.max_num_seqs}, or end other processes on the device."
+    )
+
+
+def _lower_cache(config: WorkerConfig) -> str:
+    """The setting that decides how large the cache is, and a lower value."""
+    for name in ("num_blocks", "kv_cache_bytes"):
+        if (count := getattr(config, name)) is not None:
+            return f"{name}={count}, for example to {count * 9 // 10}"
+    if (fraction := config.kv_memory_fraction) is not None:
+        return f"kv_memory_fraction={fraction:g}, for example to {fraction * 0.9:.3g}"
+    if config.device == "cpu":
+        return "the size of the cache (num_blocks)"
+    share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
+    return f"gpu_memory_utilization={share:g}, for example to {share * 0.95:.3g}"

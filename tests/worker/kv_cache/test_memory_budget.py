@@ -2,12 +2,20 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from longshore.protocol.errors import KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup, LongestRequest
-from longshore.worker.kv_cache.memory_budget import MemoryBudget, StepMemory
+from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import OutOfMemory
+from longshore.worker.kv_cache.memory_budget import (
+    MemoryBudget,
+    StepMemory,
+    no_memory_for_warm_up,
+)
 
 GIB = 1 << 30
 GROUP = KVCacheGroup(
@@ -81,3 +89,21 @@ def test_a_higher_share_is_named_where_it_is_enough() -> None:
 def test_without_any_remedy_it_says_how_much_is_missing() -> None:
     with pytest.raises(KVCacheTooSmall, match=r"GiB are missing\. Lower max_num_seqs and"):
         num_blocks(budget(replace(MEASURED, total=16 * GIB)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({}, "gpu_memory_utilization=0.9, for example to 0.855"),
+        ({"gpu_memory_utilization": 0.8}, "gpu_memory_utilization=0.8, for example to 0.76"),
+        ({"kv_memory_fraction": 0.5}, "kv_memory_fraction=0.5, for example to 0.45"),
+        ({"kv_cache_bytes": 1000}, "kv_cache_bytes=1000, for example to 900"),
+        ({"device": "cpu"}, "the size of the cache (num_blocks)"),
+    ],
+)
+def test_a_cache_that_leaves_too_little_is_lowered_by_its_own_setting(
+    settings: dict[str, Any], remedy: str
+) -> None:
+    config = WorkerConfig(**{"model": "model", "device": "cuda", **settings})
+    error = no_memory_for_warm_up(config, torch.device("cuda", 0), OutOfMemory("no memory: x"))
+    assert f"beside the KV cache: no memory: x. Lower {remedy}, max_num_batched" in str(error)
