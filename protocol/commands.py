@@ -51,6 +51,18 @@ class Resume(msgspec.Struct, tag="resume", frozen=True, forbid_unknown_fields=Tr
     """End a pause."""
 
 
+class Sleep(msgspec.Struct, tag="sleep", frozen=True, forbid_unknown_fields=True):
+    """Free the memory of the workers' devices until Wake, also after a restart. New requests wait.
+    Running ones have `timeout_s` to finish; the others, and the KV of prefixes, are computed again
+    after Wake. Answered when the workers sleep."""
+
+    timeout_s: float
+
+
+class Wake(msgspec.Struct, tag="wake", frozen=True, forbid_unknown_fields=True):
+    """End a sleep. Answered when the workers are ready again."""
+
+
 class DrainEngine(msgspec.Struct, tag="drain", frozen=True, forbid_unknown_fields=True):
     """Clients send new requests to other engines. Answered when no request is left and other
     engines have pulled the KV that is kept for them, or after `timeout_s`.
@@ -81,7 +93,7 @@ class WriteKVSnapshot(msgspec.Struct, tag="kv_snapshot", frozen=True, forbid_unk
 
 
 EngineCommand: TypeAlias = (
-    DescribeState | Pause | Resume | DrainEngine | ResetCache | WriteKVSnapshot
+    DescribeState | Pause | Resume | Sleep | Wake | DrainEngine | ResetCache | WriteKVSnapshot
 )
 
 

@@ -1,6 +1,7 @@
 """The handshake: compares versions, model, KV layout and hash seed before any other message.
 
 Worker: WorkerHello -> WorkerAccepted | Rejected; the worker allocates its cache, then WorkerReady.
+If the engine sleeps: WorkerHello -> BeginSleep, WorkerAsleep, EndSleep, and then again WorkerHello.
 Client: ClientHello -> EngineReady | Rejected.
 
 Hellos and `Rejected` allow unknown fields, unlike all other messages: a newer version must get an
@@ -28,7 +29,7 @@ from longshore.protocol.outputs import (
     TransferReport,
     WorkerFailed,
 )
-from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
+from longshore.protocol.plan import BeginSleep, EndSleep, SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.requests import AbortRequests, AddRequest, ContinueSession, StopFound
 from longshore.protocol.statistics import (
     BlockSnapshot,
@@ -38,7 +39,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 20
+PROTOCOL_VERSION: Final = 21
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -135,6 +136,12 @@ class WorkerReady(msgspec.Struct, tag="worker_ready", frozen=True, forbid_unknow
     rank: int
 
 
+class WorkerAsleep(msgspec.Struct, tag="worker_asleep", frozen=True, forbid_unknown_fields=True):
+    """The rank has freed its device's memory, and waits for EndSleep."""
+
+    rank: int
+
+
 class ClientHello(msgspec.Struct, tag="client_hello", frozen=True):
     """A client, such as a gateway, wants to send requests."""
 
@@ -162,9 +169,17 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     reason: str
 
 
-ToWorker: TypeAlias = SchedulerOutput | SampleMask | Shutdown | WorkerAccepted | Rejected
+ToWorker: TypeAlias = (
+    SchedulerOutput | SampleMask | BeginSleep | EndSleep | Shutdown | WorkerAccepted | Rejected
+)
 FromWorker: TypeAlias = (
-    ModelRunnerOutput | TransferReport | WorkerStats | WorkerFailed | WorkerHello | WorkerReady
+    ModelRunnerOutput
+    | TransferReport
+    | WorkerStats
+    | WorkerFailed
+    | WorkerHello
+    | WorkerReady
+    | WorkerAsleep
 )
 ToEngine: TypeAlias = (
     AddRequest

@@ -205,16 +205,20 @@ class EngineOutputs(
 
 
 class EnginePaused(msgspec.Struct, tag="engine_paused", frozen=True, forbid_unknown_fields=True):
-    """No request advances until the engine has new workers, because of `reason`. Requests stay
-    live, and new ones wait."""
+    """No request advances until the engine has new workers, or its workers are awake again, because
+    of `reason`. Requests stay live, and new ones wait.
+
+    is_asleep: an operator lets the workers sleep; they have not failed.
+    """
 
     reason: str
+    is_asleep: bool = False
 
 
 class EngineContinues(
     msgspec.Struct, tag="engine_continues", frozen=True, forbid_unknown_fields=True
 ):
-    """The engine has new workers; the pause is over."""
+    """The workers are ready, in a new epoch; the pause is over."""
 
     engine_id: str
 

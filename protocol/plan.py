@@ -178,6 +178,15 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, forbid_unknown_field
     reason: str
 
 
+class BeginSleep(msgspec.Struct, tag="begin_sleep", frozen=True, forbid_unknown_fields=True):
+    """End the epoch, free the memory of the device, and answer with WorkerAsleep. Sent when every
+    plan is answered, or instead of WorkerAccepted. Until EndSleep, rows and blocks do not exist."""
+
+
+class EndSleep(msgspec.Struct, tag="end_sleep", frozen=True, forbid_unknown_fields=True):
+    """Begin again with WorkerHello."""
+
+
 def digest_changes(
     previous_digest: int,
     *,

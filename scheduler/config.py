@@ -292,6 +292,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     adopts_kv:   the memory of the workers' KV outlives them.
     paused:      the pause that an operator has begun in a former process; None: no pause.
     is_drained:  an operator has drained the engine in a former process.
+    is_asleep:   an operator has put the engine to sleep in a former process.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -317,6 +318,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     adopts_kv: bool = False
     paused: PauseMode | None = None
     is_drained: bool = False
+    is_asleep: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -410,6 +410,11 @@ class Scheduler:
         return len(self._in_flight.steps)
 
     @property
+    def epoch(self) -> int:
+        """That of the next plan."""
+        return self._plan.epoch
+
+    @property
     def num_steps(self) -> int:
         """Plans built in this epoch."""
         return self._plan.step

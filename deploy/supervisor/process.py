@@ -27,6 +27,8 @@ from longshore.protocol.commands import (
     Pause,
     Resume,
     SetLogLevel,
+    Sleep,
+    Wake,
 )
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
@@ -201,6 +203,7 @@ class ManagedProcess:
             case Alive(late):
                 self.late, self.alive_s = late, time.monotonic()
             case CommandAnswer(number):
+                self._note_epoch(report.values.get("epoch"))
                 future = self._commands.pop(number, None)
                 if future is not None:
                     future.set_result(report)
@@ -243,6 +246,17 @@ class ManagedProcess:
             case Resume() if self.was_ready:
                 self._kept_settings["paused"] = None
                 self._kept_settings["is_drained"] = False
+            case Sleep() if self.was_ready:
+                self._kept_settings["is_asleep"] = True
+            case Wake() if self.was_ready:
+                self._kept_settings["is_asleep"] = False
+
+    def _note_epoch(self, epoch: object) -> None:
+        """A sleep begins an epoch, without a restart; a next process must not begin it again."""
+        config: Any = self.spec.config
+        if isinstance(epoch, int) and epoch > config.epoch:
+            config = msgspec.structs.replace(config, epoch=epoch)
+            self.spec = msgspec.structs.replace(self.spec, config=config)
 
     def _fail_commands(self) -> None:
         while self._commands:

@@ -22,6 +22,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
     ToWorker,
+    WorkerAsleep,
     WorkerHello,
     WorkerReady,
 )
@@ -36,7 +37,7 @@ from longshore.protocol.outputs import (
     TransferReport,
     WorkerFailed,
 )
-from longshore.protocol.plan import Shutdown
+from longshore.protocol.plan import BeginSleep, EndSleep, Shutdown
 from longshore.protocol.requests import (
     AbortRequests,
     AddRequest,
@@ -59,7 +60,7 @@ from longshore.scheduler.inspect.stall_log import StallLog
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
 from longshore.scheduler.kv_events.publisher import EventPublisher
 from longshore.scheduler.process.clients import Clients
-from longshore.scheduler.process.operator_commands import OperatorCommands
+from longshore.scheduler.process.operator_commands import ASLEEP, OperatorCommands
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -89,7 +90,8 @@ class Engine:
     stopped, or raises EngineError.
 
     When the supervisor reports that the workers have ended, a new epoch begins: nothing is planned
-    until the next ones are ready, and everything else goes on.
+    until the next ones are ready, and everything else goes on. So it is when an operator lets the
+    workers sleep, until they are awake again.
 
     accepted: what the workers have agreed on.
     events:   None: KV events are not published.
@@ -117,7 +119,9 @@ class Engine:
         self._accepted = accepted
         self._epoch = config.epoch
         self._handshake: WorkerHandshake | None = None  # while the workers are replaced
-        self._pause_reason = ""
+        self._sleepers = set(range(len(workers))) if config.is_asleep else None
+        self._has_kv = not config.is_asleep  # the memory of the workers' KV, if it outlives them
+        self._pause = EnginePaused(ASLEEP, is_asleep=True)
         self._commands = OperatorCommands(
             scheduler,
             events,
@@ -125,8 +129,10 @@ class Engine:
             answer=lifeline.report,
             announce=self._announce_admission,
             advance=self._advance,
+            sleeper=self,
             paused=config.paused,
             is_drained=config.is_drained,
+            is_asleep=config.is_asleep,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._statistics = WorkerStatistics(config.epoch)
@@ -192,7 +198,7 @@ class Engine:
         deadline_s = time.monotonic() + FLUSH_TIMEOUT_S
         while (
             self._failure is None
-            and self._handshake is None
+            and self.is_awake
             and self._scheduler.has_transfers()
             and time.monotonic() < deadline_s
         ):
@@ -274,7 +280,11 @@ class Engine:
                 if not message.is_consequence and not self._config.outlives_workers:
                     raise error
                 self._lose_worker(error)
-            case WorkerHello() | WorkerReady():
+            case WorkerAsleep() if self._sleepers is not None:
+                self._sleepers.add(rank)
+                if self.is_asleep:
+                    self._begin_sleep()
+            case WorkerHello() | WorkerReady() | WorkerAsleep():
                 raise EngineError(f"worker {rank} has restarted and lost its rows")
             case _:
                 assert_never(message)
@@ -308,7 +318,7 @@ class Engine:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
         former ones have sent is applied first; it is as valid as before. If they were killed, so is
         what they have computed, which the next ones may adopt."""
-        keeps_kv = restarting.were_killed and self._config.adopts_kv
+        keeps_kv = restarting.were_killed and self._config.adopts_kv and self._has_kv
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -317,13 +327,11 @@ class Engine:
             self._failing.cancel()
             self._failing = None
         self._lifeline.report(Acknowledged())
-        self._epoch += 1
         if restarting.is_out_of_memory:
             self._scheduler.lower_demand(time.monotonic())
-        self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
+        self._sleepers = None
+        self._change_epoch(keeps_kv=keeps_kv)
         adopted = self._scheduler.kv_cache.pool.cached_block_ids() if keeps_kv else None
-        self._statistics = WorkerStatistics(self._epoch)
-        self._pause_reason = reason = restarting.reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
             "the workers are replaced, epoch %d begins; %d requests wait, %d blocks are kept",
@@ -331,27 +339,79 @@ class Engine:
             num_running + num_waiting,
             0 if adopted is None else len(adopted),
         )
+        sleeps = self._commands.is_to_sleep
+        self._await_workers(adopted_block_ids=adopted, sleeps=sleeps)
+        self._tell_pause(EnginePaused(ASLEEP if sleeps else restarting.reason, is_asleep=sleeps))
+
+    def _change_epoch(self, *, keeps_kv: bool = False) -> None:
+        self._epoch += 1
+        self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
+        self._statistics = WorkerStatistics(self._epoch)
+
+    def _await_workers(self, **settings: Any) -> None:
+        """Begin a handshake with workers in place of the former ones."""
         self._handshake = WorkerHandshake(
             self._workers,
             self._config,
             epoch=self._epoch,
             former=self._accepted,
-            adopted_block_ids=adopted,
             on_progress=lambda doing: self._lifeline.report(Progress(doing)),
+            **settings,
         )
-        self._tell_clients(EnginePaused(reason))
-        self._send_outputs_and_plans()
-        self._check_sockets()
+
+    def _tell_pause(self, pause: EnginePaused) -> None:
+        self._pause = pause
+        self._tell_clients(pause)
+        self._advance()
 
     def _end_pause(self, handshake: WorkerHandshake) -> None:
-        """All new workers are ready."""
+        """All new workers are ready, or asleep."""
         self._handshake = None
         self._lifeline.report(Ready())
+        if handshake.sleeps:
+            self._sleepers = set(range(len(self._workers)))
+            self._has_kv = False
+            return
+        self._has_kv = True
         logger.info("the workers are ready again")
         for rank, message in handshake.early:
             self._take(rank, message)
         self._tell_clients(EngineContinues(self._engine_id))
         self._send_outputs_and_plans()
+
+    # Sleep
+
+    @property
+    def is_awake(self) -> bool:
+        """The workers serve plans."""
+        return self._handshake is None and self._sleepers is None
+
+    @property
+    def is_asleep(self) -> bool:
+        """All workers have freed their memory."""
+        return self._sleepers is not None and len(self._sleepers) == len(self._workers)
+
+    def fall_asleep(self) -> None:
+        """Let the workers sleep, when all plans are answered: the next epoch begins as if others
+        took their place, except that they end their transfers first."""
+        assert self.is_awake
+        assert not self._scheduler.num_steps_in_flight
+        if self._failing is None:
+            self._sleepers = set()
+            self._send_to_workers(BeginSleep())
+
+    def _begin_sleep(self) -> None:
+        self._has_kv = False
+        self._change_epoch()
+        logger.info("asleep; epoch %d begins when it wakes", self._epoch)
+        self._tell_pause(EnginePaused(ASLEEP, is_asleep=True))
+
+    def wake(self) -> None:
+        """Wake the workers. They have as many blocks as before."""
+        assert self.is_asleep
+        self._sleepers = None
+        self._await_workers()
+        self._send_to_workers(EndSleep())
 
     # Clients
 
@@ -394,8 +454,8 @@ class Engine:
             scheduler.capacity,
         )
         self._send(index, ready)
-        if self._handshake is not None:
-            self._send(index, EnginePaused(self._pause_reason))
+        if not self.is_awake:
+            self._send(index, self._pause)
         if self._commands.closed_reason is not None:
             self._send(index, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()
@@ -426,7 +486,7 @@ class Engine:
         connector, a deadline) and no output is due that would wake this loop."""
         scheduler = self._scheduler
         is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
-        if is_idle and self._poll is None and self._handshake is None:
+        if is_idle and self._poll is None and self.is_awake:
             loop = asyncio.get_running_loop()
             self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))
 
@@ -444,7 +504,7 @@ class Engine:
         self._send_masks()  # first: the device waits for them
         while (
             self._failing is None
-            and self._handshake is None
+            and self.is_awake
             and (plan := self._scheduler.schedule(time.monotonic())) is not None
         ):
             self._send_to_workers(plan)
@@ -499,7 +559,7 @@ class Engine:
             await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
             now = time.monotonic()
-            if self._handshake is None:
+            if self.is_awake:
                 self._stalls.check(now, self._engine_id)
             if self._grammars is not None:
                 self._grammars.check(now)

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 import msgspec
 
@@ -18,6 +18,8 @@ from longshore.protocol.commands import (
     PauseMode,
     ResetCache,
     Resume,
+    Sleep,
+    Wake,
     WriteKVSnapshot,
 )
 from longshore.scheduler.kv_events.publisher import EventPublisher
@@ -30,13 +32,31 @@ POLL_S: Final = 0.02
 PAUSED: Final = "paused by the operator"
 DRAINING: Final = "draining for a restart by the operator"
 DRAINED: Final = "drained by the operator"
+ASLEEP: Final = "put to sleep by the operator"
+
+
+class Sleeper(Protocol):
+    """The workers of an engine. They are neither awake nor asleep while they change, or start."""
+
+    @property
+    def is_awake(self) -> bool: ...
+
+    @property
+    def is_asleep(self) -> bool: ...
+
+    def fall_asleep(self) -> None:
+        """Only if they are awake and all plans are answered."""
+
+    def wake(self) -> None:
+        """Only if they are asleep."""
 
 
 class OperatorCommands:
     """Executes commands of one engine. Not thread-safe: use it in the engine's loop.
 
-    paused:    the pause that an operator has begun in a former process; None: no pause.
-    is_drained: an operator has drained the engine in a former process.
+    sleeper:   the workers.
+    paused, is_drained, is_asleep: see SchedulerProcessConfig.
+    is_to_sleep: an operator wants the engine to sleep.
     closed_reason: why new requests are not admitted, for clients; None: they are.
     answer:    sends an answer to the supervisor.
     announce:  called when `closed_reason` has changed.
@@ -52,8 +72,10 @@ class OperatorCommands:
         answer: Callable[[CommandAnswer], None],
         announce: Callable[[], None],
         advance: Callable[[], None],
+        sleeper: Sleeper,
         paused: PauseMode | None = None,
         is_drained: bool = False,
+        is_asleep: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._events = events
@@ -63,10 +85,13 @@ class OperatorCommands:
         self._advance = advance
         self._waiting: set[asyncio.Task[None]] = set()
         self._is_draining = False
-        self.closed_reason: str | None = DRAINED if is_drained else None
+        self._sleeper = sleeper
+        self.is_to_sleep = is_asleep
+        self._pause_state = PauseState.UNPAUSED  # what holds beside a sleep
+        self._closed_reason: str | None = DRAINED if is_drained else None
         if paused is not None:
-            self._scheduler.set_pause(_state_of(paused))
-            self.closed_reason = PAUSED
+            self._set_pause(_state_of(paused))
+            self._closed_reason = PAUSED
 
     def execute(self, number: int, command: EngineCommand) -> None:
         """Carry out a command, or begin to; it is answered when it has been carried out."""
@@ -78,6 +103,10 @@ class OperatorCommands:
                 self._pause(command, answer)
             case Resume():
                 self._resume(answer)
+            case Sleep(timeout_s):
+                self._sleep(timeout_s, answer)
+            case Wake():
+                self._wake(answer)
             case DrainEngine():
                 self._drain(command, answer)
             case ResetCache():
@@ -101,6 +130,8 @@ class OperatorCommands:
             "running": num_running,
             "waiting": num_waiting,
             "kv_usage": round(scheduler.kv_cache.usage, 4),
+            "is_sleeping": self.is_to_sleep,
+            "epoch": scheduler.epoch,
         }
         if not message:
             message = f"{counts['state']}; {num_running} requests run, {num_waiting} wait"
@@ -111,17 +142,27 @@ class OperatorCommands:
         self._waiting.add(running)
         running.add_done_callback(self._waiting.discard)
 
+    @property
+    def closed_reason(self) -> str | None:
+        return ASLEEP if self.is_to_sleep else self._closed_reason
+
     def _close_admission(self, reason: str | None) -> None:
-        if reason != self.closed_reason:
-            self.closed_reason = reason
+        if reason != self._closed_reason:
+            self._closed_reason = reason
             self._announce()
+
+    def _set_pause(self, state: PauseState) -> None:
+        self._pause_state = state
+        if self.is_to_sleep and state is PauseState.UNPAUSED:
+            state = PauseState.PAUSED_NEW
+        self._scheduler.set_pause(state)
 
     def _pause(self, command: Pause, answer: Callable[..., None]) -> None:
         if self._is_draining:
             answer(True, "the engine is being restarted, and will be paused")
             return
         self._close_admission(PAUSED)
-        self._scheduler.set_pause(_state_of(command.mode))
+        self._set_pause(_state_of(command.mode))
         if command.mode == "wait":
             self._advance()
             self._begin(self._answer_when_idle(command.timeout_s, True, answer))
@@ -136,16 +177,59 @@ class OperatorCommands:
         if self._is_draining:
             answer(True, "the engine is being restarted, and will not be paused")
             return
-        self._scheduler.set_pause(PauseState.UNPAUSED)
+        self._set_pause(PauseState.UNPAUSED)
         self._close_admission(None)
         self._advance()
         answer(True, "")
+
+    def _sleep(self, timeout_s: float, answer: Callable[..., None]) -> None:
+        if self._is_draining:
+            answer(True, "the engine is being restarted, and will sleep")
+            return
+        self._change_sleep(True)
+        self._begin(self._fall_asleep(timeout_s, answer))
+
+    def _wake(self, answer: Callable[..., None]) -> None:
+        if self._is_draining:
+            answer(True, "the engine is being restarted, and will not sleep")
+            return
+        self._change_sleep(False)
+        self._begin(self._wake_up(answer))
+
+    def _change_sleep(self, is_to_sleep: bool) -> None:
+        if is_to_sleep != self.is_to_sleep:
+            self.is_to_sleep = is_to_sleep
+            self._set_pause(self._pause_state)
+            self._announce()
+            self._advance()
+
+    async def _fall_asleep(self, timeout_s: float, answer: Callable[..., None]) -> None:
+        """Answer when the workers sleep, or another command ends the sleep. Requests and
+        transfers that have not ended after `timeout_s` are interrupted."""
+        scheduler, sleeper = self._scheduler, self._sleeper
+        deadline_s = time.monotonic() + timeout_s
+        while self.is_to_sleep and not sleeper.is_asleep:
+            is_over = not self._is_busy(only_running=True) and not scheduler.has_transfers()
+            if sleeper.is_awake and (is_over or time.monotonic() >= deadline_s):
+                scheduler.set_pause(PauseState.PAUSED_ALL)
+                if not scheduler.num_steps_in_flight:
+                    sleeper.fall_asleep()
+            await asyncio.sleep(POLL_S)
+        answer(self.is_to_sleep, "" if self.is_to_sleep else "woken before it slept")
+
+    async def _wake_up(self, answer: Callable[..., None]) -> None:
+        """Answer when the workers are ready, or another command begins a sleep."""
+        while not self.is_to_sleep and not self._sleeper.is_awake:
+            if self._sleeper.is_asleep:
+                self._sleeper.wake()
+            await asyncio.sleep(POLL_S)
+        answer(not self.is_to_sleep, "put to sleep before it was awake" if self.is_to_sleep else "")
 
     def _drain(self, command: DrainEngine, answer: Callable[..., None]) -> None:
         self._is_draining = self._is_draining or command.is_final
         self._close_admission(DRAINING if self._is_draining else DRAINED)
         if command.holds_new and self._scheduler.pause is PauseState.UNPAUSED:
-            self._scheduler.set_pause(PauseState.PAUSED_NEW)
+            self._set_pause(PauseState.PAUSED_NEW)
             self._advance()
         is_paused = self._scheduler.pause is not PauseState.UNPAUSED
         self._begin(

@@ -1,8 +1,10 @@
 """The workers' handshake: all ranks are compared, and then all get the same reply.
 
-WorkerHello from all ranks -> WorkerAccepted to all -> WorkerReady from all. Ranks may connect in
-any order. The first one that fails ends the startup, with its error as the reason. When all workers
-are replaced later, the handshake is the same, beside the engine's other work.
+WorkerHello from all ranks -> WorkerAccepted to all -> WorkerReady from all; in an engine that
+sleeps, BeginSleep takes the place of WorkerAccepted, and WorkerAsleep that of WorkerReady. Ranks
+may connect in any order. The first one that fails ends the startup, with its error as the reason.
+When all workers are replaced later, or wake up, the handshake is the same, beside the engine's
+other work.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from longshore.protocol.handshake import (
     Rejected,
     ToWorker,
     WorkerAccepted,
+    WorkerAsleep,
     WorkerHello,
     WorkerReady,
     check_identity,
@@ -32,6 +35,7 @@ from longshore.protocol.kv_cache_spec import (
     check_holds_one_request,
 )
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.plan import BeginSleep
 from longshore.protocol.statistics import WorkerStats
 from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -60,6 +64,7 @@ class WorkerHandshake:
     former: what the workers before them had agreed on; the new ones must be like them, and get as
             many blocks. None: they are the first, and everything unexpected is an error.
     adopted_block_ids: see WorkerAccepted.
+    sleeps: the ranks are to sleep instead of serving.
     accepted: what the ranks have agreed on, once all have sent their hellos.
     early:  (rank, message) that ranks have sent when they were ready and others were not.
     """
@@ -72,6 +77,7 @@ class WorkerHandshake:
         epoch: int,
         former: AcceptedWorkers | None = None,
         adopted_block_ids: Int32Array | None = None,
+        sleeps: bool = False,
         on_progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
         self._workers = workers
@@ -79,6 +85,7 @@ class WorkerHandshake:
         self._epoch = epoch
         self._former = former
         self._adopted_block_ids = adopted_block_ids
+        self.sleeps = sleeps
         self._on_progress = on_progress
         self._hellos: dict[int, WorkerHello] = {}
         self._answered: set[int] = set()
@@ -89,11 +96,11 @@ class WorkerHandshake:
 
     @property
     def is_over(self) -> bool:
-        """All ranks are warmed up."""
+        """All ranks are warmed up, or asleep."""
         return len(self._ready) == len(self._workers)
 
     def is_ready(self, rank: int) -> bool:
-        """Whether this rank is warmed up."""
+        """Whether this rank is warmed up, or asleep."""
         return rank in self._ready
 
     def receive(self, rank: int, message: FromWorker) -> None:
@@ -106,7 +113,9 @@ class WorkerHandshake:
                 self._ready.discard(rank)
                 if len(self._hellos) == len(self._workers):
                     self._answer()
-            case WorkerReady() if rank in self._answered:
+            case WorkerReady() if rank in self._answered and not self.sleeps:
+                self._ready.add(rank)
+            case WorkerAsleep() if rank in self._answered and self.sleeps:
                 self._ready.add(rank)
             case WorkerFailed() if self._former is None:
                 raise EngineDead(f"worker {message.rank} failed: {message.reason}")
@@ -121,6 +130,8 @@ class WorkerHandshake:
                 # the rank has noticed that it is gone.
             case WorkerReady() if self._former is not None:
                 logger.info("dropped a late message of a former worker %d", rank)
+            case WorkerAsleep() if rank not in self._answered:
+                logger.info("dropped a late message of worker %d", rank)
             case _:
                 expected = WorkerReady if rank in self._answered else WorkerHello
                 raise EngineDead(
@@ -134,6 +145,10 @@ class WorkerHandshake:
         except (HandshakeRejected, ConfigError) as error:
             self._send(Rejected(str(error)))
             raise
+        if self.sleeps:
+            self._send(BeginSleep())
+            self._on_progress(_waiting_for(self._workers, "sleep"))
+            return
         self._send(
             WorkerAccepted(
                 self._epoch,
@@ -145,7 +160,7 @@ class WorkerHandshake:
         )
         self._on_progress(_waiting_for(self._workers, "warm up"))
 
-    def _send(self, reply: WorkerAccepted | Rejected) -> None:
+    def _send(self, reply: WorkerAccepted | BeginSleep | Rejected) -> None:
         """Send to all ranks that have no answer yet. One that is gone again is replaced."""
         for rank, worker in enumerate(self._workers):
             if rank not in self._answered:
@@ -176,13 +191,15 @@ def accept_workers(
     config: SchedulerProcessConfig,
     on_progress: Callable[[str], None] = lambda doing: None,
 ) -> AcceptedWorkers:
-    """Compare all ranks, agree on the number of blocks, and wait until all are warmed up.
+    """Compare all ranks, agree on the number of blocks, and wait until all are ready, or asleep.
 
     workers: by rank. Waits without a timeout: the supervisor notices a rank that dies. Raises
     EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs. What a rank sends
     after it is ready is for the engine, and is not received here.
     """
-    handshake = WorkerHandshake(workers, config, epoch=config.epoch, on_progress=on_progress)
+    handshake = WorkerHandshake(
+        workers, config, epoch=config.epoch, sleeps=config.is_asleep, on_progress=on_progress
+    )
     poller = zmq.Poller()
     for worker in workers:
         poller.register(worker.socket, zmq.POLLIN)

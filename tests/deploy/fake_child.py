@@ -48,6 +48,8 @@ class FakeChildConfig(msgspec.Struct, frozen=True):
     log_level: str = "info"
     paused: str | None = None
     is_drained: bool = False
+    is_asleep: bool = False
+    epoch: int = 1
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
 

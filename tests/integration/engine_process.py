@@ -25,6 +25,7 @@ from longshore.protocol.handshake import (
     FromWorker,
     ToClient,
     ToWorker,
+    WorkerAsleep,
     WorkerHello,
     WorkerReady,
 )
@@ -42,7 +43,7 @@ from longshore.protocol.outputs import (
     FinishedRequest,
     ModelRunnerOutput,
 )
-from longshore.protocol.plan import SchedulerOutput, Shutdown
+from longshore.protocol.plan import BeginSleep, SchedulerOutput, Shutdown
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
@@ -88,6 +89,7 @@ class EngineProcess:
         kv_connector: str | None = None,
         kv_events: dict[str, Any] | None = None,
         outlives_workers: bool = False,
+        is_asleep: bool = False,
         clients: Endpoint | None = None,
     ) -> None:
         """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket."""
@@ -117,6 +119,7 @@ class EngineProcess:
             kv_events=self._kv_events(kv_events),
             epoch=epoch,
             outlives_workers=outlives_workers,
+            is_asleep=is_asleep,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
         )
@@ -321,7 +324,7 @@ class Client:
 class ScriptedWorker:
     """A rank that receives every plan in a thread and answers it, unless told not to. A token is
     the number of computed tokens, so it shows where it was sampled. `before_answer` may delay or
-    stop the answer."""
+    stop the answer. It ends when it falls asleep."""
 
     def __init__(
         self,
@@ -357,6 +360,9 @@ class ScriptedWorker:
                 continue
             if isinstance(message, Shutdown):
                 self.shutdown = message
+                return
+            if isinstance(message, BeginSleep):
+                self._channel.send(WorkerAsleep(0))
                 return
             assert isinstance(message, SchedulerOutput)
             self.plans.append(message)

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from longshore.protocol.handshake import EngineReady, WorkerAccepted, WorkerReady
+from longshore.protocol.commands import DescribeState, Sleep, Wake
+from longshore.protocol.handshake import EngineReady, WorkerAccepted, WorkerAsleep, WorkerReady
 from longshore.protocol.outputs import (
     EngineContinues,
     EnginePaused,
@@ -16,7 +17,7 @@ from longshore.protocol.outputs import (
     ModelRunnerOutput,
     WorkerFailed,
 )
-from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.plan import BeginSleep, EndSleep, SchedulerOutput
 from longshore.protocol.requests import AbortRequests
 from longshore.protocol.transport.lifeline import STOP_SIGNAL, Alive, Failed, Progress, Ready
 from longshore.scheduler.step.token_budget import MIN_TOKENS
@@ -200,3 +201,83 @@ def test_new_workers_with_another_layout_are_not_taken_for_the_former_ones(
     assert report.reason.startswith("the restarted workers have kv_cache ")
     assert engine.process.stderr is not None
     assert "Traceback" not in engine.process.stderr.read()
+
+
+ASLEEP = EnginePaused("put to sleep by the operator", is_asleep=True)
+
+
+def wake(engine: EngineProcess, epoch: int) -> ScriptedWorker:
+    """Wake the engine; its worker has as many blocks as before, whatever it offers."""
+    engine.send_command(Wake())
+    assert engine.worker.receive(TIMEOUT_S) == EndSleep()
+    worker = next_worker(engine, epoch, num_blocks=1300)
+    assert engine.next_answer().ok
+    return worker
+
+
+def test_a_sleep_ends_an_epoch_and_requests_go_on_in_the_next_one(engine: EngineProcess) -> None:
+    client = started(engine)
+    asleep = engine.command(Sleep(0.0))
+    assert asleep.ok
+    assert (asleep.values["running"], asleep.values["waiting"]) == (0, 3)
+    assert (asleep.values["is_sleeping"], asleep.values["epoch"]) == (True, 2)
+    num_tokens = {handle: len(tokens) for handle, tokens in client.tokens.items()}
+    client.add(3, prompt_len=43, max_tokens=600)
+    worker = wake(engine, 2)
+    client.receive_until(lambda: len(client.finished) == 4)
+    for handle in range(4):
+        assert_whole(client, handle)
+    assert all(count < 600 for count in num_tokens.values()), "they were interrupted"
+    assert client.pauses == [ASLEEP, EngineContinues("engine-0.2")]
+    assert client.closed_reasons == ["put to sleep by the operator", None]
+    first = worker.plans[0]
+    assert (first.epoch, first.step, first.previous_step) == (2, 1, 0)
+
+
+def test_a_worker_that_ends_while_it_sleeps_is_put_to_sleep_again(engine: EngineProcess) -> None:
+    client = started(engine)
+    assert engine.command(Sleep(0.0)).ok
+    engine.end_workers(WHY)
+    assert engine.start_worker() == BeginSleep()
+    engine.worker.send(WorkerAsleep(0))
+    while not isinstance(engine.next_report(), Ready):
+        pass
+    assert engine.command(DescribeState()).values["is_sleeping"] is True
+    wake(engine, 3)
+    client.receive_until(lambda: len(client.finished) == 3)
+    for handle in range(3):
+        assert_whole(client, handle)
+    assert client.pauses == [ASLEEP, ASLEEP, EngineContinues("engine-0.3")]
+
+
+def test_a_worker_that_ends_while_it_wakes_is_replaced(engine: EngineProcess) -> None:
+    client = started(engine)
+    assert engine.command(Sleep(0.0)).ok
+    engine.send_command(Wake())
+    assert engine.worker.receive(TIMEOUT_S) == EndSleep()
+    engine.end_workers(WHY)
+    next_worker(engine, 3)
+    assert engine.next_answer().ok
+    client.receive_until(lambda: len(client.finished) == 3)
+    for handle in range(3):
+        assert_whole(client, handle)
+
+
+def test_an_engine_that_is_started_asleep_sleeps_until_it_is_woken() -> None:
+    with running_engine(is_asleep=True, outlives_workers=True) as engine:
+        assert engine.start_worker() == BeginSleep()
+        engine.worker.send(WorkerAsleep(0))
+        client, answer = engine.connect()
+        assert isinstance(answer, EngineReady)
+        assert client.channel.receive(TIMEOUT_S) == ASLEEP
+        client.add(0, prompt_len=40, max_tokens=600)
+        wake(engine, 1)
+        client.receive_until(lambda: 0 in client.finished)
+        assert_whole(client, 0)
+
+
+def test_an_engine_that_sleeps_shuts_down(engine: EngineProcess) -> None:
+    started(engine)
+    assert engine.command(Sleep(0.0)).ok
+    engine.process.send_signal(STOP_SIGNAL)
+    assert engine.wait() == 0

@@ -14,6 +14,7 @@ from longshore.protocol.handshake import (
     Feature,
     Rejected,
     WorkerAccepted,
+    WorkerAsleep,
     WorkerHello,
     WorkerReady,
 )
@@ -48,6 +49,8 @@ from longshore.protocol.outputs import (
 )
 from longshore.protocol.plan import (
     AppendedBlocks,
+    BeginSleep,
+    EndSleep,
     Rewind,
     RowStart,
     RowState,
@@ -333,6 +336,8 @@ TO_WORKER = {
     SchedulerOutput: plans,
     SampleMask: st.builds(SampleMask, counts, counts, int32s, arrays(np.uint8)),
     Shutdown: st.builds(Shutdown, texts),
+    BeginSleep: st.builds(BeginSleep),
+    EndSleep: st.builds(EndSleep),
     WorkerAccepted: st.builds(WorkerAccepted, counts, counts, st.booleans()),
     Rejected: rejections,
 }
@@ -378,6 +383,7 @@ FROM_WORKER = {
         st.lists(st.sampled_from(Feature), max_size=2).map(tuple),
     ),
     WorkerReady: st.builds(WorkerReady, counts),
+    WorkerAsleep: st.builds(WorkerAsleep, counts),
 }
 TO_ENGINE = {
     AddRequest: adds,
@@ -437,7 +443,7 @@ TO_CLIENT = {
         st.lists(holders, max_size=2).map(tuple),
         int32s,
     ),
-    EnginePaused: st.builds(EnginePaused, texts),
+    EnginePaused: st.builds(EnginePaused, texts, st.booleans()),
     EngineContinues: st.builds(EngineContinues, texts),
     AdmissionChanged: st.builds(AdmissionChanged, st.none() | texts),
     EngineFailed: st.builds(EngineFailed, texts),

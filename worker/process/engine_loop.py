@@ -25,7 +25,7 @@ from longshore.protocol.outputs import (
     WorkerFailed,
     WorkerReport,
 )
-from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
+from longshore.protocol.plan import BeginSleep, EndSleep, SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.process.device import is_out_of_memory
@@ -66,7 +66,7 @@ class Bell:
 
 
 class WorkerEngine:
-    """Executes one scheduler's plans until it sends Shutdown.
+    """Executes one scheduler's plans until it sends Shutdown or BeginSleep.
 
     bell:    rung by the connector when transfers have ended.
     sends_outputs: this is the sampling rank; other ranks send failures, statistics and transfers.
@@ -108,14 +108,15 @@ class WorkerEngine:
         self._poll_interval_s = min((each for each in intervals if each is not None), default=None)
         self._last_plans = last_plans
         self._unanswered: deque[SchedulerOutput] = deque()
-        self._is_stopping = False
+        self._is_stopping = self._is_to_sleep = False
         self._row_log = RowLog()
         # The compute thread appends a report and wakes the loop; only the loop uses the channel.
         self._reports: deque[WorkerReport] = deque()
         self._bell = bell or Bell()
 
-    def run(self) -> None:
-        """Run until Shutdown has arrived and every plan received before it is answered.
+    def run(self) -> bool:
+        """Run until Shutdown or BeginSleep has arrived and every plan received before it is
+        answered. Returns whether it was BeginSleep.
 
         Raises PlanMismatch, HookFailed or EngineDead if this worker cannot continue, after it has
         sent the reason to the scheduler, and SchedulerLost if that has died. Then all ranks have
@@ -155,6 +156,7 @@ class WorkerEngine:
             if is_out_of_memory(error):
                 raise OutOfMemory(reason) from error
             raise
+        return self._is_to_sleep
 
     @property
     def _asks_regularly(self) -> bool:
@@ -197,9 +199,12 @@ class WorkerEngine:
                     self._is_stopping = True
                     self._runner.stop_masking()  # no message of this scheduler is read any more
                     return
+                case BeginSleep():
+                    self._is_stopping = self._is_to_sleep = True
+                    return
                 case SampleMask():
                     self._runner.add_mask(message)
-                case WorkerAccepted() | Rejected():
+                case WorkerAccepted() | Rejected() | EndSleep():
                     raise PlanMismatch(
                         f"received a second {type(message).__name__} instead of a plan"
                     )

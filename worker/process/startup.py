@@ -24,13 +24,15 @@ from longshore.protocol.handshake import (
     Feature,
     Rejected,
     WorkerAccepted,
+    WorkerAsleep,
     WorkerHello,
     WorkerReady,
     model_fingerprint,
 )
 from longshore.protocol.outputs import WorkerFailed
-from longshore.protocol.plan import Shutdown
+from longshore.protocol.plan import BeginSleep, EndSleep, Shutdown
 from longshore.protocol.transport.lifeline import (
+    ALIVE_INTERVAL_S,
     Lifeline,
     Progress,
     Ready,
@@ -110,7 +112,9 @@ def _serve(
     bell = Bell()
     while True:
         try:
-            _serve_scheduler(config, loaded, lifeline, link, bell)
+            while _serve_epoch(config, loaded, lifeline, link, bell):
+                if not _sleep(config, loaded, lifeline, link):
+                    return
             return
         except SchedulerLost:
             logger.warning("the scheduler has ended; waiting for the next one")
@@ -121,18 +125,19 @@ def _serve(
         link.connect()
 
 
-def _serve_scheduler(
+def _serve_epoch(
     config: WorkerProcessConfig,
     loaded: _Loaded,
     lifeline: Lifeline,
     link: SchedulerLink,
     bell: Bell,
-) -> None:
-    """Serve one scheduler until it shuts down. Raises SchedulerLost if it dies."""
+) -> bool:
+    """Serve a scheduler until it shuts down, or this rank is to sleep (True). Raises SchedulerLost
+    if it dies."""
     device, parallel, worker, _ = loaded
     accepted = _handshake(config, loaded, lifeline, link)
-    if accepted is None:
-        return
+    if not isinstance(accepted, WorkerAccepted):
+        return isinstance(accepted, BeginSleep)
     lifeline.report(Progress("warming up"))
     with _reporting_failures(link, config.rank, accepted.epoch):
         runner = worker.start(
@@ -144,7 +149,7 @@ def _serve_scheduler(
             wake=bell.ring,
         )
         parallel.set_timeout(config.ranks.timeout_s)
-    if not gc.isenabled():  # the first scheduler: what exists now lives as long as the process
+    if not gc.isenabled():  # what exists now lives as long as the process, or until it sleeps
         gc.freeze()
         gc.enable()
     link.channel.send(WorkerReady(config.rank))
@@ -158,7 +163,7 @@ def _serve_scheduler(
             epoch=accepted.epoch,
             timeout_s=config.ranks.timeout_s,
         )
-    WorkerEngine(
+    return WorkerEngine(
         link,
         runner,
         epoch=accepted.epoch,
@@ -171,6 +176,37 @@ def _serve_scheduler(
         report_alive=lifeline.report_alive,
         step_timeout_s=config.step_timeout_s,
     ).run()
+
+
+def _sleep(
+    config: WorkerProcessConfig, loaded: _Loaded, lifeline: Lifeline, link: SchedulerLink
+) -> bool:
+    """Free the device's memory and wait until the scheduler wakes this rank (True) or shuts down.
+    Raises SchedulerLost, and HookFailed if a transfer may still use the memory."""
+    lifeline.report(Progress("falling asleep"))
+    gc.unfreeze()
+    gc.disable()
+    with _reporting_failures(link, config.rank, NO_EPOCH):
+        loaded.worker.sleep()
+    if config.kv_memory_fd is not None:
+        KVMemory(config.kv_memory_fd, None).free()
+    link.channel.send(WorkerAsleep(config.rank))
+    logger.info("asleep: the memory of %s is free", loaded.device)
+    lifeline.report(Ready({"state": "asleep"}))
+    while True:
+        lifeline.report_alive()
+        match link.receive(ALIVE_INTERVAL_S):
+            case None:
+                pass
+            case EndSleep():
+                lifeline.report(Progress("waking up"))
+                return True
+            case Shutdown():
+                return False
+            case message:
+                raise HandshakeRejected(
+                    f"the scheduler sent {type(message).__name__} to a rank that sleeps"
+                )
 
 
 def _kv_memory(config: WorkerProcessConfig, accepted: WorkerAccepted) -> KVMemory | None:
@@ -255,7 +291,7 @@ def _handshake(
     loaded: _Loaded,
     lifeline: Lifeline,
     link: SchedulerLink,
-) -> WorkerAccepted | None:
+) -> WorkerAccepted | BeginSleep | None:
     """Send the hello and wait for the scheduler's answer. None: the engine shut down during
     startup. Raises HandshakeRejected, EngineDead or SchedulerLost."""
     worker = loaded.worker
@@ -277,7 +313,7 @@ def _handshake(
     lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
     answer = link.receive(config.startup_timeout_s)
     match answer:
-        case WorkerAccepted():
+        case WorkerAccepted() | BeginSleep():
             return answer
         case None:
             raise EngineDead(

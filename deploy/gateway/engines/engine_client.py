@@ -75,6 +75,7 @@ class EngineClient:
     closed_reason: why new requests wait there, although it is ready; None: they do not.
     loss:     why the engine was lost; None once it is ready.
     pause:    why a ready engine does not run its requests for now; None if it does.
+    is_asleep: the pause is a sleep.
     death:    set when the engine will not return; nothing can be submitted then.
     ready:    what the engine last said of itself.
     number:   of this engine.
@@ -119,6 +120,7 @@ class EngineClient:
         self.closed_reason: str | None = None
         self.loss: str | None = None
         self.pause: str | None = None
+        self.is_asleep = False
         self.death: EngineDead | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._connect()
@@ -299,8 +301,8 @@ class EngineClient:
                     else:
                         logger.warning("%s; trying again in %g s", reason, REJECTED_INTERVAL_S)
                         self._lose(reason, retry_after_s=REJECTED_INTERVAL_S)
-                case EnginePaused(reason):
-                    self._begin_pause(reason)
+                case EnginePaused():
+                    self._begin_pause(message)
                 case EngineContinues(engine_id):
                     self._end_pause(engine_id)
                 case EngineFailed(reason):
@@ -311,20 +313,25 @@ class EngineClient:
                 return
         self._deliver()
 
-    def _begin_pause(self, reason: str) -> None:
-        """The engine has lost its workers. It keeps its requests until it has new ones."""
+    def _begin_pause(self, message: EnginePaused) -> None:
+        """The engine has lost its workers, or they sleep. It keeps its requests until it has new
+        ones, or they are awake."""
         self._deliver()
-        self.pause = reason
-        logger.warning("the engine has lost its workers: %s", reason)
-        fatal = f"the engine's workers have died {MAX_LOST} times while it had this request"
-        aborted = self._requests.fail_fatal(EngineDead(f"{fatal}: {reason}"))
-        if aborted is not None:
-            self._send(aborted)
+        self.pause = reason = message.reason
+        self.is_asleep = message.is_asleep
+        if self.is_asleep:
+            logger.info("the engine sleeps: %s", reason)
+        else:
+            logger.warning("the engine has lost its workers: %s", reason)
+            fatal = f"the engine's workers have died {MAX_LOST} times while it had this request"
+            aborted = self._requests.fail_fatal(EngineDead(f"{fatal}: {reason}"))
+            if aborted is not None:
+                self._send(aborted)
         self._on_change()
 
     def _end_pause(self, engine_id: str) -> None:
-        self.pause = None
-        logger.info("%s has new workers; %d requests continue", engine_id, len(self._requests))
+        self.pause, self.is_asleep = None, False
+        logger.info("%s runs again; %d requests continue", engine_id, len(self._requests))
         self._on_change()
 
     def _become_ready(self, message: EngineReady) -> None:
@@ -357,7 +364,7 @@ class EngineClient:
         if self.death is not None or self._retry is not None:
             return
         was_ready, self.is_ready, self.loss = self.is_ready, False, reason
-        self.pause = None
+        self.pause, self.is_asleep = None, False
         self._deliver()
         if (stopped := self._why_stopped()) is not None:
             self._die(EngineDead(f"the engine has stopped: {stopped}"))

@@ -141,12 +141,18 @@ class Engines:
         if running:
             closed = [client.closed_reason for client in running]
             return None if None in closed else f"the engine is {closed[0]}; requests wait"
-        losses = [
-            self._why_lost(engine) or why
+        lost = [
+            (engine, client)
             for engine, client in self.clients.items()
-            if (why := client.loss or client.pause)
+            if client.loss or client.pause
         ]
-        return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
+        if not lost:
+            return "not connected yet"
+        engine, client = lost[0]
+        if client.is_asleep:
+            return f"the engine is {client.pause}; requests wait"
+        why = self._why_lost(engine) or client.loss or client.pause
+        return f"the engine is being restarted: {why}"
 
     @property
     def num_own_requests(self) -> int:

@@ -19,7 +19,15 @@ from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import Supervisor
-from longshore.protocol.commands import CommandAnswer, DescribeState, Pause, Resume, SetLogLevel
+from longshore.protocol.commands import (
+    CommandAnswer,
+    DescribeState,
+    Pause,
+    Resume,
+    SetLogLevel,
+    Sleep,
+    Wake,
+)
 from tests.deploy.fake_child import FakeChildConfig
 from tests.deploy.supervisor.test_supervisor import spec, wait_until
 
@@ -272,6 +280,24 @@ def test_what_an_operator_has_set_holds_after_a_restart() -> None:
         run.named("worker 1").send_command(Resume()).result(WAIT_S)
         run.restart("engine-1")
         assert config_of("worker 1").paused is None
+
+
+def test_a_sleep_holds_after_a_restart_and_its_epoch_is_not_used_again() -> None:
+    def config() -> FakeChildConfig:
+        config = run.named("scheduler 1").spec.config
+        assert isinstance(config, FakeChildConfig)
+        return config
+
+    with running() as run:
+        process = run.named("scheduler 1")
+        process.send_command(Sleep(0.0)).result(WAIT_S)
+        for epoch in (4, 3):
+            process._note(CommandAnswer(99, True, "asleep", {"epoch": epoch}))
+        run.restart("engine-1")
+        assert (config().is_asleep, config().epoch) == (True, 4)
+        run.named("scheduler 1").send_command(Wake()).result(WAIT_S)
+        run.restart("engine-1")
+        assert not config().is_asleep
 
 
 def test_commands_fail_with_their_process(caplog: pytest.LogCaptureFixture) -> None:

@@ -288,6 +288,22 @@ async def test_a_request_that_no_worker_survives_is_given_up() -> None:
         assert other.is_live
 
 
+async def test_a_sleeping_engine_is_no_loss_of_its_requests() -> None:
+    async with running(1) as (engines, (fake,)):
+        live = submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 1)
+        for _ in range(5):
+            fake.send(EnginePaused("put to sleep by the operator", is_asleep=True))
+            await engines.describe(5)
+            assert engines.not_ready_reason == (
+                "the engine is put to sleep by the operator; requests wait"
+            )
+            fake.send(EngineContinues("engine-0.2"))
+            await engines.describe(5)
+        assert live.is_live
+        assert engines.not_ready_reason is None
+
+
 async def test_what_a_stop_string_has_ended_needs_no_engine() -> None:
     async with running(1) as (engines, (fake,)):
         live, other = submit(engines), submit(engines)
