@@ -45,6 +45,16 @@ class ResumeEngine(_Action, tag="resume", frozen=True):
     """End a pause, or a drain of one engine: it gets requests again."""
 
 
+class SleepEngine(_Action, tag="sleep", frozen=True):
+    """See protocol.commands.Sleep."""
+
+    timeout_s: Timeout = 30.0
+
+
+class WakeEngine(_Action, tag="wake", frozen=True):
+    """End a sleep."""
+
+
 class Drain(
     msgspec.Struct, tag_field="action", tag="drain", frozen=True, forbid_unknown_fields=True
 ):
@@ -119,6 +129,8 @@ Action: TypeAlias = (
     Status
     | PauseEngine
     | ResumeEngine
+    | SleepEngine
+    | WakeEngine
     | Drain
     | Restart
     | AddEngine

@@ -27,7 +27,9 @@ from longshore.deploy.admin.actions import (
     Result,
     ResumeEngine,
     SetLevel,
+    SleepEngine,
     Status,
+    WakeEngine,
 )
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
 from longshore.deploy.supervisor.orders import GroupBusy
@@ -48,7 +50,9 @@ from longshore.protocol.commands import (
     Resume,
     Role,
     SetLogLevel,
+    Sleep,
     UseEngine,
+    Wake,
     WriteKVSnapshot,
 )
 from longshore.protocol.errors import ConfigError
@@ -141,6 +145,11 @@ class Operations:
                 for each in self._engines(action.engine):
                     self._engine_set.resume(each.number)
                 return self._ask_engines(action.engine, Resume())
+            case SleepEngine(timeout_s=timeout_s):
+                wait_s = timeout_s + self._start_timeout_s  # for the copies to host memory
+                return self._ask_engines(action.engine, Sleep(timeout_s), wait_s)
+            case WakeEngine():
+                return self._ask_engines(action.engine, Wake(), self._start_timeout_s)
             case ResetPrefixCache(preempt=preempt):
                 return self._ask_engines(action.engine, ResetCache("prefix", preempt))
             case ResetEncoderCache():
@@ -484,6 +493,7 @@ def _state_of(process: ManagedProcess) -> Result:
         return Result(process.name, False, "has ended")
     if process.late is not None:
         return Result(process.name, False, f"hangs: {process.late}", {"pid": process.pid})
-    is_ready = process.ready is not None
-    state = "ready" if is_ready else f"not ready: {process.doing}"
-    return Result(process.name, is_ready, state, {"pid": process.pid})
+    if process.ready is None:
+        return Result(process.name, False, f"not ready: {process.doing}", {"pid": process.pid})
+    state = process.ready.details.get("state", "ready")
+    return Result(process.name, True, state, {"pid": process.pid})

@@ -102,6 +102,28 @@ def resume(*, options: _EngineOptions = _ALL) -> None:
 
 
 @admin.command
+def sleep(*, timeout_s: float = 30.0, options: _EngineOptions = _ALL) -> None:
+    """Free the memory of the workers' devices, until `wake`: the KV cache is dropped, and the
+    weights on a GPU wait in host memory. New requests go to engines that are awake, or wait.
+
+    Args:
+        timeout_s: Seconds for running requests to finish. The others go on where they were, at
+            another engine or after `wake`.
+    """
+    from longshore.deploy.admin.actions import SleepEngine
+
+    _run(SleepEngine(timeout_s=timeout_s, engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def wake(*, options: _EngineOptions = _ALL) -> None:
+    """End a sleep, and wait until the engines serve again."""
+    from longshore.deploy.admin.actions import WakeEngine
+
+    _run(WakeEngine(engine=options.number), options.socket, options.json)
+
+
+@admin.command
 def drain(*, socket: Path | None = None, json: bool = False) -> None:
     """Stop the deployment as SIGTERM does, and wait until it has ended: no requests are accepted,
     and running ones have --drain-timeout-s to finish.

@@ -20,6 +20,8 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailabl
 from longshore.protocol.errors import shortened
 
 ADMIN_PREFIX: Final = "/admin/"
+SLEEP_PATHS: Final = ("/sleep", "/wake_up", "/is_sleeping")
+"""Of `SleepRoutes`, which check the same key."""
 CHUNK_BYTES: Final = 65_536
 
 
@@ -40,9 +42,12 @@ class AdminRoutes:
         ]
 
     async def _act(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         name = request.url.path.rsplit("/", 1)[-1]
-        action = {**await _fields_of(request), "action": name}
+        return await self.perform({**await _fields_of(request), "action": name})
+
+    async def perform(self, action: dict[str, Any]) -> Response:
+        """Pass an action on. The content of the response is the supervisor's answer."""
         try:
             reader, writer = await asyncio.open_unix_connection(
                 str(self._socket), limit=16 * MAX_REQUEST_BYTES
@@ -58,12 +63,13 @@ class AdminRoutes:
             writer.close()
             raise unavailable("the supervisor has closed the connection")
         status = _status_of(answer)
-        if name == KVSnapshot.__struct_config__.tag and status == 200:
+        if action["action"] == KVSnapshot.__struct_config__.tag and status == 200:
             return StreamingResponse(_rest(reader, writer), media_type="application/x-ndjson")
         writer.close()
         return Response(answer, status_code=status, media_type="application/json")
 
-    def _check_key(self, request: Request) -> None:
+    def check_key(self, request: Request) -> None:
+        """Raise ApiError unless the request has the admin key."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not is_right:

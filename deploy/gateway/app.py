@@ -50,6 +50,7 @@ from longshore.deploy.gateway.responses_api.endpoint import ResponsesEndpoint
 from longshore.deploy.gateway.responses_api.routes import StoredResponseRoutes
 from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.gateway.server_routes import ServerRoutes
+from longshore.deploy.gateway.sleep_routes import SleepRoutes
 from longshore.protocol.errors import shortened
 
 
@@ -136,7 +137,7 @@ class Gateway:
                 Route("/dashboard", dashboard.page),
                 Route("/dashboard/state", dashboard.state),
                 *ServerRoutes(not_ready_reason, self._num_live_requests).routes,
-                *(() if admin is None else admin.routes),
+                *(() if admin is None else (*admin.routes, *SleepRoutes(admin).routes)),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )

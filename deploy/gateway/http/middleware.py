@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX
+from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX, SLEEP_PATHS
 from longshore.deploy.gateway.anthropic.errors import ANTHROPIC_REQUEST_ID_HEADER, is_anthropic
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
@@ -46,8 +46,8 @@ class RequestMiddleware:
     """An ASGI application that wraps another one.
 
     api_keys: keys accepted as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, as clients of
-              Anthropic's API send them; empty: no key is required. Paths under /admin check a key
-              of their own.
+              Anthropic's API send them; empty: no key is required. The paths of operators check
+              a key of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
     log:      the access log; by default one that is off.
     is_strict: reject unknown fields of requests instead of ignoring them.
@@ -136,7 +136,8 @@ class RequestMiddleware:
 
     def _key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey:
         """The key of a request. Raises ApiError if it needs one and has none."""
-        if not self._api_keys or path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
+        is_admins = path.startswith(ADMIN_PREFIX) or path in SLEEP_PATHS
+        if not self._api_keys or path in OPEN_PATHS or is_admins:
             return NO_KEY
         authorization = headers.get(b"authorization", b"")
         if not authorization and _X_API_KEY in headers:
