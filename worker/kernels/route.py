@@ -22,10 +22,12 @@ def route(
     scale: float,
     is_sigmoid: bool,
     renormalises: bool,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """kernels: those of the CPU; None computes with Triton.
     x: (n, size), float32 or bfloat16, or float16 with Triton; weight: (num_experts, size) float32,
     contiguous; bias, correction: (num_experts,) float32. The settings: see Routing.
+    chosen: (n, top_k) int64, contiguous, memory for the experts; None: new memory.
 
     Returns weights, (n, top_k) float32, and experts, (n, top_k) int64, best first. Among equal
     scores the lowest expert comes first; NaN counts as the highest score. Raises ValueError for
@@ -46,21 +48,17 @@ def route(
         from longshore.worker.kernels.gpu import route as gpu
 
         # Not in TF32, which torch uses only if told to: a rounded score may choose another expert.
-        routed: tuple[Tensor, Tensor] = gpu.route(
-            F.linear(x.float(), weight, bias),
-            correction,
-            top_k,
-            num_groups,
-            top_k_groups,
-            scale,
-            is_sigmoid,
-            renormalises,
-        )
+        scores = F.linear(x.float(), weight, bias)
+        settings = num_groups, top_k_groups, scale, is_sigmoid, renormalises
+        if chosen is not None:
+            return gpu.route_into(scores, correction, chosen, *settings), chosen
+        routed: tuple[Tensor, Tensor] = gpu.route(scores, correction, top_k, *settings)
         return routed
     num_tokens = len(x)
     scores = empty((num_tokens, 3, num_experts), torch.float32)
     weights = empty((num_tokens, top_k), torch.float32)
-    chosen = empty((num_tokens, top_k), torch.int64)
+    if chosen is None:
+        chosen = empty((num_tokens, top_k), torch.int64)
     kernels.run(
         "route",
         x.dtype,

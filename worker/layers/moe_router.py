@@ -103,6 +103,8 @@ class Router:
     must choose the same experts.
 
     weight: (num_experts, hidden_size); bias, correction: (num_experts,) or None; all float32.
+    chosen: (max_tokens, top_k) int64, where each call leaves the experts of its tokens, at the same
+            address every time; None: they are kept nowhere.
     """
 
     def __init__(self, hidden_size: int, routing: Routing, placement: Placement) -> None:
@@ -113,6 +115,7 @@ class Router:
         self.weight = empty(routing.num_experts, hidden_size)
         self.bias = empty(routing.num_experts) if routing.has_bias else None
         self.correction = empty(routing.num_experts) if routing.has_correction else None
+        self.chosen: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Routed:
         """x: (n, hidden_size), in the model's dtype."""
@@ -120,7 +123,10 @@ class Router:
             return Routed(*self._route(None, x))
         if kernels := kernels_for(x):
             return Routed(*self._route(kernels, x))
-        return self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
+        routed = self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
+        if self.chosen is not None:
+            self.chosen[: len(x)].copy_(routed.experts)
+        return routed
 
     def _route(self, kernels: Native | None, x: Tensor) -> tuple[Tensor, Tensor]:
         routing = self.routing
@@ -136,6 +142,7 @@ class Router:
             scale=routing.scale,
             is_sigmoid=routing.scoring == "sigmoid",
             renormalises=routing.renormalise,
+            chosen=None if self.chosen is None else self.chosen[: len(x)],
         )
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:

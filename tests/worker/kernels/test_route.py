@@ -156,6 +156,41 @@ def test_many_experts_are_routed_in_triton() -> None:
     assert nothing.weights.shape == nothing.experts.shape == (0, 9)
 
 
+@pytest.mark.req("FEA-08")
+@pytest.mark.parametrize("variant", ["torch", *NATIVE, TRITON])
+def test_the_choice_is_left_in_memory_that_keeps_its_address(variant: str) -> None:
+    router = make_router(Routing(num_experts=9, top_k=3), 20)
+    x = torch.randn(6, 20)
+    with using(variant):
+        wanted = router(x)
+        router.chosen = torch.full((8, 3), -1)
+        address = router.chosen.data_ptr()
+        for num_tokens in (6, 2, 0):
+            router.chosen.fill_(-1)
+            routed = router(x[:num_tokens])
+            assert torch.equal(routed.weights, wanted.weights[:num_tokens])
+            assert torch.equal(routed.experts, wanted.experts[:num_tokens])
+            assert torch.equal(router.chosen[:num_tokens], wanted.experts[:num_tokens])
+            assert (router.chosen[num_tokens:] == -1).all()
+        assert router.chosen.data_ptr() == address
+
+
+@pytest.mark.req("FEA-08")
+@every_set
+def test_a_replay_leaves_the_choice_for_other_tokens(variant: str) -> None:
+    router = make_router(Routing(num_experts=9, top_k=2), 20)
+    x, others = torch.zeros(12, 20), torch.randn(5, 20)
+    with using(variant):
+        kernels = native()
+        assert kernels is not None
+        wanted = router(others).experts
+        router.chosen = torch.full((12, 2), -1)
+        _, graph = capture(kernels, lambda: router(x), 12, ())
+        x[:5] = others
+        graph.replay(5, ())
+    assert torch.equal(router.chosen[:5], wanted)
+
+
 @every_set
 def test_a_replay_routes_other_tokens(variant: str) -> None:
     router = make_router(Routing(num_experts=9, top_k=2), 20)

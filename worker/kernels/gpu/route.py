@@ -116,11 +116,51 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """scores: (n, num_experts) float32, contiguous. Returns weights, (n, top_k) float32, and
     experts, (n, top_k) int64."""
+    chosen = torch.empty((len(scores), top_k), dtype=torch.int64, device=scores.device)
+    settings = num_groups, top_k_groups, scale, is_sigmoid, renormalises
+    return _launch(scores, correction, chosen, *settings), chosen
+
+
+def _fake_into(scores: Tensor, correction: Tensor | None, chosen: Tensor, *_: object) -> Tensor:
+    return torch.empty(chosen.shape, dtype=torch.float32, device=scores.device)
+
+
+@operator(
+    "route_into(Tensor scores, Tensor? correction, Tensor(a!) chosen, int num_groups, "
+    "int top_k_groups, float scale, bool is_sigmoid, bool renormalises) -> Tensor",
+    fake=_fake_into,
+)
+def route_into(
+    scores: Tensor,
+    correction: Tensor | None,
+    chosen: Tensor,
+    num_groups: int,
+    top_k_groups: int,
+    scale: float,
+    is_sigmoid: bool,
+    renormalises: bool,
+) -> Tensor:
+    """As `route`, but the experts are written to `chosen`, (n, top_k) int64, contiguous."""
+    settings = num_groups, top_k_groups, scale, is_sigmoid, renormalises
+    return _launch(scores, correction, chosen, *settings)
+
+
+def _launch(
+    scores: Tensor,
+    correction: Tensor | None,
+    chosen: Tensor,
+    num_groups: int,
+    top_k_groups: int,
+    scale: float,
+    is_sigmoid: bool,
+    renormalises: bool,
+) -> Tensor:
+    """Returns the weights."""
     num_tokens, num_experts = scores.shape
+    top_k = chosen.shape[1]
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=scores.device)
-    chosen = torch.empty((num_tokens, top_k), dtype=torch.int64, device=scores.device)
     if num_tokens == 0:
-        return weights, chosen
+        return weights
     group_size = num_experts // num_groups
     _kernel[(num_tokens,)](
         scores,
@@ -141,4 +181,4 @@ def route(
         BLOCK_K=triton.next_power_of_2(top_k),
         num_warps=1 if num_experts <= 128 else 4,
     )
-    return weights, chosen
+    return weights
