@@ -31,6 +31,7 @@ from longshore.protocol.outputs import (
 )
 from longshore.protocol.plan import BeginSleep, EndSleep, SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.requests import AbortRequests, AddRequest, ContinueSession, StopFound
+from longshore.protocol.routed_experts import RoutedExpertsShape
 from longshore.protocol.statistics import (
     BlockSnapshot,
     DescribeBlocks,
@@ -106,6 +107,7 @@ class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
     """A rank has loaded its weights; its memory can hold `kv_cache.num_blocks` blocks.
 
     kv_cache, heads: what the rank stores: its layers in each group, and its KV heads.
+    routed_experts: what it writes into the memory of experts that it shares; None: nothing.
     """
 
     rank: int
@@ -113,6 +115,7 @@ class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
     kv_cache: KVCacheConfig
     heads: HeadShare
     features: tuple[Feature, ...] = ()
+    routed_experts: RoutedExpertsShape | None = None
 
 
 class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):

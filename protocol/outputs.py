@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_FLOAT32, EMPTY_INT32, Float32Array, Int32Array
+from longshore.protocol.routed_experts import RoutedExperts
 from longshore.protocol.statistics import SchedulerStats, TransferOperation
 
 
@@ -167,6 +168,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified for it; how
                        many of those were accepted; how many others its grammar rejected.
     num_nans_in_logits: number of logits that were not finite, if the request ended because of them.
+    routed_experts:    of its tokens from `routed_experts_prompt_start` on, except the last, if the
+                       engine returns them and its output has not failed.
     session_continues: only this output has ended; the session waits for its next
                        `ContinueSession`.
     """
@@ -186,6 +189,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     session_continues: bool = False
     num_nans_in_logits: int = 0
     num_invalid_draft_tokens: int = 0
+    routed_experts: RoutedExperts | None = None
 
 
 class EngineOutputs(

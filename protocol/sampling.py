@@ -41,6 +41,7 @@ _RANGES: Final = (
     ("frequency_penalty", -2, 2),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("routed_experts_prompt_start", 0, 2**31 - 1),
 )
 
 
@@ -71,6 +72,8 @@ class SamplingParams(
     logprobs:       report the log probability of each output token and of this many most likely
                     tokens, from the model's logits before any setting applies; None: report none.
     prompt_logprobs: the same for each prompt token except the first.
+    routed_experts_prompt_start: prompt tokens whose experts are not returned, by an engine that
+                    returns those of tokens.
     """
 
     temperature: float = 1.0
@@ -90,6 +93,7 @@ class SamplingParams(
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))

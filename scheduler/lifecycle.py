@@ -148,7 +148,13 @@ class Lifecycle(SchedulerPart):
         """Take row and blocks from a running request, which recomputes everything later."""
         request.change(RequestChange.PREEMPTED)
         self.plan.preempted[request.row] = request.request_id
-        self.kv_cache.release(*self._vacate_rows([request], is_void=False))
+        (blocks,) = self._vacate_rows([request], is_void=False)
+        if self.experts is not None:
+            self.experts.read(request, blocks)
+            # The experts of tokens in flight will be in blocks that others get, so it samples them
+            # again.
+            self.in_flight.void_past_occupants(request)
+        self.kv_cache.release(blocks)
         self._requeue(request, now)
 
     def swap_out(self, request: Request, now: float) -> None:
@@ -217,6 +223,8 @@ class Lifecycle(SchedulerPart):
                 num_kept = request.num_prompt_tokens + max(outcome.num_output_tokens, 0)
                 request.token_ids = request.token_ids[:num_kept]
                 request.block_hashes = []
+            if self.experts is not None and outcome.ends_output:
+                self.experts.read(request, tables.get(request))
             continues = (
                 outcome.ends_output and request.resumable and self.sessions.continues(request)
             )

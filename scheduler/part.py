@@ -12,6 +12,7 @@ from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
+from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
@@ -27,7 +28,7 @@ from longshore.scheduler.step.running import RunningTable
 class SchedulerPart:
     """A part of one scheduler; all parts refer to the same objects.
 
-    transfers, encoder, loras, grammars, drafts, shares: None unless configured.
+    transfers, encoder, loras, grammars, drafts, shares, experts: None unless configured.
     """
 
     config: SchedulerConfig
@@ -44,6 +45,7 @@ class SchedulerPart:
     grammars: Grammars | None
     drafts: Drafts | None
     shares: Shares | None
+    experts: RoutedExpertsReader | None
 
     def shared(self) -> dict[str, Any]:
         """The arguments with which other parts are made."""
@@ -65,6 +67,7 @@ def make_shared(
     grammars: GrammarCompiler | None,
     num_ranks: int,
     block_metrics: BlockMetrics | None,
+    experts: RoutedExpertsReader | None,
 ) -> SchedulerPart:
     """The tables and features of one scheduler, empty; for the arguments see `Scheduler`."""
     blocks = KVCacheManager(
@@ -119,4 +122,5 @@ def make_shared(
         grammars=masks,
         drafts=drafts,
         shares=shares,
+        experts=experts,
     )

@@ -15,6 +15,7 @@ from longshore.protocol.arrays import Float32Array, Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import AddRequest, ContinueSession
+from longshore.protocol.routed_experts import RoutedExperts
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.kv_cache.block_hash import ExtraKeys
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
@@ -169,6 +170,7 @@ class Request:
                    repetition or is a pooling request.
     stop_reason:   the id of its `stop_token_ids` that ended it.
     num_nans_in_logits: of the step that ended it, if this was the reason.
+    routed_experts: of its tokens, once its output has ended, or it was preempted.
     events:        (event, time), in order.
     """
 
@@ -185,6 +187,7 @@ class Request:
     num_invalid_draft_tokens = 0
     num_nans_in_logits = 0
     stop_reason: int | None = None
+    routed_experts: RoutedExperts | None = None
     waits_for: str | None = None
     is_resumed = False
     is_swapped = False
@@ -312,6 +315,7 @@ class Request:
         self.events = [(RequestEvent.QUEUED, now)]
         self.asks_connector = True
         self.stop_reason = None
+        self.routed_experts = None
         self.num_external_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = self.num_invalid_draft_tokens = 0
 

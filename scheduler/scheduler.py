@@ -45,6 +45,7 @@ from longshore.scheduler.features.encoder import check_encoder
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.recovery import Recovery
+from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.swap import Swaps, check_swaps
 from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.transfers import Transfers
@@ -77,6 +78,7 @@ class Scheduler:
     encoder_connector: the scheduler half of an encoder connector; None: each item is encoded here.
     grammars:  compiles grammars; None: requests with structured output are rejected.
     num_ranks: workers that each report the end of a transfer.
+    experts:   reads the experts of tokens, which outputs then have; None: they have not.
     block_metrics: receives allocation, access and eviction of blocks.
     capacity: how many blocks requests can hold.
     Raises ConfigError if one request of `max_model_len` does not fit into the empty pool.
@@ -100,6 +102,7 @@ class Scheduler:
         grammars: GrammarCompiler | None = None,
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
+        experts: RoutedExpertsReader | None = None,
     ) -> None:
         config, cache = _fit_settings(config, cache, kv_cache, features, connector)
         policy = load_policy(config.policy) if policy is None else checked(policy)
@@ -117,6 +120,7 @@ class Scheduler:
             grammars=grammars,
             num_ranks=num_ranks,
             block_metrics=block_metrics,
+            experts=experts,
         )
         self.config = config
         self.capacity = KVCapacity.of_pool(
@@ -142,6 +146,7 @@ class Scheduler:
             features=features,
             has_connector=connector is not None,
             has_grammars=grammars is not None,
+            has_experts=experts is not None,
             max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
         )
         lifecycle = self._lifecycle = Lifecycle(

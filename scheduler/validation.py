@@ -45,6 +45,7 @@ class RequestValidator:
     vocab_size:    token ids must be below it.
     features:      what the workers support beyond plain text.
     has_connector: there is a connector that `kv_transfer_params` are for.
+    has_experts:   outputs have the experts of tokens.
     max_encoder_tokens: in a model with cross attention, the limit for the one item of a request;
                    None if the model has none: then items take positions of the prompt.
     """
@@ -57,6 +58,7 @@ class RequestValidator:
         features: frozenset[Feature],
         has_connector: bool,
         has_grammars: bool,
+        has_experts: bool = False,
         max_encoder_tokens: int | None = None,
     ) -> None:
         self._config = config
@@ -67,6 +69,7 @@ class RequestValidator:
             features -= {Feature.STRUCTURED_OUTPUT}
         self._unsupported_inputs = [one.value for one in _OPTIONAL_INPUTS if one not in features]
         self._has_connector = has_connector
+        self._has_experts = has_experts
         self._max_encoder_tokens = max_encoder_tokens
 
     def rejection(self, message: AddRequest, *, is_duplicate: bool) -> Rejection | None:
@@ -80,6 +83,12 @@ class RequestValidator:
         text = self._unsupported(message) or self._malformed(message, num_tokens)
         if text is not None:
             return FinishReason.ERROR, text
+        start = message.sampling.routed_experts_prompt_start
+        if start and not self._has_experts:
+            return FinishReason.IGNORED, (
+                f"routed_experts_prompt_start={start} was given, but this engine does not return "
+                "experts; start it with --enable-return-routed-experts"
+            )
         return self._bad_length(num_tokens, gives_tokens=message.pooling is None)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:

@@ -68,3 +68,33 @@ def assert_greedy_equal(
     assert len(answers) == len(references)
     num_tied = sum(map(is_tied_difference, answers, references))
     assert num_tied <= MAX_TIED_SHARE * len(answers), f"{num_tied} of {len(answers)} are tied"
+
+
+def experts_reference(model: Any, token_ids: Sequence[int]) -> Any:
+    """(num_tokens, num_layers, top_k) experts that the routers of a transformers model choose, each
+    token's in ascending order."""
+    import numpy as np
+    import torch
+
+    chosen: list[Any] = []
+
+    def note(router: Any, _: object, outputs: Any) -> None:
+        best = outputs[2] if len(outputs) == 3 else outputs[1].topk(router.top_k).indices
+        chosen.append(best.sort(dim=-1).values)
+
+    routers = [module for module in model.modules() if "router" in type(module).__name__.lower()]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    with torch.inference_mode():
+        model(torch.tensor([list(token_ids)]))
+    for hook in hooks:
+        hook.remove()
+    return np.stack([each.numpy() for each in chosen], axis=1)
+
+
+def assert_experts_are_those_of(model: Any, experts: Any, token_ids: Sequence[int]) -> None:
+    """experts: of all tokens but the last, as an output has them."""
+    import numpy as np
+
+    wanted = experts_reference(model, token_ids)[:-1]
+    assert experts.shape == wanted.shape
+    np.testing.assert_array_equal(np.sort(experts, axis=-1), wanted)

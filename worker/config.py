@@ -47,6 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     poison_kv:           fill blocks with a pattern before use, and verify that full ones do not
                          change.
     enforce_eager:       run every step kernel by kernel, never as a graph.
+    routed_experts_fd:   descriptor of the memory that it shares with the scheduler, for the experts
+                         chosen for each token; None: they are not captured.
     threads:             threads of CPU kernels; None keeps torch's setting.
     show_progress:       progress bars while loading and capturing; None shows them on a terminal
                          only.
@@ -74,6 +76,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None
     poison_kv: bool = False
     enforce_eager: bool = False
+    routed_experts_fd: int | None = None
     show_progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +191,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  how many blocks a request can hold.
     threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
                  engines.
-    load_format, attention_backend, poison_kv, enforce_eager: see WorkerConfig.
+    load_format, attention_backend, poison_kv, enforce_eager, routed_experts_fd: see WorkerConfig.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
@@ -225,6 +228,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     threads: int | None = None
     poison_kv: bool = False
     enforce_eager: bool = False
+    routed_experts_fd: int | None = None
     startup_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
     kv_connector: str | None = None
@@ -279,6 +283,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "threads": self.threads,
                 "poison_kv": self.poison_kv,
                 "enforce_eager": self.enforce_eager,
+                "routed_experts_fd": self.routed_experts_fd,
                 "show_progress": self.show_progress,
             },
             WorkerConfig,

@@ -26,6 +26,12 @@ from longshore.protocol.kv_cache_spec import (
     max_blocks,
     num_reserved_blocks,
 )
+from longshore.protocol.routed_experts import (
+    RoutedExpertsShape,
+    check_longest,
+    group_with_experts,
+    map_slots,
+)
 from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import WorkerConfig
@@ -75,6 +81,7 @@ from longshore.worker.process.memory_meter import MemoryMeter, memory_meter
 from longshore.worker.queues.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.queues.transfer_queues import WorkerQueues
 from longshore.worker.ranks.parallel import ALONE, Parallel
+from longshore.worker.step.expert_capture import ExpertCapture, shape_of_experts
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed
 from longshore.worker.transfer.encoder import EncoderRunner
@@ -89,6 +96,7 @@ class Worker:
     """One rank's weights on a device. Closing it ends its thread; it is a context manager.
 
     heads:     its KV heads.
+    routed_experts: what it captures of each token's experts; None: nothing.
     kv_scales: scales of its layers, if the KV cache is fp8.
     connector, encoder_connector: hooks of the connectors' worker halves, after `start` with one.
     """
@@ -144,6 +152,10 @@ class Worker:
         # On `meta`, tensors have shapes and no memory.
         has_checkpoint = config.load_format == "auto"
         shapes = build(device=torch.device("meta"))
+        self.routed_experts: RoutedExpertsShape | None = None
+        if config.routed_experts_fd is not None:
+            self.routed_experts = shape_of_experts(shapes.routers)
+            check_longest(self.routed_experts, self.max_model_len)
         num_bytes = check_weights(shapes, model_dir) if has_checkpoint else weight_bytes(shapes)
         check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):
@@ -253,6 +265,29 @@ class Worker:
             encoder_connector=self.encoder_connector,
             guards_blocks=self._config.poison_kv,
             enforce_eager=self._config.enforce_eager,
+            experts=self._make_capture(cache),
+        )
+
+    def _make_capture(self, cache: KVCache) -> ExpertCapture | None:
+        fd, shape = self._config.routed_experts_fd, self.routed_experts
+        if fd is None or shape is None:
+            return None
+        kv_cache = self._cache_of(cache.groups, cache.num_blocks)
+        lines = map_slots(fd, shape, kv_cache)
+        logger.info(
+            "the experts of each token are captured: %d layers, %d of %d experts; they take up to "
+            "%s of host memory",
+            shape.num_layers,
+            shape.top_k,
+            shape.num_experts,
+            byte_size(lines.nbytes),
+        )
+        return ExpertCapture(
+            self.model.routers,
+            shape,
+            lines,
+            group=group_with_experts(cache.groups),
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
 
     @cached_property
@@ -382,6 +417,8 @@ class Worker:
             ),
             {layer.name for layer in self.model.cached_layers()},
         )
+        if self.routed_experts is not None:
+            group_with_experts(groups)
         longest = max_blocks(groups, self._longest_request)
         if config.num_blocks is not None:
             num_blocks = config.num_blocks

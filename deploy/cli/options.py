@@ -189,6 +189,9 @@ class EngineOptions:
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
         enforce_eager: Run every step kernel by kernel. By default decode steps run as graphs, which
             are captured at start-up: CUDA graphs on a GPU, and on a CPU where that is faster.
+        enable_return_routed_experts: Answers of a mixture of experts have the experts that were
+            chosen for each token. Needs host memory for the experts of all tokens in the KV cache,
+            and excludes pipeline_parallel_size, decode_context_parallel_size and kv_connector.
         seed: Derive the seeds of requests without a seed from this one, so that they are
             reproducible. Default: random seeds.
         state_dir: Directory of what must survive a restart: the seed of block hashes. It is created
@@ -257,6 +260,7 @@ class EngineOptions:
     attention_backend: Annotated[AttentionBackendName, _MODEL] = "auto"
     threads: Annotated[int | None, _MODEL] = None
     enforce_eager: Annotated[bool, _MODEL] = False
+    enable_return_routed_experts: Annotated[bool, _MODEL] = False
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
@@ -341,7 +345,21 @@ class EngineOptions:
                 "verify_kv is set, but kv_connector is not, so there is nothing to verify. Set "
                 "kv_connector, or remove verify_kv."
             )
+        if self.enable_return_routed_experts:
+            self._check_routed_experts()
         self._check_kv_events()
+
+    def _check_routed_experts(self) -> None:
+        for name, neutral, why in (
+            ("pipeline_parallel_size", 1, "no stage knows the experts of all layers"),
+            ("decode_context_parallel_size", 1, "no worker has the slots of all tokens"),
+            ("kv_connector", None, "blocks that are loaded do not have their tokens' experts"),
+        ):
+            if (value := getattr(self, name)) != neutral:
+                raise ConfigError(
+                    f"enable_return_routed_experts is not supported with {name}={value}: {why}. "
+                    "Remove one of them."
+                )
 
     def _check_kv_events(self) -> None:
         if self.enable_kv_cache_events:

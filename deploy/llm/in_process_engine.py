@@ -1,6 +1,7 @@
 """Scheduler and worker in the caller's own process, without sockets: for tests and debugging."""
 
 import math
+import os
 import signal
 import threading
 import time
@@ -8,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, assert_never
+
+import msgspec
 
 from longshore.connectors.base import (
     ConnectorConfig,
@@ -42,6 +45,7 @@ from longshore.protocol.requests import (
     StopFound,
 )
 from longshore.protocol.statistics import DescribeEngine, SchedulerStats
+from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -95,7 +99,12 @@ class InProcessEngine:
             )
         self._reports: deque[WorkerReport] = deque()
         self._has_reports = threading.Event()
-        self.worker = Worker(worker_config(plan))
+        self._experts_fd = None
+        if plan.options.enable_return_routed_experts:
+            self._experts_fd = os.memfd_create("longshore-experts", os.MFD_CLOEXEC)
+        self.worker = Worker(
+            msgspec.structs.replace(worker_config(plan), routed_experts_fd=self._experts_fd)
+        )
         try:
             self.connector_halves = _connector(plan, self.worker)
             self.encoder_halves = _encoder_connector(plan, self.worker)
@@ -119,6 +128,7 @@ class InProcessEngine:
                 encoder_connector=self.encoder_halves[0],
                 verify_plan=plan.options.verify_plan,
                 grammars=LocalGrammars(plan),
+                experts=self._experts_reader(),
             )
         except BaseException:
             self.worker.close()
@@ -127,6 +137,15 @@ class InProcessEngine:
         self._outputs: list[EngineOutputs] = []
         self._failure: EngineDead | None = None
         self._is_closed = False
+
+    def _experts_reader(self) -> RoutedExpertsReader | None:
+        if self._experts_fd is None or self.worker.routed_experts is None:
+            return None
+        reader = RoutedExpertsReader(
+            self._experts_fd, self.worker.routed_experts, self.worker.kv_cache
+        )
+        os.close(self._experts_fd)  # it is mapped on both sides
+        return reader
 
     @property
     def num_blocks(self) -> int:

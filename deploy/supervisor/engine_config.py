@@ -316,6 +316,10 @@ def engine_processes(
         epoch=1 if sockets is None else int(time.time()),
         is_restarted=is_restarted,
     )
+    experts_fds: tuple[int, ...] = ()
+    if plan.options.enable_return_routed_experts:
+        experts_fds = (runtime_dir.shared_memory(f"longshore-experts-{replica.engine_id}"),)
+        scheduler = msgspec.structs.replace(scheduler, routed_experts_fd=experts_fds[0])
     memory_fd = None
     if plan.options.kv_connector is not None and uses_shared_memory(plan.options.kv_connector):
         memory_fd = runtime_dir.shared_memory(f"longshore-{replica.engine_id}")
@@ -328,13 +332,17 @@ def engine_processes(
             _worker_process(plan, rank, endpoint, layout, replica),
             shared_memory_fd=memory_fd,
             kv_memory_fd=kv_memory_fd,
+            routed_experts_fd=experts_fds[0] if experts_fds and rank == 0 else None,
         )
         workers.append(
             ProcessSpec(
                 replica.worker(rank),
                 "longshore.worker",
                 config,
-                pass_fds=tuple(fd for fd in (memory_fd, kv_memory_fd) if fd is not None),
+                pass_fds=(
+                    *(fd for fd in (memory_fd, kv_memory_fd) if fd is not None),
+                    *(experts_fds if rank == 0 else ()),
+                ),
                 environment=_worker_environment(plan.options, runtime_dir),
                 stop_group="workers",
                 stopped_by=replica.scheduler,
@@ -349,6 +357,7 @@ def engine_processes(
         replica.scheduler,
         "longshore.scheduler",
         scheduler,
+        pass_fds=experts_fds,
         environment=NO_BLAS_THREADS,
         stop_group="schedulers",
         restart_group=replica.engine_id,

@@ -19,6 +19,7 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
 from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
 from longshore.scheduler.process.worker_handshake import (
@@ -102,7 +103,22 @@ def _make_scheduler(
         encoder_connector=_load_encoder_connector(config, accepted),
         grammars=grammars,
         num_ranks=len(config.workers),
+        experts=_experts(config, accepted),
     )
+
+
+def _experts(
+    config: SchedulerProcessConfig, accepted: AcceptedWorkers
+) -> RoutedExpertsReader | None:
+    """Raises ConfigError if only the scheduler was started with the setting."""
+    if config.routed_experts_fd is None:
+        return None
+    if accepted.routed_experts is None:
+        raise ConfigError(
+            "--enable-return-routed-experts: rank 0 was started without it, so nothing would write "
+            "the experts. Start scheduler and workers with the same settings."
+        )
+    return RoutedExpertsReader(config.routed_experts_fd, accepted.routed_experts, accepted.kv_cache)
 
 
 def _ready(config: SchedulerProcessConfig, kv_cache: KVCacheConfig) -> Ready:

@@ -36,6 +36,7 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.plan import BeginSleep
+from longshore.protocol.routed_experts import RoutedExpertsShape
 from longshore.protocol.statistics import WorkerStats
 from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -51,11 +52,13 @@ class AcceptedWorkers(NamedTuple):
     kv_cache: equal on all ranks except for its layers, here those of rank 0.
     features: those that all ranks support.
     rank_block_bytes: by rank, bytes that a block of the largest group needs.
+    routed_experts: what the sampling rank writes into the memory of experts; None: nothing.
     """
 
     kv_cache: KVCacheConfig
     features: frozenset[Feature]
     rank_block_bytes: tuple[int, ...]
+    routed_experts: RoutedExpertsShape | None
 
 
 class WorkerHandshake:
@@ -182,6 +185,7 @@ class WorkerHandshake:
             kv_cache,
             frozenset.intersection(*(frozenset(hello.features) for hello in hellos)),
             tuple(hello.kv_cache.largest_block_bytes for hello in hellos),
+            hellos[config.sampling_rank].routed_experts,
         )
         return accepted if self._former is None else _like_former(accepted, self._former)
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     TokenLogprobs,
 )
+from longshore.protocol.routed_experts import MAX_REQUEST_BYTES
 from longshore.scheduler.request import Request
 
 
@@ -87,6 +89,7 @@ class ClientOutputs:
                 num_invalid_draft_tokens=request.num_invalid_draft_tokens,
                 session_continues=session_continues,
                 num_nans_in_logits=request.num_nans_in_logits,
+                routed_experts=request.routed_experts,
             )
         )
 
@@ -99,23 +102,32 @@ class ClientOutputs:
         )
 
     def take(self) -> list[tuple[int, EngineOutputs]]:
-        """(client, message) for every client with outputs."""
-        if not self._buckets:
-            return []
-        taken = [
-            (
-                client,
-                EngineOutputs(
-                    handles=_join(bucket.handles),
-                    tokens=_join(bucket.tokens),
-                    logprobs=_join_logprobs(bucket.logprobs) if bucket.logprobs else None,
-                    finished=tuple(bucket.finished),
-                ),
+        """(client, message) for every client with outputs. Ends with many experts are divided among
+        messages."""
+        taken = []
+        for client, bucket in self._buckets.items():
+            first, *others = _divided(bucket.finished)
+            outputs = EngineOutputs(
+                handles=_join(bucket.handles),
+                tokens=_join(bucket.tokens),
+                logprobs=_join_logprobs(bucket.logprobs) if bucket.logprobs else None,
+                finished=first,
             )
-            for client, bucket in self._buckets.items()
-        ]
+            taken += [(client, outputs), *((client, EngineOutputs(finished=f)) for f in others)]
         self._buckets.clear()
         return taken
+
+
+def _divided(finished: list[FinishedRequest]) -> list[tuple[FinishedRequest, ...]]:
+    """In parts whose experts fit in one message; at least one."""
+    starts, num_bytes = [0], 0
+    for index, end in enumerate(finished):
+        if end.routed_experts is not None:
+            num_bytes += end.routed_experts.data.nbytes
+            if num_bytes > MAX_REQUEST_BYTES:
+                starts.append(index)
+                num_bytes = end.routed_experts.data.nbytes
+    return [tuple(finished[slice(*ends)]) for ends in pairwise([*starts, len(finished)])]
 
 
 def _join(arrays: list[Int32Array]) -> Int32Array:

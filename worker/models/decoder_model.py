@@ -23,6 +23,7 @@ from longshore.worker.layers.classification_head import (
 )
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
+from longshore.worker.layers.moe_router import Router
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import rotary_table
@@ -143,6 +144,13 @@ class DecoderModel(ABC):
             CachedLayer(cache_name(layer), self.attention_kind(layer))
             for layer in self._layer_indices
         )
+
+    @property
+    def routers(self) -> list[Router]:
+        """Those of this rank's mixtures of experts, in the order of the layers."""
+        mixtures = (getattr(layer, "mlp", None) for layer in self.layers)
+        routers = (getattr(mixture, "router", None) for mixture in mixtures)
+        return [router for router in routers if isinstance(router, Router)]
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         """The hidden states after this stage's layers, (n, hidden_size), before the final norm.

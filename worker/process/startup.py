@@ -309,7 +309,9 @@ def _handshake(
         features = (*features, Feature.EC_CONNECTOR)
     with _reporting_failures(link, config.rank, NO_EPOCH):
         kv_cache = worker.kv_cache
-    link.channel.send(WorkerHello(config.rank, identity, kv_cache, worker.heads, features))
+    link.channel.send(
+        WorkerHello(config.rank, identity, kv_cache, worker.heads, features, worker.routed_experts)
+    )
     lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
     answer = link.receive(config.startup_timeout_s)
     match answer:

@@ -33,6 +33,7 @@ from longshore.worker.sampling.sampler import sample
 from longshore.worker.sampling.token_masks import TokenMask
 from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs, GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
+from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_inputs import StepInputs
@@ -50,6 +51,7 @@ class DeviceState:
     graphs:      of decode steps; None if there are none.
     link:        link to the other pipeline stages; None if there is one stage.
     pooled:      running sums of pooling rows.
+    experts:     captures the chosen experts; None if they are not returned.
     may_repeat_steps: a step without memory is reported as not computed; else it fails.
     """
 
@@ -63,6 +65,7 @@ class DeviceState:
     graphs: DecodeGraphs | None
     link: StageLink | None
     pooled: PooledSums
+    experts: ExpertCapture | None
     may_repeat_steps: bool
 
 
@@ -256,9 +259,11 @@ class DeviceStep:
     def _finish(
         self, hidden: Tensor, ints: Tensor, reals: Tensor, logits: Tensor | None = None
     ) -> None:
-        """Pool, score the prompt, and compute the logits of sampling rows on all shards, unless a
-        graph has: then they are the first ones of `logits`."""
+        """What follows the layers: copy the experts, pool, score the prompt, and compute the logits
+        of sampling rows on all shards, unless a graph has: then they are the first of `logits`."""
         state, inputs = self.state, self.inputs
+        if state.experts is not None:
+            state.experts.receive(inputs)
         if self.transfers is not None and state.parallel.samples:
             self.transfers.after_layers(hidden)
         if self.pooling is not None:

@@ -34,6 +34,7 @@ from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
+from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.memory_profile import MemoryProfile
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
@@ -42,7 +43,7 @@ from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
 from longshore.worker.step.token_table import known_token_ids
 from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.warm_up import WarmUp
-from longshore.worker.step.worker_rows import WorkerRows
+from longshore.worker.step.worker_rows import BlockCopies, WorkerRows
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed, StepTransfers
 from longshore.worker.transfer.encoder import EncoderRunner, StepOutputs, no_outputs
 
@@ -84,12 +85,14 @@ class ModelRunner:
         encoder_connector: EncoderRunner | None = None,
         guards_blocks: bool = False,
         enforce_eager: bool = False,
+        experts: ExpertCapture | None = None,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
         encoder_connector: likewise, of the encoder connector.
-        guards_blocks: see BlockGuard. enforce_eager: see WorkerConfig."""
+        guards_blocks: see BlockGuard. enforce_eager: see WorkerConfig.
+        experts: see DeviceState."""
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -103,6 +106,7 @@ class ModelRunner:
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
             may_repeat_steps=connector is None or connector.may_repeat_steps,
             enforce_eager=enforce_eager,
+            experts=experts,
         )
         self._make_rows = partial(
             WorkerRows,
@@ -206,6 +210,7 @@ class ModelRunner:
     def _prepare(self, held: "_Held") -> PreparedStep:
         plan = held.plan
         num_scheduled = self._rows.apply(plan)
+        copies = self._rows.copies(plan)
         launcher, table = self._launcher, self._rows.rows
         batch = make_batch(num_scheduled, table.num_computed, min(launcher.tables.block_sizes))
         answered_rows = np.flatnonzero(table.samples(num_scheduled))
@@ -229,7 +234,7 @@ class ModelRunner:
             sampled_rows=sampled_rows,
             sampled_positions=table.num_computed[sampled_rows],
             fed_back=self._fed_back(plan, num_scheduled),
-            copies=self._rows.copies(plan),
+            copies=copies,
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             common_prefix_blocks=self._rows.common_prefix_blocks,
             started=started,
@@ -240,7 +245,9 @@ class ModelRunner:
             step_id=plan.step,
             unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(
-                self._report(plan.step, inputs, generates, pooling, transfers, outputs, completion)
+                self._report(
+                    plan.step, inputs, generates, pooling, transfers, outputs, copies, completion
+                )
             ),
         )
 
@@ -346,6 +353,7 @@ class ModelRunner:
         pooling: StepPooling | None,
         transfers: StepTransfers | None,
         outputs: StepOutputs | None,
+        copies: BlockCopies,
         completion: Completion,
     ) -> WorkerReport:
         """generates: which of the rows with results sample a token; the others get vectors."""
@@ -371,6 +379,8 @@ class ModelRunner:
                 is_consequence=isinstance(error, RankLost),
                 is_out_of_memory=isinstance(error, OutOfMemory),
             )
+        if (experts := self._launcher.state.experts) is not None:
+            experts.store(inputs, copies)
         if inputs.outcome.is_out_of_memory:
             return ModelRunnerOutput(
                 self._epoch,

@@ -1,6 +1,6 @@
 """The inputs of one step, packed on the host so that two copies move them to the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -92,6 +92,7 @@ class StepOutcome:
 class StepInputs:
     """One step's inputs in a staging set, and the slice of each of them.
 
+    num_tokens:   tokens of the step, without padding.
     token_index:  flat indices into the token table of the ids to embed.
     positions:    position of each token.
     slots:        slot of each token, per group; -1 if another rank stores it.
@@ -114,6 +115,7 @@ class StepInputs:
     staging: StagingSet
     device_ints: Tensor | None
     num_padded: int | None
+    num_tokens: int
     num_ints: int
     num_reals: int
     token_index: slice
@@ -169,6 +171,7 @@ class StepInputsBuilder:
     """Packs the inputs of steps into a ring of staging sets.
 
     token_width: token ids per row of the token table.
+    staged:      host memory of further results in each set: shape and dtype, by name.
     device:      keeps the integers of every step at one address, for graphs; None: it need not.
     """
 
@@ -182,6 +185,7 @@ class StepInputsBuilder:
         num_groups: int,
         vocab_size: int,
         pin_memory: bool,
+        staged: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._vocab_size = vocab_size
@@ -200,6 +204,7 @@ class StepInputsBuilder:
                 "reals": ((2 * max_num_seqs,), torch.float32),
                 "sampled": ((max_num_seqs,), torch.int32),
                 "non_finite": ((max_num_seqs,), torch.int32),
+                **(staged or {}),
             },
             pin_memory=pin_memory,
         )
@@ -239,6 +244,7 @@ class StepInputsBuilder:
             staging=staging,
             device_ints=self._device_ints,
             num_padded=num_padded,
+            num_tokens=len(positions),
             token_index=put(token_index),
             positions=put(positions),
             slots=tuple(put(of_group, padding=-1) for of_group in slots),

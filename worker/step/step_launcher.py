@@ -31,6 +31,7 @@ from longshore.worker.sampling.token_masks import TokenMask
 from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey, graph_maker
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
+from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
@@ -115,9 +116,10 @@ class StepLauncher:
         has_layer_hooks: bool = False,
         may_repeat_steps: bool = True,
         enforce_eager: bool = False,
+        experts: ExpertCapture | None = None,
     ) -> None:
         """has_layer_hooks, may_repeat_steps: see ConnectorRunner. enforce_eager: see
-        WorkerConfig."""
+        WorkerConfig. experts: see DeviceState."""
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
@@ -172,6 +174,7 @@ class StepLauncher:
             graphs,
             _stage_link(parallel, model, cache),
             PooledSums(max_num_seqs),
+            experts,
             may_repeat_steps=may_repeat_steps and parallel.num_ranks == 1,
         )
         self._inputs = StepInputsBuilder(
@@ -182,6 +185,7 @@ class StepLauncher:
             num_groups=len(cache.groups),
             vocab_size=model.config.vocab_size,
             pin_memory=self.pin_memory,
+            staged=None if experts is None else experts.staged,
             device=None if graphs is None else cache.device,
         )
 

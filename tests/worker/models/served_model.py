@@ -15,9 +15,10 @@ from longshore.protocol.outputs import FinishedRequest, ModelRunnerOutput, Worke
 from longshore.protocol.requests import AddRequest, MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.scheduler import Scheduler
 from longshore.worker.config import WorkerConfig
-from longshore.worker.queues.compute_queue import Completion
+from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.worker import Worker
 
 CLIENT = 0
@@ -42,9 +43,11 @@ class ServedModel:
         enable_prefix_caching: bool = True,
         kv_cache_dtype: KVCacheDtype = "auto",
         num_encoder_tokens: int = 0,
+        routed_experts_fd: int | None = None,
+        queue: ComputeQueue | None = None,
     ) -> None:
         """num_blocks: None takes the minimum for the longest request. num_encoder_tokens: encoder
-        tokens per step; 0 without an encoder."""
+        tokens per step; 0 without an encoder. queue: of the worker; None: its own."""
         config = WorkerConfig(
             model=str(path),
             num_blocks=num_blocks or 10_000,
@@ -55,6 +58,7 @@ class ServedModel:
             kv_cache_dtype=kv_cache_dtype,
             show_progress=False,
             poison_kv=True,
+            routed_experts_fd=routed_experts_fd,
         )
         scheduling = SchedulerConfig(
             max_model_len=max_model_len,
@@ -73,15 +77,20 @@ class ServedModel:
         kv_cache = self.worker.kv_cache
         if num_blocks is None:
             num_blocks = num_blocks_needed(kv_cache.groups, scheduling.longest_request(1))
-        self._runner = self.worker.start(num_blocks=num_blocks)
+        self._runner = self.worker.start(num_blocks=num_blocks, queue=queue)
+        kv_cache = msgspec.structs.replace(kv_cache, num_blocks=num_blocks)
+        experts = None
+        if routed_experts_fd is not None and self.worker.routed_experts is not None:
+            experts = RoutedExpertsReader(routed_experts_fd, self.worker.routed_experts, kv_cache)
         self.scheduler = Scheduler(
             scheduling,
             cache,
-            kv_cache=msgspec.structs.replace(kv_cache, num_blocks=num_blocks),
+            kv_cache=kv_cache,
             hash_seed=b"seed",
             features=frozenset(self.worker.features),
             vocab_size=self.worker.model_config.vocab_size,
             verify_plan=True,
+            experts=experts,
         )
         self.num_tokens = num_tokens
         self.tokens: list[list[int]] = []

@@ -4,6 +4,7 @@ On a CPU a captured step is computed again, from the same addresses, and its res
 memory until the next replay, as those of a CUDA graph do.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from longshore.worker.step.decode_graphs import (
     GraphKey,
 )
 from tests.models import make_tiny_model
+from tests.reference import assert_experts_are_those_of
 from tests.worker.kernels.variants import in_triton
 from tests.worker.models.cases import CASES
 from tests.worker.models.served_model import ServedModel
@@ -137,6 +139,24 @@ def test_replayed_steps_have_the_tokens_of_steps_kernel_by_kernel(
     assert max(in_service) > max_rows // 4
     monkeypatch.setattr(step_launcher, "graph_maker", lambda device: None)
     assert replayed == answers(tmp_path, **settings)
+
+
+@needs_native
+@pytest.mark.req("FEA-08")
+def test_replayed_steps_leave_the_experts_of_their_tokens(
+    tmp_path: Path, maker: RerunMaker
+) -> None:
+    reference = make_tiny_model("Mixtral", tmp_path, initializer_range=0.2)
+    fd = os.memfd_create("experts")
+    with ServedModel(tmp_path, num_tokens=12, routed_experts_fd=fd) as served:
+        os.close(fd)
+        num_captured = len(maker.replayed)
+        answers = served.answers(PROMPTS)
+        assert len(maker.replayed) > num_captured
+        for prompt, answer, end in zip(PROMPTS, answers, served.ended.values(), strict=True):
+            assert end.routed_experts is not None
+            experts = end.routed_experts.array()
+            assert_experts_are_those_of(reference, experts, prompt + answer)
 
 
 def test_rows_are_padded_to_the_next_captured_size() -> None:
