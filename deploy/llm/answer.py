@@ -154,6 +154,10 @@ class Answer:
         output.num_preemptions = end.num_preemptions
         output.error = end.message
         output.kv_transfer_params = end.kv_transfer_params
+        if end.routed_experts is not None:
+            output.routed_experts = (
+                end.routed_experts.array().copy()
+            )  # received arrays are read-only
         return output
 
     def _stop_reason(self, reason: FinishReason) -> int | str | None:

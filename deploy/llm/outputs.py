@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy.typing as npt
+
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.token_scores import Logprob
@@ -30,6 +32,11 @@ class CompletionOutput:
     num_preemptions:    how often the request was preempted.
     error:              why the request failed; None if it did not.
     kv_transfer_params: answer of the KV connector, such as the file that it has written.
+    routed_experts:     with `enable_return_routed_experts`, once the answer is complete: per token
+                        of prompt and answer but the last, and per layer with experts, the ids of
+                        the chosen ones, best first: (num_tokens, num_layers, top_k), uint8, or
+                        int16 if they do not fit. `routed_experts_prompt_start` leaves out the
+                        first tokens.
     """
 
     index: int
@@ -43,6 +50,7 @@ class CompletionOutput:
     num_preemptions: int = 0
     error: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    routed_experts: npt.NDArray[Any] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

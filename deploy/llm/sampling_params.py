@@ -37,7 +37,6 @@ UNSUPPORTED: Final[Refused] = {
     "logprob_token_ids": (([],), "logprobs returns the most likely tokens"),
     "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
     "prompt_logprob_token_ids": (([],), "prompt_logprobs returns the most likely tokens"),
-    "routed_experts_prompt_start": ((0,), "outputs do not have the experts of tokens"),
     "skip_clone": ((False, True), "settings are read when a request begins"),
     "stream_interval": ((1,), "each output of a stream has all tokens since the one before"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
@@ -83,6 +82,8 @@ class SamplingParams:
     logprobs:       return the log probability of each output token and of this many most likely
                     tokens, 0 to 20; None: return none.
     prompt_logprobs: the same for each prompt token except the first.
+    routed_experts_prompt_start: prompt tokens that `routed_experts` leaves out, of an LLM with
+                    `enable_return_routed_experts`.
     structured_outputs: constrains the answers.
     detokenize:     False: texts are empty.
     skip_special_tokens: False: texts include special tokens.
@@ -112,6 +113,7 @@ class SamplingParams:
     repetition_detection: RepetitionDetection | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int = 0
     structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True

@@ -43,6 +43,7 @@ RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which nam
     ("docs/eviction.md", ""): "tests/docs/test_eviction.py",
     ("docs/kv-events.md", ""): "tests/integration/test_kv_events.py",
     ("docs/models.md", ""): "tests/docs/test_models.py",
+    ("docs/python.md", "routed_experts"): "tests/integration/test_routed_experts.py",
     ("docs/tiers.md", ""): "tests/docs/test_tiers.py",
     ("docs/topology.md", ""): "tests/docs/test_topology.py",
     ("docs/tools.md", ""): "tests/integration/test_tools.py",

@@ -51,6 +51,8 @@ def piece_bytes(piece: Piece) -> int:
     if piece.prompt is not None:
         size += len(piece.prompt.token_ids) * TOKEN_BYTES
         size += _scores_bytes(piece.prompt.scores or ())
+    if piece.routed_experts is not None:
+        size += piece.routed_experts.data.nbytes * 4 // 3  # base64
     return size
 
 

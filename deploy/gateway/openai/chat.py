@@ -29,6 +29,7 @@ from longshore.deploy.gateway.openai.responses import (
     ChatResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.routed_experts import encoded
 from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.parsers.answer import AnswerParsers
@@ -191,7 +192,8 @@ class ChatWriter(ResponseWriter):
                 chunk = msgspec.structs.replace(chunk, prompt_token_ids=piece.prompt.token_ids)
             chunks.append(chunk)
         if reason is not None:
-            chunks.append(self._chunk(piece.index, ChatDelta(), reason))
+            experts = encoded(piece.routed_experts)
+            chunks.append(self._chunk(piece.index, ChatDelta(), reason, routed_experts=experts))
         return chunks
 
     def _deltas_of(self, piece: Piece, parsing: ChatParsing) -> ChatDeltas:
@@ -246,6 +248,7 @@ class ChatWriter(ResponseWriter):
             piece.index,
             self._piece_logprobs(piece),
             self._piece_token_ids(piece),
+            encoded(piece.routed_experts),
         )
 
     def _piece_token_ids(self, piece: Piece) -> list[int] | msgspec.UnsetType:
@@ -264,11 +267,14 @@ class ChatWriter(ResponseWriter):
         finish_reason: str | None = None,
         logprobs: ChatLogprobs | None = None,
         token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
+        routed_experts: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs, token_ids),),
+            choices=(
+                ChatChunkChoice(delta, finish_reason, index, logprobs, token_ids, routed_experts),
+            ),
             usage=self._chunk_usage,
         )

@@ -21,6 +21,7 @@ from longshore.deploy.gateway.openai.responses import (
     CompletionResponse,
     Usage,
 )
+from longshore.deploy.gateway.openai.routed_experts import encoded
 from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.requests.beam_search import BeamSearchParams
@@ -179,6 +180,7 @@ class CompletionWriter(ResponseWriter):
             piece.finish_reason,
             logprobs=self._choice_logprobs(piece),
             token_ids=piece.token_ids if self._with_token_ids else msgspec.UNSET,
+            routed_experts=encoded(piece.routed_experts),
         )
         wanted, prompt = self._request.prompt_logprobs, piece.prompt
         if self._request.return_token_ids and prompt is not None:

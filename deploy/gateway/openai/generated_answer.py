@@ -159,6 +159,7 @@ class GeneratedAnswer:
             growth.prompt,
             self._text.stop_string if self._text is not None and self.is_complete else None,
             end.kv_transfer_params if end is not None else None,
+            end.routed_experts if end is not None else None,
         )
 
     def _absorb(self) -> LiveRequest:

@@ -15,6 +15,7 @@ from longshore.protocol.requests import (
     StructuredOutput,
     Tenant,
 )
+from longshore.protocol.routed_experts import RoutedExperts
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -98,6 +99,7 @@ class Piece(msgspec.Struct, frozen=True):
     prompt: set in the first piece with a token.
     stop_string: the stop string that ended the answer, in the last piece.
     kv_transfer_params: of the connector, for the engine that continues the request.
+    routed_experts: of the tokens, in the last piece, if the engine returns them.
     """
 
     index: int
@@ -108,6 +110,7 @@ class Piece(msgspec.Struct, frozen=True):
     prompt: AnsweredPrompt | None = None
     stop_string: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]

@@ -197,6 +197,7 @@ class PromptReader:
                 bad_words_token_ids=self._bad_words(request.bad_words or ()),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                routed_experts_prompt_start=request.routed_experts_prompt_start or 0,
             )
         except ValueError as error:
             raise _invalid_setting(str(error)) from error

@@ -49,6 +49,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
                 them, unless `include_stop_str_in_output`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as in vLLM.
+    routed_experts_prompt_start: prompt tokens whose experts are not returned, as in vLLM.
     prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
     user:       names a session for routing, if nothing else does.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
@@ -78,6 +79,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Int32 | None = None
+    routed_experts_prompt_start: Int32 | None = None
     n: Int32 | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -188,6 +190,7 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "kv_transfer_params": (),
     "logprobs": (),
     "prompt_logprobs": (),
+    "routed_experts_prompt_start": (0,),
     "echo": (False,),
     "stream": (False,),
 }

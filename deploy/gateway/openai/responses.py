@@ -52,7 +52,10 @@ class ResponseOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """A whole choice, or one piece of it in a stream."""
+    """A whole choice, or one piece of it in a stream.
+
+    routed_experts: see `routed_experts.encoded`; in a stream in the last piece.
+    """
 
     index: int
     text: str
@@ -61,6 +64,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(ResponseOrigin, frozen=True, kw_only=True):
@@ -114,6 +118,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     index: int = 0
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(ResponseOrigin, frozen=True, kw_only=True):
@@ -143,6 +148,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int = 0
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(ResponseOrigin, frozen=True, kw_only=True):
