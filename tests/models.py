@@ -60,6 +60,18 @@ def make_tiny_model(
     return model
 
 
+def make_tiny_config(
+    family: str, path: Path, *, head: str = "ForCausalLM", **overrides: Any
+) -> None:
+    """The config.json of `make_tiny_model`, without weights."""
+    transformers = importlib.import_module("transformers")
+    text = f"{family}TextConfig"  # of families that also have images
+    name = text if hasattr(transformers, text) else f"{family}Config"
+    config = getattr(transformers, name)(**(SHAPE | overrides))
+    config.architectures = [f"{family}{head}"]
+    config.save_pretrained(path)
+
+
 def make_tiny_llama(path: Path, **kwargs: Any) -> Any:
     """`make_tiny_model` of the family that most tests use."""
     return make_tiny_model("Llama", path, **kwargs)

@@ -1,5 +1,6 @@
 """Checkpoints that several worker tests load; each is made once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import make_tiny_llama
+from tests.worker.fake_device import FakeDevice, fake_device
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +22,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny GQA Llama: its folder, and the transformers model."""
     path = tmp_path_factory.mktemp("tiny-llama")
     return path, make_tiny_llama(path)
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    """A CUDA device that checks what it is asked to do."""
+    if torch.cuda.is_available():
+        pytest.skip("torch would use the GPU of this machine")
+    with fake_device() as device:
+        yield device
