@@ -124,7 +124,8 @@ class EncoderRows:
         """Input for the warm-up; None without an encoder."""
         if not self._max_tokens:
             return None
-        return EncoderInput(row, self._max_tokens, torch.zeros(self._max_samples))
+        samples = torch.zeros(self._max_samples, pin_memory=self._pin_memory)
+        return EncoderInput(row, self._max_tokens, samples)
 
     def _input(
         self,
