@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.scheduler import Scheduler
 from longshore.worker.config import WorkerConfig
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
+from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.worker import Worker
 
 CLIENT = 0
@@ -45,20 +47,23 @@ class ServedModel:
         num_encoder_tokens: int = 0,
         routed_experts_fd: int | None = None,
         queue: ComputeQueue | None = None,
+        parallel: Parallel = ALONE,
+        **settings: Any,
     ) -> None:
         """num_blocks: None takes the minimum for the longest request. num_encoder_tokens: encoder
-        tokens per step; 0 without an encoder. queue: of the worker; None: its own."""
+        tokens per step; 0 without an encoder. queue: of the worker; None: its own. parallel: of the
+        only rank that there is, which samples. settings: further ones of WorkerConfig."""
+        given = {"max_num_seqs": 16, "poison_kv": True, **settings}
         config = WorkerConfig(
             model=str(path),
             num_blocks=num_blocks or 10_000,
-            max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,
             max_steps_in_flight=max_steps_in_flight,
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             show_progress=False,
-            poison_kv=True,
             routed_experts_fd=routed_experts_fd,
+            **given,
         )
         scheduling = SchedulerConfig(
             max_model_len=max_model_len,
@@ -73,7 +78,7 @@ class ServedModel:
             preempt_threshold=1.0,
             admit_threshold=1.0,
         )
-        self.worker = Worker(config)
+        self.worker = Worker(config, parallel)
         kv_cache = self.worker.kv_cache
         if num_blocks is None:
             num_blocks = num_blocks_needed(kv_cache.groups, scheduling.longest_request(1))
@@ -123,7 +128,10 @@ class ServedModel:
         prompt: Sequence[int],
         *items: MultimodalFeature,
         pooling: PoolingParams | None = None,
+        **sampling: Any,
     ) -> None:
+        """sampling: settings of SamplingParams other than those of a greedy request."""
+        greedy = {"temperature": 0.0, "max_tokens": self.num_tokens, "ignore_eos": True}
         handle = len(self.tokens)
         self.tokens.append([])
         request = AddRequest(
@@ -132,7 +140,7 @@ class ServedModel:
             prompt_token_ids=int32_array(list(prompt)),
             multimodal=items,
             pooling=pooling,
-            sampling=SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True),
+            sampling=SamplingParams(**greedy | sampling),
         )
         self.scheduler.add_request(request, client=CLIENT, now=0.0)
 
