@@ -305,6 +305,26 @@ def test_an_overload_counts_the_tokens_that_each_engine_computes(tmp_path: Path)
     assert row["ttft_p50_ms"] > 0
 
 
+def test_the_kernels_of_a_step_grow_with_the_layers_and_not_with_the_rows(tmp_path: Path) -> None:
+    for num_layers in (1, 2):  # a fresh process each
+        size = ("--models", "Qwen3 0.6B", "--layers", str(num_layers))
+        rows = Result(tmp_path, "kernels_per_step.py", *size).rows
+        assert [row["step"] for row in rows] == [
+            "decode of 1",
+            "decode of 256",
+            "8k after 16k cached",
+        ]
+        for row in rows:
+            others = row["kernels"] - num_layers * row["per_layer"]
+            assert 0 < others < 30
+            assert row["copies"] > 0
+        one, many, chunk = rows
+        assert one["kernels"] == many["kernels"]
+        # The logits of 256 rows in float32, and the hidden states of the chunk in bfloat16.
+        assert many["peak_mib"] > 256 * 151_936 * 4 / 2**20
+        assert chunk["peak_mib"] > 8192 * 3072 * 2 / 2**20
+
+
 def test_the_metrics_that_benchmarks_read_exist() -> None:
     documented = (ROOT / "docs/metrics.md").read_text()
     read = {
