@@ -12,9 +12,9 @@ cache. `errors` is the largest difference between the two sides.
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import report
@@ -38,10 +38,15 @@ from longshore.worker.kernels.native import Native, native
 from longshore.worker.kv_cache.buffer import KVCache, PagedKV
 from longshore.worker.kv_cache.plan import element_bytes
 from longshore.worker.kv_cache.slot_mapping import slots_at
+from longshore.worker.process.device import dtype_name
 from longshore.worker.step.step_batch import StepBatch, make_batch
 
 BLOCK_SIZE = 16
-SHAPES = {"tiny": (8, 2, 32, 4), "0.6b": (16, 8, 128, 2)}  # heads, KV heads, head size, layers
+CPU = torch.device("cpu")
+Shape: TypeAlias = tuple[int, int, int, int]  # heads, KV heads, head size, layers
+SHAPES: dict[str, Shape] = {"tiny": (8, 2, 32, 4), "0.6b": (16, 8, 128, 2)}
+BLOCKS_AT_ONCE = 256
+"""How many blocks are filled with random numbers at a time, which need four bytes each."""
 DECODES = [
     (batch, context)
     for batch in (1, 8, 64, 256)
@@ -74,56 +79,66 @@ LIMITED = [  # sequences, tokens before, new tokens, special settings of the lay
 
 
 class Case:
-    """Sequences with `earlier` computed tokens each, which compute `new` more.
+    """Sequences with `earlier` computed tokens each, which compute `new` more: a number for all, or
+    one per sequence.
 
-    The cache holds only what the new tokens attend to, as in a group that frees skipped blocks.
+    The cache holds only what the new tokens attend to, as in a group that frees skipped blocks. All
+    other lines of the block table are block 0.
     """
 
     def __init__(
         self,
-        shape: str,
+        shape: str | Shape,
         batch: int,
-        earlier: int,
-        new: int,
+        earlier: int | Sequence[int],
+        new: int | Sequence[int],
         *,
+        block_size: int = BLOCK_SIZE,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device = CPU,
         kv_cache_dtype: KVCacheDtype = "auto",
         sinks: bool = False,
         **kind: Any,
     ) -> None:
-        heads, kv_heads, head_dim, layers = SHAPES[shape]
+        heads, kv_heads, head_dim, layers = SHAPES[shape] if isinstance(shape, str) else shape
         self.kind = PagedAttentionKind(num_heads=heads, **kind)
-        reach = Reach(window=self.kind.window, chunk=self.kind.chunk)
-        length, first = earlier + new, max(0, reach.first_key(earlier))
-        first_block, end_block = first // BLOCK_SIZE, -(-length // BLOCK_SIZE)
-        num_blocks = batch * (end_block - first_block)
+        self.reach = Reach(window=self.kind.window, chunk=self.kind.chunk)
+        starts, counts = (
+            np.broadcast_to(given, batch).astype(np.int64) for given in (earlier, new)
+        )
+        lengths, firsts = starts + counts, np.maximum(0, self.reach.first_key(starts))
+        first_blocks, end_blocks = firsts // block_size, -(-lengths // block_size)
+        num_blocks = int((end_blocks - first_blocks).sum())
         spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             num_kv_heads=kv_heads,
             head_size=head_dim,
-            dtype_bytes=element_bytes(kv_cache_dtype, 2),
+            dtype_bytes=element_bytes(kv_cache_dtype, dtype.itemsize),
         )
         group = KVCacheGroup(tuple(str(layer) for layer in range(layers)), spec)
-        kept = "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+        kept = dtype_name(dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
         config = KVCacheConfig(num_blocks + 1, (group,), kept)
-        view = KVCache(config, dtype=torch.bfloat16, device=torch.device("cpu")).view(0)
+        view = KVCache(config, dtype=dtype, device=device).view(0)
         assert isinstance(view, PagedKV)
         self.cache = view
-        for block in self.cache.planes[1:]:
-            block.copy_(torch.randn(block.shape))
+        for blocks in self.cache.planes[1:].split(BLOCKS_AT_ONCE):
+            blocks.copy_(torch.randn(blocks.shape, device=device))
         ids = list(range(1, num_blocks + 1))
         random.Random(0).shuffle(ids)
-        table = np.zeros((batch, end_block), np.int32)
-        table[:, first_block:] = np.array(ids).reshape(batch, -1)
-        step = make_batch(np.full(batch, new), np.full(batch, length), BLOCK_SIZE)
-        self.metadata = metadata(step, table)
-        qkv = torch.randn(batch * new, heads + 2 * kv_heads, head_dim).bfloat16()
+        table = np.zeros((batch, int(end_blocks.max())), np.int32)
+        for row, (first, end) in enumerate(zip(first_blocks, end_blocks, strict=True)):
+            table[row, first:end] = [ids.pop() for _ in range(first, end)]
+        self.batch = make_batch(counts, lengths, block_size)
+        self.metadata = metadata(self.batch, table, block_size, device)
+        num_tokens = int(counts.sum())
+        qkv = torch.randn(num_tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
         self.qkv = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        self.sinks = torch.randn(heads) if sinks else None
+        self.sinks = torch.randn(heads, device=device) if sinks else None
         self.num_layers = layers
-        self.kv_bytes = batch * (length - first) * 2 * kv_heads * head_dim * spec.dtype_bytes
-        positions = np.arange(earlier, length)
-        seen = positions + 1 - np.maximum(0, [reach.first_key(int(p)) for p in positions])
-        self.flops = 4 * heads * head_dim * batch * int(seen.sum())
+        self.kv_bytes = int((lengths - firsts).sum()) * 2 * kv_heads * head_dim * spec.dtype_bytes
+        positions = self.batch.positions()
+        seen = positions + 1 - np.maximum(0, self.reach.first_key(positions))
+        self.flops = 4 * heads * head_dim * int(seen.sum())
 
     def attend(self, backend: AttentionBackend) -> Tensor:
         step = backend.begin_step(self.metadata)
@@ -132,15 +147,23 @@ class Case:
         return out
 
 
-def metadata(step: StepBatch, table: np.ndarray) -> AttentionMetadata:
-    places = np.divmod(step.positions(), BLOCK_SIZE)
-    slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
+def metadata(
+    step: StepBatch, table: np.ndarray, block_size: int = BLOCK_SIZE, device: torch.device = CPU
+) -> AttentionMetadata:
+    places = np.divmod(step.positions(), block_size)
+    slots = slots_at(table, step.token_rows(), places, block_size)
+    on_device = [
+        torch.from_numpy(array).to(device)
+        for array in (
+            slots,
+            table,
+            step.rows[: step.num_decodes],
+            step.ends[: step.num_decodes],
+        )
+    ]
     return AttentionMetadata(
-        slot_mapping=torch.from_numpy(slots),
-        block_table=torch.from_numpy(table),
-        decode_rows=torch.from_numpy(step.rows[: step.num_decodes]),
-        decode_lens=torch.from_numpy(step.ends[: step.num_decodes]),
-        decode_segments=decode_segments(step.decode_blocks(BLOCK_SIZE), BLOCK_SIZE),
+        *on_device,
+        decode_segments=decode_segments(step.decode_blocks(block_size), block_size),
         prefill_chunks=step.prefill_chunks(),
     )
 
