@@ -24,7 +24,7 @@ import report
 from longshore import LLM, SamplingParams
 
 VOCAB = 3, 4096
-OPTIONS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 16}
+OPTIONS: dict[str, Any] = {"max_num_seqs": 16}
 
 
 def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
@@ -41,6 +41,8 @@ def first_token_s(llm: LLM, prompt: Sequence[int]) -> tuple[float, list[int]]:
 
 def open_llm(options: argparse.Namespace, length: int, connector: dict[str, Any] | None) -> LLM:
     settings = OPTIONS | {
+        "device": options.device,
+        "load_format": options.load_format,
         "dtype": options.dtype,
         "max_model_len": length + 128,
         "num_blocks": (length + 128) * 3 // 2 // 16,
@@ -131,6 +133,8 @@ def throughput(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", help="%(default)s")
+    parser.add_argument("--load-format", default="auto", help="%(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="%(default)s")
     parser.add_argument("--length", type=int, default=4096, help="tokens per prompt: %(default)s")
     parser.add_argument("--prompts", type=int, default=3, help="number of prompts: %(default)s")
