@@ -22,6 +22,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     "curl -d @file.json": "only a part of a command",
     ".venv/bin/pip install": "as pip install",
     "pip install": "creates the environment of the tests; test_commands.py checks extras",
+    "python -m pip ": "needs a network, and a machine with a GPU",
     "python -m pytest": "an example of what not to do",
     "pytest test_host_cache.py": "runs the conformance suite, as tests/testing/ does",
     ".venv/bin/pytest": "runs this",

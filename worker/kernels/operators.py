@@ -56,6 +56,11 @@ def num_launches(name: str) -> int:
     return _LAUNCHES[name]
 
 
+def operator_names() -> frozenset[str]:
+    """The operators of the kernels that have been imported."""
+    return frozenset(_LAUNCHES)
+
+
 class _Selection:
     """Whether CPU tensors, too, are computed by Triton: in its interpreter, for tests."""
 
