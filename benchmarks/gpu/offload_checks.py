@@ -1,8 +1,9 @@
-"""Offloading: tokens after a restore, copies of pages as a share of one large copy, and the time to
-the first token of a prompt from host memory."""
+"""Offloading: tokens after a restore, copies of pages as a share of one large copy, decodes while
+all blocks are stored, and the time to the first token of a prompt from host memory and disk."""
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,13 +14,15 @@ import dma
 import offloading
 import torch
 
-from benchmarks.gpu.results import Run, at_least
-from benchmarks.gpu.shapes import QWEN_8B, TINY
+from benchmarks.gpu.engine_speed import generate, steady_load
+from benchmarks.gpu.results import Run, at_least, at_most
+from benchmarks.gpu.shapes import QWEN_0_6B, QWEN_8B, TINY
 from longshore import LLM, SamplingParams
 from tests.models import make_tiny_llama
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
 
 COPY_SHARE: Final = 0.9
+SLOWER: Final = 1.05
 NUM_TOKENS: Final = 12
 PROMPT_LENS: Final = range(90, 170, 10)
 
@@ -79,10 +82,10 @@ def _check_restored(
 
 def measure_copies(run: Run) -> None:
     def measure() -> None:
-        device, num_bytes = torch.device(run.device), (2 << 20) if run.is_dry else (256 << 20)
+        device, num_bytes = torch.device(run.device), (2 if run.is_dry else 64) << 20
         with dma.sides_of(device, num_bytes) as sides:
             for page_bytes in dma.PAGES[:2] if run.is_dry else dma.PAGES:
-                for row in dma.measure(sides, page_bytes, 3):
+                for row in dma.measure(sides, page_bytes, 10):
                     if row["is_chosen"] and "error" not in row:
                         _record_copies(run, row)
 
@@ -97,6 +100,41 @@ def _record_copies(run: Run, row: dict[str, Any]) -> None:
         ceiling=row["peak_gb_s"],
         target=at_least(COPY_SHARE),
         way=row["way"],
+    )
+
+
+def measure_decodes(run: Run) -> None:
+    run.check("decodes are measured with offloading", partial(_measure_decodes, run))
+
+
+def _measure_decodes(run: Run) -> None:
+    """The time of rows that decode while all their blocks are stored in host memory, relative to
+    that without a connector."""
+    num_rows, num_tokens = (4, 32) if run.is_dry else (256, 256)
+    shape, most = (TINY, 512) if run.is_dry else (QWEN_0_6B, 4096)
+    connector = {
+        "kv_connector": "offloading",
+        "kv_connector_config": json.dumps({"cpu_bytes_to_use": "64MiB" if run.is_dry else "16GiB"}),
+    }
+    settings: dict[str, Any] = {"num_blocks": 400} if run.is_dry else {}
+    seconds = []
+    for more in ({}, connector):
+        with LLM(
+            shape.write(run.folder, most),
+            device=run.device,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_num_seqs=num_rows,
+            **(settings | more),
+        ) as llm:
+            times = [generate(llm, steady_load(num_rows, num_tokens, seed)) for seed in range(4)]
+            seconds.append(statistics.median(times[1:]))  # the first one warms up
+    run.figure(
+        f"decodes of {num_rows} rows whose blocks are all stored, relative to none",
+        seconds[1] / seconds[0],
+        "times",
+        target=at_most(SLOWER),
+        seconds=seconds,
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu.results import Run
+from benchmarks.gpu.environment import ROOT
+from benchmarks.gpu.results import Run, add_device
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,12 @@ PARTS: Final = (
     Part("steps of the 8B", 2, ("step_speed:measure_8b",)),
     Part("steps of the 32B", 1.5, ("step_speed:measure_32b",)),
     Part("engines, and transformers", 3.5, ("engine_speed:measure",)),
-    Part("first tokens from host memory and disk", 2, ("offload_checks:measure_first_tokens",)),
-    Part("memory", 1, ("memory_checks:check",)),
+    Part(
+        "offloading: decodes and first tokens",
+        2.5,
+        ("offload_checks:measure_decodes", "offload_checks:measure_first_tokens"),
+    ),
+    Part("memory", 0.5, ("memory_checks:check",)),
 )
 
 
@@ -61,7 +66,10 @@ def run_part(number: int, run: Run) -> None:
 
 
 def main() -> None:
+    sys.path.insert(1, str(ROOT / "benchmarks"))  # the programs there import each other
     path, number, minutes, *is_dry = sys.argv[1:]
+    if not is_dry:
+        add_device(Path(path))
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         run = Run(
             Path(path),

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 NOT_VERIFIED: Final = "not verified on device"
+PACKAGES: Final = (
+    "torch", "triton", "transformers", "cuda-bindings", "cupy-cuda13x", "flashinfer-python",
+)  # fmt: skip
+"""Their versions are recorded; None is absent."""
 
 _Result = TypeVar("_Result")
 
@@ -145,7 +149,7 @@ class Run:
 def new_document(device: str, *, is_dry: bool) -> dict[str, Any]:
     """Results without an entry."""
     return {
-        "conditions": conditions(device),
+        "conditions": _conditions(device),
         "dry_run": is_dry,
         "parts": [],
         "ceilings": {},
@@ -167,19 +171,25 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
     os.replace(written, path)
 
 
-def conditions(device: str) -> dict[str, Any]:
+def add_device(path: Path) -> None:
+    """Describe the GPU. Only parts do: a program that looks at a GPU takes some of its memory."""
     import torch
 
-    found: dict[str, Any] = {
+    document, properties = read(path), torch.cuda.get_device_properties(0)
+    document["conditions"] |= {
+        "gpu": properties.name,
+        "gpu_memory_gib": properties.total_memory / 2**30,
+    }
+    write(path, document)
+
+
+def _conditions(device: str) -> dict[str, Any]:
+    return {
         "device": device,
         "python": platform.python_version(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {name: _version(name) for name in ("torch", "triton", "transformers")},
+        "versions": {name: _version(name) for name in PACKAGES},
     }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_gib": properties.total_memory / 2**30}
-    return found
 
 
 def summary(document: Mapping[str, Any]) -> str:

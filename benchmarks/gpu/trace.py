@@ -71,6 +71,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def has_gpu(events: Iterable[Event]) -> bool:
+    return any(event.get("cat") in KERNELS for event in events)
+
+
 def device_spans(events: Iterable[Event]) -> list[Span]:
     """What ran on the device, in order of its start; of a trace without a GPU, what the host
     computed within steps."""
