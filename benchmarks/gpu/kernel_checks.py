@@ -1,5 +1,7 @@
 """All kernels against float64. Operators that no check calls are listed as not verified."""
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,11 +10,14 @@ import torch
 from benchmarks.gpu import attention_checks, operator_checks
 from benchmarks.gpu.exactness import CalledOperators
 from benchmarks.gpu.results import Run
+from longshore.worker.kernels import gpu
 from longshore.worker.kernels.operators import operator_names
 
 
 def check(run: Run) -> None:
     torch.manual_seed(0)
+    for module in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
+        importlib.import_module(module.name)
     with _kernels(run), CalledOperators() as called:
         operator_checks.check(run)
         attention_checks.check(run)
