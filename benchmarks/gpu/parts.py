@@ -1,6 +1,8 @@
 """The parts of scripts/gpu_check, in order of value, and the program that runs one of them:
 
-python -m benchmarks.gpu.parts FILE NUMBER MINUTES [dry]
+    python -m benchmarks.gpu.parts FILE NUMBER MINUTES [dry]
+
+scripts/gpu_check starts it.
 """
 
 import importlib

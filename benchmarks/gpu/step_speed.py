@@ -64,6 +64,9 @@ def _measure(
     else:
         most = max(count for count, _ in prefills)
         settings |= {"max_num_seqs": LARGEST_BATCH, "max_num_batched_tokens": most}
+    if run.device == "cuda" and not _fits(shape):
+        run.not_verified(f"steps of {shape.name}", "the weights do not fit this device")
+        return
     _measure_ceilings(run)
     folder = shape.write(run.folder, 256 if run.is_dry else 20_480)
     worker = run.check(
@@ -78,7 +81,7 @@ def _measure(
                 num_kernels = _count_kernels(run, shape, worker, contexts[0])
         for context in contexts:
             fitting = worker.fitting_rows(context, 64)
-            for batch in dict.fromkeys((1, fitting)):
+            for batch in sorted({1, fitting}) if fitting else ():
                 name = f"decode step of {shape.name}, {batch} x {context:,}"
                 run.check(
                     name,
@@ -90,6 +93,11 @@ def _measure(
         if copies:
             name = f"decode step of {shape.name} beside copies both ways, relative to none"
             run.check(name, partial(_measure_under_copies, run, worker, name, contexts[0]))
+
+
+def _fits(shape: ModelShape) -> bool:
+    """With a tenth of the memory for the KV cache and activations."""
+    return shape.step_weight_bytes < 0.9 * torch.cuda.get_device_properties(0).total_memory
 
 
 def _measure_ceilings(run: Run) -> None:
