@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.gpu import attention_checks, operator_checks, state_checks
+from benchmarks.gpu import attention_checks, fused_checks, operator_checks, state_checks
 from benchmarks.gpu.exactness import CalledOperators
 from benchmarks.gpu.results import Run
 from longshore.worker.kernels import gpu
@@ -20,6 +20,7 @@ def check(run: Run) -> None:
         importlib.import_module(module.name)
     with _kernels(run), CalledOperators() as called:
         operator_checks.check(run)
+        fused_checks.check(run)
         state_checks.check(run)
         attention_checks.check(run)
     for name in sorted(operator_names() - called.names):

@@ -14,7 +14,7 @@ from longshore.worker.kernels import experts
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kernels.gate import SILU, Gate
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
-from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.kernels.rotary import Rotation, rotary_
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.fp8 import FP8, KVScales
 from longshore.worker.layers.moe_router import Router, Routing
@@ -94,13 +94,30 @@ def _check_norms(draw: Any, rows: tuple[int, ...], sizes: tuple[int, ...]) -> No
                 added, total = residual.clone(), residual + x
                 _assert_normal(total, scale, partial(add_rms_norm, x, added, scale, EPS))
                 assert_near(added, residual.double() + x.double())
+                with poisoned_memory():
+                    added = rms_norm(x, scale, EPS, added=residual)
+                assert_near(added, normal_in_float64(x, scale) + residual.double())
+                _check_sandwich(x, residual, weight)
+
+
+def _check_sandwich(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """A norm before the sum and one after it, as in Gemma."""
+    total = residual.clone()
+    with poisoned_memory():
+        normal = add_rms_norm(x, total, weight, EPS, first_weight=weight)
+    assert_near(total, residual.double() + normal_in_float64(x, weight))
+    assert_near(normal, normal_in_float64(total, weight))
 
 
 def _assert_normal(x: Tensor, weight: Tensor, normalise: Any) -> None:
-    wide = x.double()
-    exact = weight * wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
     with poisoned_memory():
-        assert_near(normalise(), exact)
+        assert_near(normalise(), normal_in_float64(x, weight))
+
+
+def normal_in_float64(x: Tensor, weight: Tensor) -> Tensor:
+    """In float64."""
+    wide = x.double()
+    return weight * wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
 
 def _check_gates(draw: Any, rows: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -142,9 +159,10 @@ def _check_rotated(
     positions = torch.randint(4096, (num_tokens,), device=device)
     slots = torch.randperm(2 * num_tokens + block_size, device=device)[:num_tokens]
     slots[1] = -1
-    norms = dict.fromkeys(("q_norm", "k_norm"), draw(head_dim)) if has_norm else {}
+    norm = draw(head_dim) if has_norm else None
+    rotation = Rotation(positions, table, norm, norm, EPS)
     q, k, v = product.clone().split(heads, dim=1)
-    exact = [_rotated(x, positions, table, norms.get("q_norm")) for x in (q, k)]
+    exact = [rotated_in_float64(x, positions, table, norm) for x in (q, k)]
     num_blocks = -(-(2 * num_tokens + block_size) // block_size)
     cache = torch.zeros(
         (num_blocks, num_kv_heads, 2, block_size, head_dim),
@@ -153,8 +171,7 @@ def _check_rotated(
     )
     keys, values = cache.unbind(2)
     scales = KVScales(0.5, 2.0) if is_fp8 else KVScales()
-    more: dict[str, Any] = norms | ({"eps": EPS} if has_norm else {})
-    write_kv(k, v, keys, values, slots, scales, q=q, rotation=(positions, table), **more)
+    write_kv(q, k, v, keys, values, slots, scales, rotation)
     assert_near(q, exact[0])
     stored = slots >= 0
     places = slots[stored] // block_size, slots[stored] % block_size
@@ -168,12 +185,12 @@ def _check_rotated(
     number_stored = int((cache.double() != 0).any(-1).any(2).any(1).sum())
     assert number_stored == int(stored.sum()), f"{number_stored} tokens are stored"
     q, k, v = product.clone().split(heads, dim=1)
-    rotary_(q, k, positions, table, **more)
+    rotary_(q, k, rotation)
     for got, wanted in zip((q, k), exact, strict=True):
         assert_near(got, wanted)
 
 
-def _rotated(x: Tensor, positions: Tensor, table: Tensor, norm: Tensor | None) -> Tensor:
+def rotated_in_float64(x: Tensor, positions: Tensor, table: Tensor, norm: Tensor | None) -> Tensor:
     """In float64: (n, heads, head_dim)."""
     wide = x.double()
     if norm is not None:
