@@ -15,6 +15,7 @@ from benchmarks.gpu.results import Run
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.selector import make_attention
 from longshore.worker.kernels import write_kv
+from longshore.worker.kernels.cascade_attention import cascade_attention
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.decode_attention import reference as decode_reference
 from longshore.worker.kernels.prefill_attention import prefill_attention
@@ -82,6 +83,7 @@ def check(run: Run) -> None:
         )
     for dtype in (F32,) if run.is_dry else (F32, F16, BF16):
         run.check(f"latents, {_name(dtype)}", partial(_check_latents, run, dtype))
+        run.check(f"shared blocks, {_name(dtype)}", partial(_check_shared, run, dtype))
 
 
 def _check_step(
@@ -153,6 +155,40 @@ def _check_latents(run: Run, dtype: torch.dtype) -> None:
         ends = torch.arange(int(lens[-1]) - count, int(lens[-1])) + 1
         rows = torch.full_like(ends, len(lens) - 1)
         _compare(out, q, keys, values, table, rows, ends, edges=(0, count - 1), **about)
+
+
+def _check_shared(run: Run, dtype: torch.dtype) -> None:
+    """Sequences of different lengths that begin with the same blocks."""
+    num_heads, num_kv_heads, size = (2, 1, 16) if run.is_dry else (32, 8, 128)
+    lens = torch.tensor((20, 33, 40) if run.is_dry else (513, 600, 528, 4097, 1000, 520) * 8)
+    block_size, num_shared = 16, 1 if run.is_dry else 32
+    num_blocks = int(lens.max()) // block_size + 1
+    shape = (2, len(lens) * num_blocks + 1, num_kv_heads, block_size, size)
+    keys, values = torch.randn(shape, device=run.device).to(dtype)
+    for cache in (keys, values):
+        _fill_with_nan(cache[:1])
+    table = (torch.randperm(len(lens) * num_blocks, device=run.device) + 1).int()
+    table = table.view(len(lens), num_blocks)
+    table[:, :num_shared] = table[0, :num_shared].clone()
+    for row, length in enumerate(lens.tolist()):
+        table[row, -(-length // block_size) :] = 0
+    rows, q = torch.arange(len(lens)), torch.randn(len(lens), num_heads, size).to(keys)
+    settings: dict[str, Any] = {"scale": size**-0.5}
+    with torch.inference_mode(), poisoned_memory():
+        for shared in (num_shared * block_size, 0):
+            out, _ = cascade_attention(
+                q,
+                keys,
+                values,
+                table,
+                rows.to(run.device),
+                lens.to(run.device),
+                torch.tensor([shared], device=run.device),
+                num_splits=3,
+                num_shared_splits=2,
+                **settings,
+            )
+            _compare(out, q, keys, values, table, rows, lens, reach=Reach(), **settings)
 
 
 def _compare(
