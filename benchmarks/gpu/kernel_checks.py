@@ -7,7 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.gpu import attention_checks, fused_checks, operator_checks, state_checks
+from benchmarks.gpu import (
+    attention_checks,
+    fused_checks,
+    operator_checks,
+    sampling_checks,
+    state_checks,
+)
 from benchmarks.gpu.exactness import CalledOperators
 from benchmarks.gpu.results import Run
 from longshore.worker.kernels import gpu
@@ -22,6 +28,7 @@ def check(run: Run) -> None:
         operator_checks.check(run)
         fused_checks.check(run)
         state_checks.check(run)
+        sampling_checks.check(run)
         attention_checks.check(run)
     for name in sorted(operator_names() - called.names):
         run.not_verified(f"operator {name}", "no check calls it")
