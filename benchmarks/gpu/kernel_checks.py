@@ -25,11 +25,11 @@ def check(run: Run) -> None:
     for module in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
         importlib.import_module(module.name)
     with _kernels(run), CalledOperators() as called:
+        attention_checks.check(run)
         operator_checks.check(run)
         fused_checks.check(run)
         state_checks.check(run)
         sampling_checks.check(run)
-        attention_checks.check(run)
     for name in sorted(operator_names() - called.names):
         run.not_verified(f"operator {name}", "no check calls it")
 
