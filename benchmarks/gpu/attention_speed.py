@@ -105,7 +105,7 @@ def _measure_prefill(
         case.flops / seconds / 1e12,
         "TFLOP/s",
         ceiling=matmul_flops_per_s(run) / 1e12,
-        target=at_least(PREFILL_SHARE) if new >= 8192 else None,
+        target=at_least(PREFILL_SHARE) if run.is_dry or new >= 8192 else None,
     )
 
 

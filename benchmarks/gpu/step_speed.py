@@ -166,12 +166,13 @@ def _measure_prefill(
 ) -> None:
     steps = worker.prefill(count, before, 2 if run.is_dry else 8)
     rate = shape.prefill_flops(count, before) / steps.step_s
+    has_target = run.is_dry or (count >= 2048 and before == 0)
     run.figure(
         name,
         rate / 1e12,
         "TFLOP/s",
         ceiling=matmul_flops_per_s(run) / 1e12,
-        target=at_least(PREFILL_SHARE) if count >= 2048 and before == 0 else None,
+        target=at_least(PREFILL_SHARE) if has_target else None,
         step_ms=steps.step_s * 1e3,
     )
 
