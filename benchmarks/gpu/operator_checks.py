@@ -218,6 +218,13 @@ def _check_router(draw: Any, routing: Routing, tokens: tuple[int, ...], size: in
         same = (got.experts == exact.experts).all(-1)
         assert same.double().mean() >= 0.99, f"{int((~same).sum())} tokens have other experts"
         assert_near(got.weights[same], exact.weights[same])
+        router.chosen = torch.full((num_tokens + 1, routing.top_k), -1, device=x.device)
+        with poisoned_memory():
+            kept = router(x)
+        assert torch.equal(kept.weights, got.weights)
+        assert torch.equal(router.chosen[:-1], got.experts), "other experts are kept"
+        assert (router.chosen[-1] == -1).all(), "experts of more tokens are written"
+        router.chosen = None
 
 
 def _check_experts(
