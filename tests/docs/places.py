@@ -23,6 +23,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     ".venv/bin/pip install": "as pip install",
     "pip install": "creates the environment of the tests; test_commands.py checks extras",
     "python -m pip ": "needs a network, and a machine with a GPU",
+    "python -m tests.worker.kernels.compiled": "tests/worker/kernels/test_compiled.py runs it",
     "python -m pytest": "an example of what not to do",
     "pytest test_host_cache.py": "runs the conformance suite, as tests/testing/ does",
     ".venv/bin/pytest": "runs this",

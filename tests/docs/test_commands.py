@@ -41,6 +41,7 @@ URL = "http://127.0.0.1:8000"
 OTHERS_FLAGS = {
     "--backend",
     "--chunk-size",
+    "--ipc",
     "--l2-adapter",
     "--no-deps",
     "--resources",
