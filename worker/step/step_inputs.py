@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,18 @@ from longshore.worker.sampling.uniform import uniform
 from longshore.worker.step.staging import StagingRing, StagingSet
 from longshore.worker.step.step_batch import Int64s, StepBatch
 
+ALIGNMENT_BYTES: Final = 16
+"""Triton compiles a kernel again for the first address that is no multiple of it, while requests
+wait."""
+
 
 class Packer:
-    """Concatenates arrays of one element type in a host buffer."""
+    """Concatenates arrays of one element type in a host buffer. Each begins at a multiple of
+    ALIGNMENT_BYTES from the start."""
 
     def __init__(self, buffer: npt.NDArray[np.generic]) -> None:
         self._buffer = buffer
+        self._alignment = ALIGNMENT_BYTES // buffer.itemsize
         self.num_used = 0
 
     def put(
@@ -32,7 +39,8 @@ class Packer:
     ) -> slice:
         """Append `values`, and `padding` up to `padded_to` values; returns their slice of the
         buffer and of its copy on the device."""
-        first, end = self.num_used, self.num_used + len(values)
+        first = self.num_used + -self.num_used % self._alignment
+        end = first + len(values)
         self.num_used = end if padded_to is None else first + padded_to
         self._buffer[first:end] = values
         self._buffer[end : self.num_used] = padding
@@ -195,13 +203,14 @@ class StepInputsBuilder:
         # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
         # and length, last token, destination, four integers of the draw, and per group a cleared
         # block and a copied block with its target and number of tokens. In addition a plan may
-        # clear every block.
+        # clear every block. Each array may begin one integer later than the one before it ends.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
         num_ints += (8 + 4 * num_groups) * max_num_seqs + num_groups
+        num_ints += 15 + num_groups
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
-                "reals": ((2 * max_num_seqs,), torch.float32),
+                "reals": ((2 * max_num_seqs + 3,), torch.float32),
                 "sampled": ((max_num_seqs,), torch.int32),
                 "non_finite": ((max_num_seqs,), torch.int32),
                 **(staged or {}),
