@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
-from longshore.worker.kernels import gated_norm, state_step
+from longshore.worker.kernels import carry_state, gated_norm, state_step
 from tests.worker.kernels.test_state_step import BLOCK_SIZE, Shape, arguments
 
 EPS: Final = 1e-5
@@ -27,6 +27,7 @@ def check(run: Run) -> None:
                 f"one token of {shape}, {name}", partial(_check_step, run.device, shape, dtype)
             )
         run.check(f"gated norm, {name}", partial(_check_gated_norm, run, dtype))
+    run.check("states carried from piece to piece", partial(_check_carry, run))
 
 
 def _check_step(device: str, shape: Shape, dtype: torch.dtype) -> None:
@@ -47,6 +48,23 @@ def _check_step(device: str, shape: Shape, dtype: torch.dtype) -> None:
         written = ~other.flatten(1).isnan().any(1)
         assert torch.equal(~one.flatten(1).isnan().any(1), written), "another block is written"
         assert_near(one[written].flatten(1), other[written].flatten(1).double(), dtype)
+
+
+def _check_carry(run: Run) -> None:
+    num_active = [3, 2, 1] if run.is_dry else [4] * 100 + [1] * 28
+    heads, size = (2, (20, 33)) if run.is_dry else (128, (64, 128))
+    state = torch.randn(num_active[0], heads, *size, device=run.device)
+    added = torch.randn(sum(num_active), heads, *size, device=run.device)
+    log_decay = -torch.rand(sum(num_active), heads, device=run.device)
+    counts = torch.tensor(num_active)
+    firsts = (counts.cumsum(0) - counts).to(run.device)
+    num_pieces = (counts > torch.arange(num_active[0])[:, None]).sum(1).to(run.device)
+    exact_state, exact_added = state.double(), added.double()
+    carry_state.reference(exact_state, exact_added, log_decay.double(), firsts, num_pieces)
+    with poisoned_memory():
+        carry_state.carry_state(state, added, log_decay, firsts, num_pieces)
+    assert_near(state, exact_state)
+    assert_near(added, exact_added)
 
 
 def _check_gated_norm(run: Run, dtype: torch.dtype) -> None:

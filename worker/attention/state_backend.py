@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.kernels.carry_state import carry_state
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kernels.state_step import state_step
 from longshore.worker.kv_cache.buffer import PagedStates
@@ -345,14 +346,16 @@ class _ChunkedScan:
     def __init__(self, firsts: _Ints, counts: _Ints, device: torch.device) -> None:
         width = min(PIECE_TOKENS, int(counts[0]))
         nths = np.arange(-(-int(counts[0]) // width))
-        self._num_active = [int(number) for number in (counts[:, None] > nths * width).sum(0)]
-        chunks = np.concatenate([np.arange(number) for number in self._num_active])
-        offsets = np.repeat(nths, self._num_active)[:, None] * width + np.arange(width)
+        num_active = (counts[:, None] > nths * width).sum(0)
+        chunks = np.concatenate([np.arange(number) for number in num_active])
+        offsets = np.repeat(nths, num_active)[:, None] * width + np.arange(width)
         is_token = offsets < counts[chunks, None]
         # Padding repeats the chunk's last token, so that no other sequence's tokens are used.
         tokens = firsts[chunks, None] + np.minimum(offsets, counts[chunks, None] - 1)
         places = np.empty(int(counts.sum()), np.int64)
         places[tokens[is_token]] = np.flatnonzero(is_token)
+        self._firsts = _upload(num_active.cumsum() - num_active, device)
+        self._num_pieces = _upload(-(-counts // width), device)
         self._tokens = _upload(tokens, device)
         self._places = _upload(places, device)
         self._is_padding = _upload(~is_token, device)
@@ -380,23 +383,12 @@ class _ChunkedScan:
 
         at_end = x * (log[:, :, -1:] - log).float().exp_().unsqueeze(2)
         added = at_end.unflatten(1, (num_groups, -1)).flatten(2, 3) @ b
-        before = self._carry(state, added.view(len(added), *state.shape[1:]), log[:, :, -1])
-        earlier = before.unflatten(1, (num_groups, -1)).flatten(2, 3) @ c.mT
+        states = added.view(len(added), *state.shape[1:])
+        at_end_log = log[:, :, -1].float()
+        carry_state(state, states, at_end_log, self._firsts, self._num_pieces)
+        earlier = states.unflatten(1, (num_groups, -1)).flatten(2, 3) @ c.mT
         y += earlier.view_as(y).mul_(log.float().exp_().unsqueeze(2))
         return y.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, self._places)
-
-    def _carry(self, state: Tensor, added: Tensor, log_decay: Tensor) -> Tensor:
-        """The state before each piece, shaped like `added`, given what every piece adds and how
-        much it decays. `state` becomes the state after each chunk."""
-        before = torch.empty_like(added)
-        decay = log_decay.float().exp_()[:, :, None, None]
-        first = 0
-        for number in self._num_active:
-            pieces = slice(first, first + number)
-            before[pieces] = state[:number]
-            state[:number].mul_(decay[pieces]).add_(added[pieces])
-            first += number
-        return before
 
 
 def _tokens(counts: _Ints) -> tuple[_Ints, _Ints]:

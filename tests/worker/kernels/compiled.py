@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from longshore.worker.kernels.gpu.argmax import argmax
+from longshore.worker.kernels.gpu.carry_state import carry_state
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
@@ -319,6 +320,14 @@ def compile_state_step() -> None:
                 )
 
 
+def compile_carry_state() -> None:
+    for size in ((64, 128), (5, 3)):
+        ints = torch.zeros(2, dtype=torch.int64)
+        carry_state(
+            torch.zeros(2, 8, *size), torch.zeros(4, 8, *size), torch.zeros(4, 8), ints, ints
+        )
+
+
 def compile_gated_norm() -> None:
     for dtype in DTYPES:
         for size, num_groups in ((4096, 1), (1000, 4)):
@@ -358,6 +367,7 @@ def main() -> None:
         compile_attention()
         compile_write_kv()
         compile_state_step()
+        compile_carry_state()
         compile_gated_norm()
         compile_draw_tokens()
         compile_extras()
