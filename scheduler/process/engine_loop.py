@@ -318,7 +318,9 @@ class Engine:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
         former ones have sent is applied first; it is as valid as before. If they were killed, so is
         what they have computed, which the next ones may adopt."""
-        keeps_kv = restarting.were_killed and self._config.adopts_kv and self._has_kv
+        sleeps = self._commands.is_to_sleep  # workers that sleep adopt nothing
+        may_adopt = self._config.adopts_kv and self._has_kv and not sleeps
+        keeps_kv = restarting.were_killed and may_adopt
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -339,7 +341,6 @@ class Engine:
             num_running + num_waiting,
             0 if adopted is None else len(adopted),
         )
-        sleeps = self._commands.is_to_sleep
         self._await_workers(adopted_block_ids=adopted, sleeps=sleeps)
         self._tell_pause(EnginePaused(ASLEEP if sleeps else restarting.reason, is_asleep=sleeps))
 
@@ -398,10 +399,10 @@ class Engine:
         assert not self._scheduler.num_steps_in_flight
         if self._failing is None:
             self._sleepers = set()
+            self._has_kv = False  # from now on, a worker may have freed it
             self._send_to_workers(BeginSleep())
 
     def _begin_sleep(self) -> None:
-        self._has_kv = False
         self._change_epoch()
         logger.info("asleep; epoch %d begins when it wakes", self._epoch)
         self._tell_pause(EnginePaused(ASLEEP, is_asleep=True))

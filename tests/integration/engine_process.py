@@ -90,6 +90,7 @@ class EngineProcess:
         kv_events: dict[str, Any] | None = None,
         outlives_workers: bool = False,
         is_asleep: bool = False,
+        adopts_kv: bool = False,
         clients: Endpoint | None = None,
     ) -> None:
         """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket."""
@@ -120,6 +121,7 @@ class EngineProcess:
             epoch=epoch,
             outlives_workers=outlives_workers,
             is_asleep=is_asleep,
+            adopts_kv=adopts_kv,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
         )
@@ -156,7 +158,9 @@ class EngineProcess:
         """The next line that the process writes to its supervisor."""
         return decode_report(self._lines.readline())
 
-    def end_workers(self, reason: str, *, is_out_of_memory: bool = False) -> None:
+    def end_workers(
+        self, reason: str, *, is_out_of_memory: bool = False, were_killed: bool = False
+    ) -> None:
         """End the scripted workers and their connections, say so as the supervisor does, and
         connect new ones when the scheduler knows it. Its reports until then are skipped."""
         for worker in self.workers:
@@ -165,7 +169,8 @@ class EngineProcess:
         for channel in self.channels:
             self._sockets.remove(channel.socket)
             channel.socket.close(linger=0)
-        self._lifeline.sendall(encode_event(Restarting(reason, is_out_of_memory=is_out_of_memory)))
+        restarting = Restarting(reason, is_out_of_memory=is_out_of_memory, were_killed=were_killed)
+        self._lifeline.sendall(encode_event(restarting))
         while not isinstance(self.next_report(), Acknowledged):
             continue
         for rank, endpoint in enumerate(self._endpoints):

@@ -263,6 +263,23 @@ def test_a_worker_that_ends_while_it_wakes_is_replaced(engine: EngineProcess) ->
         assert_whole(client, handle)
 
 
+def test_nothing_is_adopted_from_a_worker_that_is_killed_before_it_sleeps() -> None:
+    """Its memory is freed when the one that takes its place sleeps."""
+    with running_engine(outlives_workers=True, adopts_kv=True) as engine:
+        client = started(engine)
+        engine.send_command(Sleep(TIMEOUT_S))  # which waits for the requests
+        engine.end_workers(WHY, were_killed=True)
+        assert engine.start_worker() == BeginSleep()
+        engine.worker.send(WorkerAsleep(0))
+        assert engine.next_answer().ok
+        worker = wake(engine, 2)
+        client.receive_until(lambda: len(client.finished) == 3)
+        for handle in range(3):
+            assert_whole(client, handle)
+        first = worker.plans[0].added[0]  # the others share its prefix
+        assert first.num_computed_tokens == 0
+
+
 def test_an_engine_that_is_started_asleep_sleeps_until_it_is_woken() -> None:
     with running_engine(is_asleep=True, outlives_workers=True) as engine:
         assert engine.start_worker() == BeginSleep()
