@@ -148,14 +148,21 @@ class Lifecycle(SchedulerPart):
         """Take row and blocks from a running request, which recomputes everything later."""
         request.change(RequestChange.PREEMPTED)
         self.plan.preempted[request.row] = request.request_id
+        is_computed = self._has_new_token(request)
         (blocks,) = self._vacate_rows([request], is_void=False)
         if self.experts is not None:
-            self.experts.read(request, blocks)
+            if is_computed:  # else slots may still hold the experts of others' tokens
+                self.experts.read(request, blocks)
             # The experts of tokens in flight will be in blocks that others get, so it samples them
             # again.
             self.in_flight.void_past_occupants(request)
         self.kv_cache.release(blocks)
         self._requeue(request, now)
+
+    def _has_new_token(self, request: Request) -> bool:
+        """Whether a running request got a token in its row, so that answered steps have computed
+        all tokens before that."""
+        return bool(self.running.num_tokens[request.row] > self.running.num_known[request.row])
 
     def swap_out(self, request: Request, now: float) -> None:
         """Preempt a running request whose KV the connector keeps."""
@@ -208,12 +215,11 @@ class Lifecycle(SchedulerPart):
 
     def end_all(self, ended: Sequence[tuple[Request, Outcome]], now: float) -> None:
         """End live requests. Their blocks are freed in this order."""
-        table = self.running
         running = [request for request, _ in ended if request.row >= 0]
         computed = set()
         for request in running:
             self.plan.finished[request.row] = request.request_id
-            if request.resumable and table.num_tokens[request.row] > table.num_known[request.row]:
+            if request.resumable and self._has_new_token(request):
                 computed.add(request)
         tables = dict(zip(running, self._vacate_rows(running, is_void=True), strict=True))
         freed: list[HeldBlocks] = []
@@ -223,8 +229,11 @@ class Lifecycle(SchedulerPart):
                 num_kept = request.num_prompt_tokens + max(outcome.num_output_tokens, 0)
                 request.token_ids = request.token_ids[:num_kept]
                 request.block_hashes = []
-            if self.experts is not None and outcome.ends_output:
-                self.experts.read(request, tables.get(request))
+            if self.experts is not None:
+                if outcome.ends_output:
+                    self.experts.read(request, tables.get(request))
+                else:
+                    request.routed_experts = None
             continues = (
                 outcome.ends_output and request.resumable and self.sessions.continues(request)
             )

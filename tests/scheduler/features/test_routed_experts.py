@@ -196,6 +196,33 @@ def test_requests_that_fail_or_are_aborted_have_no_experts(fd: int) -> None:
     assert driver.finished[bad].routed_experts is driver.finished[gone].routed_experts is None
 
 
+def test_a_request_that_is_aborted_while_it_is_preempted_has_no_experts(fd: int) -> None:
+    driver = CapturingDriver(fd, num_blocks=9, max_model_len=32, enable_prefix_caching=False)
+    driver.add("old", prompt_of(15), max_tokens=9)
+    young = driver.add("young", prompt_of(12, 40), max_tokens=6)
+    while driver.requests["young"].status is not RequestStatus.PREEMPTED:
+        driver.step()
+    assert driver.requests["young"].routed_experts is not None
+    driver.abort(young)
+    assert driver.finished[young].routed_experts is None
+
+
+def test_what_is_preempted_before_it_is_computed_keeps_no_experts(fd: int) -> None:
+    """Its slots hold the experts of other requests' tokens."""
+    driver = CapturingDriver(
+        fd,
+        num_blocks=9,
+        max_model_len=32,
+        max_num_batched_tokens=4,
+        enable_prefix_caching=False,
+    )
+    driver.add("old", prompt_of(4), max_tokens=26)
+    driver.add("young", prompt_of(25, 40), max_tokens=6)
+    while driver.requests["young"].status is not RequestStatus.PREEMPTED:
+        driver.step()
+    assert driver.requests["young"].routed_experts is None
+
+
 @pytest.mark.req("FEA-08")
 def test_an_engine_without_experts_rejects_a_request_that_asks_for_a_part_of_them() -> None:
     driver = Driver()
