@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from longshore.deploy.admin.actions import SleepEngine, Status, WakeEngine
 from longshore.deploy.gateway.admin_routes import SLEEP_PATHS, AdminRoutes
-from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.errors import invalid, unavailable
 from longshore.protocol.errors import shortened
 
 _TIMEOUTS: Final = {"wait": {}, "keep": {"timeout_s": 0}}
@@ -23,11 +23,14 @@ class _Values(msgspec.Struct):
 
 
 class _Result(msgspec.Struct):
-    values: _Values
+    process: str
+    message: str
+    values: _Values = msgspec.field(default_factory=_Values)
 
 
 class _Statuses(msgspec.Struct):
     results: list[_Result] = []
+    error: str | None = None
 
 
 class SleepRoutes:
@@ -66,13 +69,20 @@ class SleepRoutes:
         return await self._admin.perform({"action": WakeEngine.__struct_config__.tag})
 
     async def _is_sleeping(self, request: Request) -> Response:
-        """Whether all engines sleep, or are about to."""
+        """Whether all engines sleep, or are about to; 503 if one of them does not say."""
         self._admin.check_key(request)
         response = await self._admin.perform({"action": Status.__struct_config__.tag})
-        results = msgspec.json.decode(response.body, type=_Statuses).results
-        states = [one.values.is_sleeping for one in results]
-        engines = [state for state in states if state is not None]
-        return JSONResponse({"is_sleeping": bool(engines) and all(engines)})
+        status = msgspec.json.decode(response.body, type=_Statuses)
+        if status.error is not None:
+            raise unavailable(f"it is not known whether the engines sleep: {status.error}")
+        schedulers = [each for each in status.results if each.process.startswith("scheduler")]
+        for each in schedulers:
+            if each.values.is_sleeping is None:
+                raise unavailable(
+                    f"it is not known whether all engines sleep: {each.process}: {each.message}"
+                )
+        are_asleep = [each.values.is_sleeping for each in schedulers]
+        return JSONResponse({"is_sleeping": bool(are_asleep) and all(are_asleep)})
 
 
 def _check_names(request: Request, *known: str) -> None:

@@ -82,6 +82,31 @@ async def test_a_deployment_sleeps_if_all_engines_do(
         assert run.supervisor.actions == [{"action": "status"}]
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"error": "there is no engine 3"}, "there is no engine 3"),
+        (
+            {
+                "results": [
+                    {"process": "scheduler 0", "message": "", "values": {"is_sleeping": True}},
+                    {"process": "scheduler 1", "message": "not ready: loading", "values": {}},
+                ]
+            },
+            "scheduler 1: not ready: loading",
+        ),
+    ],
+)
+async def test_an_engine_that_does_not_say_whether_it_sleeps_is_an_error(
+    start_administered: Any, fields: dict[str, Any], reason: str
+) -> None:
+    async with start_administered() as run:
+        run.supervisor.answer = json.dumps({"ok": False, **fields}).encode() + b"\n"
+        answer = await send(run, "/is_sleeping", method="GET")
+        assert answer.status == 503
+        assert reason in json.loads(answer.body)["error"]["message"]
+
+
 @pytest.mark.parametrize("key", [None, API_KEY])
 async def test_only_the_admin_key_opens_them(start_administered: Any, key: str | None) -> None:
     async with start_administered(api_keys=plain_keys([API_KEY], "key")) as run:
