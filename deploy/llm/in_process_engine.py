@@ -102,9 +102,12 @@ class InProcessEngine:
         self._experts_fd = None
         if plan.options.enable_return_routed_experts:
             self._experts_fd = os.memfd_create("longshore-experts", os.MFD_CLOEXEC)
-        self.worker = Worker(
-            msgspec.structs.replace(worker_config(plan), routed_experts_fd=self._experts_fd)
-        )
+        worker = msgspec.structs.replace(worker_config(plan), routed_experts_fd=self._experts_fd)
+        try:
+            self.worker = Worker(worker)
+        except BaseException:
+            self._close_experts()
+            raise
         try:
             self.connector_halves = _connector(plan, self.worker)
             self.encoder_halves = _encoder_connector(plan, self.worker)
@@ -133,6 +136,8 @@ class InProcessEngine:
         except BaseException:
             self.worker.close()
             raise
+        finally:
+            self._close_experts()  # they are mapped on both sides
         self._num_in_flight = 0
         self._outputs: list[EngineOutputs] = []
         self._failure: EngineDead | None = None
@@ -141,11 +146,13 @@ class InProcessEngine:
     def _experts_reader(self) -> RoutedExpertsReader | None:
         if self._experts_fd is None or self.worker.routed_experts is None:
             return None
-        reader = RoutedExpertsReader(
+        return RoutedExpertsReader(
             self._experts_fd, self.worker.routed_experts, self.worker.kv_cache
         )
-        os.close(self._experts_fd)  # it is mapped on both sides
-        return reader
+
+    def _close_experts(self) -> None:
+        if self._experts_fd is not None:
+            os.close(self._experts_fd)
 
     @property
     def num_blocks(self) -> int:
