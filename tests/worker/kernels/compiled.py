@@ -302,6 +302,14 @@ def compile_write_kv() -> None:
                 rotary(q, k, slots, table, *norms, 1e-5)
 
 
+def compile_heads_of_any_size() -> None:
+    for size in (192, 224, 320):
+        cache = torch.zeros(3, 4, 2, 16, size, dtype=torch.bfloat16)
+        k, slots = torch.zeros(2, 4, size, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+        nothing = (None,) * 5 + (0.0,)
+        write_kv(k, k, *cache.unbind(2), slots, 1.0, 1.0, *nothing)
+
+
 def compile_state_step() -> None:
     for dtype in DTYPES:
         for num_heads, head_dim, num_groups, state_size in ((8, 64, 1, 128), (6, 20, 2, 12)):
@@ -366,6 +374,7 @@ def main() -> None:
         compile_experts()
         compile_attention()
         compile_write_kv()
+        compile_heads_of_any_size()
         compile_state_step()
         compile_carry_state()
         compile_gated_norm()

@@ -33,7 +33,7 @@ def head_tiles(num_heads: int, size: int, num_pairs: int) -> HeadTiles:
         heads,
         triton.next_power_of_2(max(num_pairs, 1)),
         triton.next_power_of_2(max(size - 2 * num_pairs, 1)),
-        min(max(heads * size // 256, 1), 8),
+        min(triton.next_power_of_2(max(heads * size // 256, 1)), 8),
     )
 
 
