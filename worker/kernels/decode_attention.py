@@ -16,13 +16,15 @@ MAX_SPLITS: Final = 64
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_tokens: int) -> int:
-    """Into how many parts the context is divided, which are computed at the same time. It does not
-    depend on the lengths in a step, so that a graph can be replayed with others.
+    """Into how many parts the context is divided, which are computed at the same time: a power of
+    two, because each number is a kernel of its own, which takes time to compile. It does not depend
+    on the lengths in a step, so that a graph can be replayed with others.
 
     max_tokens: the longest context that a token can attend to.
     """
     wanted = -(-MIN_PROGRAMS // (num_rows * num_kv_heads)) if num_rows else 1
-    return max(1, min(wanted, MAX_SPLITS, max_tokens // MIN_SPLIT_TOKENS))
+    most = max(1, min(MAX_SPLITS, max_tokens // MIN_SPLIT_TOKENS))
+    return min(1 << (wanted - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 
 def decode_attention(

@@ -6,21 +6,12 @@ blocks is enough. All ranks run them together.
 
 import numpy as np
 
-from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 from longshore.worker.kv_cache.memory_budget import StepMemory
 from longshore.worker.process.memory_meter import MemoryMeter
-from longshore.worker.sampling.columns import (
-    ASKS_EDITS,
-    ASKS_LOGPROBS,
-    ASKS_PENALTIES,
-    ASKS_PROMPT_LOGPROBS,
-    SamplingColumns,
-)
-from longshore.worker.sampling.logit_edits import RowEdits
 from longshore.worker.step.decode_graphs import DecodeGraphs
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.step.step_launcher import StepLauncher
-from longshore.worker.step.warm_up import WarmUp
+from longshore.worker.step.warm_up import WarmUp, demanding_settings
 
 
 class MemoryProfile:
@@ -29,7 +20,7 @@ class MemoryProfile:
     def __init__(self, launcher: StepLauncher, meter: MemoryMeter) -> None:
         self._launcher = launcher
         self._meter = meter
-        self._steps = WarmUp(launcher, _demanding(launcher))
+        self._steps = WarmUp(launcher, demanding_settings(launcher))
         # The prompts of an encoder have no chunks, and nothing follows them.
         self._is_whole = launcher.state.model.config.is_bidirectional
 
@@ -81,26 +72,3 @@ class MemoryProfile:
         self._steps.capture(others[0])
         each = max(0, self._meter.used_bytes() - with_first)
         return max(0, with_first - before) + len(others) * each
-
-
-def _demanding(launcher: StepLauncher) -> SamplingColumns:
-    """Settings with which every row needs as much memory as it can to sample."""
-    num_rows, config = launcher.max_num_seqs, launcher.state.model.config
-    vocab_size = config.vocab_size
-    columns = SamplingColumns(num_rows, vocab_size=vocab_size)
-    if not config.has_head:
-        return columns
-    columns.temperature[:] = 1.0
-    columns.top_k[:] = vocab_size // 2
-    columns.top_p[:] = 0.9
-    columns.min_p[:] = 0.01
-    columns.repetition_penalty[:] = 1.1
-    columns.logprobs[:] = columns.prompt_logprobs[:] = MAX_LOGPROBS
-    edits = RowEdits.of(
-        SamplingParams(logit_bias={0: 1.0}), eos_token_ids=(), vocab_size=vocab_size
-    )
-    columns.edits = [edits] * num_rows
-    columns.asks[:] = ASKS_EDITS | ASKS_PENALTIES | ASKS_LOGPROBS
-    columns.asks[0] |= ASKS_PROMPT_LOGPROBS
-    columns.num_prompt[0] = launcher.max_model_len
-    return columns

@@ -8,10 +8,18 @@ import numpy as np
 from tqdm import tqdm
 
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.device import available_bytes
-from longshore.worker.sampling.columns import SamplingColumns
+from longshore.worker.sampling.columns import (
+    ASKS_EDITS,
+    ASKS_LOGPROBS,
+    ASKS_PENALTIES,
+    ASKS_PROMPT_LOGPROBS,
+    SamplingColumns,
+)
+from longshore.worker.sampling.logit_edits import RowEdits
 from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey
 from longshore.worker.step.device_step import Preparation
 from longshore.worker.step.encoder_rows import EncoderInput
@@ -42,10 +50,9 @@ class WarmUp:
         for that. Call it on all ranks before the first plan. Raises as `compute` does.
         """
         row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
-        rows = np.arange(num_decodes)
         batches = [
             StepBatch(row_zero, np.zeros(1, np.int64), half, num_decodes=0),
-            StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=num_decodes),
+            _first_decodes(num_decodes),
         ]
         if 2 * half <= num_prefill_tokens:
             batches.append(StepBatch(row_zero, half, half, num_decodes=0))
@@ -53,11 +60,23 @@ class WarmUp:
         self.compute(batches[0], encoded=() if silence is None else (silence,))
         for batch in batches[1:]:
             self.compute(batch)
+        if self._launcher.state.cache.device.type == "cuda":
+            self._compile_kernels(num_prefill_tokens, num_decodes)
         if self._launcher.state.graphs is not None:
             self._capture_decodes(self._launcher.state.graphs, show_progress)
         elif self._launcher.state.cache.device.type == "cpu":
             self._prepare_graph()
         self._launcher.clear_null_block()
+
+    def _compile_kernels(self, num_prefill_tokens: int, num_decodes: int) -> None:
+        """Kernels that depend on the number of rows or tokens are compiled at powers of two of
+        them; those of sampling settings, where the profile did not."""
+        for size in _powers_of_two(num_decodes):
+            self.compute(_first_decodes(size))
+        for size in _powers_of_two(num_prefill_tokens // 2):
+            self.compute(_first_tokens(size))
+        demanding = WarmUp(self._launcher, demanding_settings(self._launcher))
+        demanding.compute(_first_decodes(num_decodes))
 
     def _capture_decodes(self, graphs: DecodeGraphs, show_progress: bool | None) -> None:
         """Capture decode steps, the largest first, so that the others find its memory in the
@@ -82,9 +101,7 @@ class WarmUp:
 
     def capture(self, key: GraphKey) -> None:
         """Capture a graph of decodes. Raises as `compute` does."""
-        rows = np.arange(key.num_rows)
-        batch = StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=key.num_rows)
-        self.compute(batch, captured=key)
+        self.compute(_first_decodes(key.num_rows), captured=key)
 
     def _prepare_graph(self) -> None:
         launcher = self._launcher
@@ -133,6 +150,40 @@ class WarmUp:
             ) from completion.error
 
 
+def _powers_of_two(limit: int) -> list[int]:
+    """Those below `limit`, which is computed anyway."""
+    return [1 << exponent for exponent in range(max(limit - 1, 0).bit_length())]
+
+
+def _first_decodes(count: int) -> StepBatch:
+    """The first token of each of `count` rows."""
+    rows = np.arange(count)
+    return StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=count)
+
+
 def _first_tokens(count: int) -> StepBatch:
     """The first `count` tokens of a prompt in row 0."""
     return StepBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), num_decodes=0)
+
+
+def demanding_settings(launcher: StepLauncher) -> SamplingColumns:
+    """Settings with which every row needs as much memory as it can to sample."""
+    num_rows, config = launcher.max_num_seqs, launcher.state.model.config
+    vocab_size = config.vocab_size
+    columns = SamplingColumns(num_rows, vocab_size=vocab_size)
+    if not config.has_head:
+        return columns
+    columns.temperature[:] = 1.0
+    columns.top_k[:] = vocab_size // 2
+    columns.top_p[:] = 0.9
+    columns.min_p[:] = 0.01
+    columns.repetition_penalty[:] = 1.1
+    columns.logprobs[:] = columns.prompt_logprobs[:] = MAX_LOGPROBS
+    edits = RowEdits.of(
+        SamplingParams(logit_bias={0: 1.0}), eos_token_ids=(), vocab_size=vocab_size
+    )
+    columns.edits = [edits] * num_rows
+    columns.asks[:] = ASKS_EDITS | ASKS_PENALTIES | ASKS_LOGPROBS
+    columns.asks[0] |= ASKS_PROMPT_LOGPROBS
+    columns.num_prompt[0] = launcher.max_model_len
+    return columns
