@@ -17,7 +17,7 @@ import gc
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -150,6 +150,7 @@ class CudaGraphMaker:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._captured: list[_CudaGraph] = []  # torch ends a pool with the last graph of it
 
     def capture(self, decode: Decode, *, has_layer_hooks: bool) -> Graph:
         if self._pool is None:
@@ -157,9 +158,11 @@ class CudaGraphMaker:
         capture = _Capture(self._pool)
         with capture.running():
             decoded = decode(capture if has_layer_hooks else None)
-        return _CudaGraph(
+        graph = _CudaGraph(
             capture.pieces, capture.calls, Decoded(*(_unowned(result) for result in decoded))
         )
+        self._captured.append(graph)
+        return graph
 
 
 class _Capture:
@@ -177,11 +180,16 @@ class _Capture:
         torch.cuda.synchronize()
         is_collecting = gc.isenabled()
         gc.disable()  # what it frees on the device could end the capture
-        self._begin()
         try:
-            yield
-        finally:
+            self._begin()
+            try:
+                yield
+            except Exception:
+                with suppress(RuntimeError):  # that an operation of the capture has failed
+                    self.pieces[-1].capture_end()
+                raise
             self.pieces[-1].capture_end()
+        finally:
             if is_collecting:
                 gc.enable()
 

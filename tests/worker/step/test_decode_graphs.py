@@ -4,7 +4,9 @@ On a CPU a captured step is computed again, from the same addresses, and its res
 memory until the next replay, as those of a CUDA graph do.
 """
 
+import gc
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,6 +290,13 @@ def test_without_hooks_a_step_is_one_graph_and_all_graphs_share_a_pool(cuda: Fak
     assert cuda.events.count("pool") == 1
     assert cuda.events.count("replay 1") == 1
     assert not any(event.endswith(" 2") for event in cuda.events)
+
+
+def test_a_pool_outlives_a_graph_that_is_not_used(cuda: FakeCuda) -> None:
+    maker = CudaGraphMaker()
+    graph = weakref.ref(maker.capture(two_layers(cuda.events), has_layer_hooks=False))
+    gc.collect()
+    assert graph() is not None
 
 
 def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
