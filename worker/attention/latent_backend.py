@@ -23,6 +23,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.attention.selector import make_attention
 from longshore.worker.kernels.latents import LatentNorm, LatentPlaces, prepare_latents
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
@@ -230,8 +231,10 @@ class _Expanded:
         ]
         self._device = buffer.device
         self._table = torch.arange(num_blocks, dtype=torch.int32, device=self._device).unsqueeze(0)
-        self._backend = PagedAttentionKind(num_heads=num_heads, scale=kind.scale).make_backend(
-            PagedKV(planes.permute(2, 1, 0, 3, 4).unsqueeze(2))
+        self._backend = make_attention(
+            PagedKV(planes.permute(2, 1, 0, 3, 4).unsqueeze(2)),
+            PagedAttentionKind(num_heads=num_heads, scale=kind.scale),
+            may_probe=False,
         )
 
     def begin_chunk(self, num_tokens: int, seq_len: int) -> AttentionStep:

@@ -44,15 +44,20 @@ def computes_in_torch() -> bool:
     return _selection.name == "torch"
 
 
-def make_attention(cache: PagedKV, kind: "PagedAttentionKind") -> AttentionBackend:
+def make_attention(
+    cache: PagedKV, kind: "PagedAttentionKind", *, may_probe: bool = True
+) -> AttentionBackend:
     """On a GPU the Triton kernels, for heads of up to MAX_HEAD_DIM, with FlashInfer for chunks if
     that is selected, or is installed and faster. On a CPU the compiled kernel if it was built and
-    supports the cache's dtype and head size. Otherwise torch."""
+    supports the cache's dtype and head size. Otherwise torch.
+
+    may_probe: False while requests are served: they would wait for the comparison with FlashInfer,
+               which is not used then."""
     name = _selection.name
     if name == "torch":
         return TorchAttention(cache, kind)
     if uses_triton(cache.planes) and cache.head_dim <= MAX_HEAD_DIM:
-        if name == "triton" or cache.device.type == "cpu":
+        if name == "triton" or cache.device.type == "cpu" or not may_probe:
             return TritonAttention(cache, kind)
         return prefill_backend(cache, kind, is_wanted=name == "flashinfer")
     kernels = native()
