@@ -46,6 +46,9 @@ class HostWeights:
             storage.resize_(size)
         self._copy(to_host=False)
         self._storages, self._chunks = [], []
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # not in builds for CPUs
+        if empty_host_cache is not None:
+            empty_host_cache()
 
     def _host_memory(self) -> Tensor:
         size = min(CHUNK_BYTES, self.num_bytes)
