@@ -213,8 +213,7 @@ class Worker:
                 self._cache = self.make_cache(agreed, memory)
         cache = self._cache
         if self._queue is None:
-            check = partial(self._parallel.check, self._device)
-            self._queue = queue or open_compute_queue(self._device, check)
+            self._queue = queue or self._open_queue()
         if connector is not None:
             self.connector = ConnectorRunner(
                 connector,
@@ -232,7 +231,8 @@ class Worker:
             cache.recorded[:] = 0
             self._runner.begin_epoch(epoch, self.connector, self.encoder_connector)
             return self._runner
-        runner = self._runner = self._make_runner(cache, self._queue, epoch)
+        experts = self._make_capture(cache)
+        runner = self._runner = self._make_runner(cache, self._queue, epoch, experts)
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
         if memory is not None and memory.adopted_block_ids is not None:
@@ -249,7 +249,16 @@ class Worker:
         self._log_plan(agreed)
         return runner
 
-    def _make_runner(self, cache: KVCache, queue: ComputeQueue, epoch: int) -> ModelRunner:
+    def _open_queue(self) -> ComputeQueue:
+        return open_compute_queue(self._device, partial(self._parallel.check, self._device))
+
+    def _make_runner(
+        self,
+        cache: KVCache,
+        queue: ComputeQueue,
+        epoch: int,
+        experts: ExpertCapture | None = None,
+    ) -> ModelRunner:
         return ModelRunner(
             self.model,
             cache,
@@ -265,7 +274,7 @@ class Worker:
             encoder_connector=self.encoder_connector,
             guards_blocks=self._config.poison_kv,
             enforce_eager=self._config.enforce_eager,
-            experts=self._make_capture(cache),
+            experts=experts,
         )
 
     def _make_capture(self, cache: KVCache) -> ExpertCapture | None:
@@ -361,7 +370,8 @@ class Worker:
         self._free_cache()
         gc.collect()  # what is on the device goes with the last reference to it
         if self._asleep is None and leave_device(self._device):
-            self._asleep = HostWeights(self.model, self._device)
+            with fits_in_memory("A copy of the weights in host memory", torch.device("cpu")):
+                self._asleep = HostWeights(self.model, self._device)
         release_unused_memory(self._device)
 
     def _wake_weights(self) -> None:
@@ -454,12 +464,13 @@ class Worker:
         return num_blocks
 
     def _profile(self, groups: tuple[KVCacheGroup, ...], meter: MemoryMeter) -> StepMemory:
-        """Measure steps with a cache that has only the null block and those of sinks."""
+        """Measure steps with a cache that has only the null block and those of sinks. They capture
+        no experts, because the shared memory of these has a place for every block."""
         config = self._config
         smallest = self._config_of(groups, num_reserved_blocks(groups))
         self._wake_weights()
         if self._queue is None:
-            self._queue = open_compute_queue(self._device)
+            self._queue = self._open_queue()
         try:
             with fits_in_memory("The smallest KV cache", self._device):
                 runner = self._make_runner(self.make_cache(smallest), self._queue, epoch=0)

@@ -1,6 +1,7 @@
 """The profile of a rank's memory, with a meter that stands for that of a GPU."""
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -174,6 +175,22 @@ def test_a_cache_whose_size_is_given_otherwise_needs_no_profile(
     with observed(WorkerConfig(model=str(checkpoint[0]), **SETTINGS, **setting), meter) as worker:
         assert worker.kv_cache.num_blocks > 0
     assert not meter.sizes
+
+
+def test_a_mixture_whose_experts_are_captured_has_a_profile(
+    meter: ScriptedMeter, tmp_path: Path
+) -> None:
+    """Their memory has a place for every block, and is not touched before there are blocks."""
+    make_tiny_model("Mixtral", tmp_path)
+    fd = os.memfd_create("experts")
+    try:
+        config = WorkerConfig(model=str(tmp_path), routed_experts_fd=fd, **SETTINGS)
+        with observed(config, meter) as worker:
+            assert worker.kv_cache.num_blocks > 0
+            assert os.fstat(fd).st_size == 0
+            assert meter.measured
+    finally:
+        os.close(fd)
 
 
 def test_a_cpu_has_no_profile(checkpoint: tuple[Path, Any]) -> None:
