@@ -235,7 +235,8 @@ def test_process_groups_copy_the_kv_as_well(
     with Pair(tiny_model[0], tmp_path, *flags, "--state-dir", str(tmp_path / "state")) as pair:
         pair.wait_until_ready()
         for number in range(3):
-            body = {"prompt": prompt(number), "max_tokens": 12, "temperature": 0, **ALL}
+            # Prompts of no other test: what `unified` has cached would be in `usage`.
+            body = {"prompt": prompt(40 + number), "max_tokens": 12, "temperature": 0, **ALL}
             assert comparable(post(pair, body)) == comparable(post(unified, body))
         wait_until(lambda: pair.num_pulled_blocks == 3 * 10)
         pair.assert_all_is_free()
