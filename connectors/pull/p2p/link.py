@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -33,9 +33,9 @@ from longshore.connectors.pull.p2p.staging import (
     CHUNK_BYTES,
     Chunk,
     StagingPool,
-    places_of,
+    positions_of,
 )
-from longshore.connectors.pull.transport import Memory, ReadState
+from longshore.connectors.pull.transport import Memory, ReadState, TransportError
 from longshore.protocol.arrays import Int64Array
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,10 @@ MAPPED_CHUNK_BYTES: Final = 256 << 20
 ABORT_AFTER_S: Final = 0.5
 """How long the thread of an ended link may take before its communicator is aborted from outside: it
 waits in a call of the library that does not return."""
+
+MAX_STUCK: Final = 16
+"""Threads of ended links in calls of the library that do not return; with as many, no new link is
+begun."""
 
 READY: Final = "ready"
 """Key of the rendezvous: the owner's end begins to connect."""
@@ -72,6 +76,36 @@ class _Transfer(NamedTuple):
     chunk: Chunk | None = None
 
 
+class StartedLinks:
+    """The links of a transport whose threads may still run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._links: list[Link[Any, Any]] = []
+
+    def add(self, link: "Link[Any, Any]") -> None:
+        with self._lock:
+            self._links.append(link)
+
+    def check(self) -> None:
+        """Raise TransportError if MAX_STUCK threads of ended links have not ended."""
+        with self._lock:
+            self._links = [link for link in self._links if link.thread.is_alive()]
+            num_stuck = sum(link.failure is not None for link in self._links)
+        if num_stuck >= MAX_STUCK:
+            raise TransportError(
+                f"{num_stuck} ended links are still in calls of the library that do not return, so "
+                "no new one is begun. Can the hosts reach each other on all ports? With several "
+                "networks, set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME on all of them."
+            )
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for all threads, of which some may be in a call that cannot be ended."""
+        deadline_s = time.monotonic() + timeout_s
+        for link in self._links:
+            link.thread.join(max(deadline_s - time.monotonic(), 0.0))
+
+
 class Here(NamedTuple):
     """What the links of one rank in one direction share.
 
@@ -82,6 +116,7 @@ class Here(NamedTuple):
     library: Library
     memory: Memory
     staging: StagingPool
+    started: StartedLinks
     timeout_s: float
 
 
@@ -91,6 +126,7 @@ class Link(ABC, Generic[ItemT, MessageT]):
     send:   gives a message to the other end, on any thread.
     on_end: called by `end`.
 
+    thread:  calls the library.
     failure: why it has ended; None: it has not.
     late_at: when the call that the thread is in is late; None: it waits for work.
     """
@@ -100,7 +136,7 @@ class Link(ABC, Generic[ItemT, MessageT]):
     def __init__(
         self, here: Here, send: Callable[[MessageT | Share], None], on_end: Callable[[], None]
     ) -> None:
-        self._library, self._memory, self._staging, self._timeout_s = here
+        self._library, self._memory, self._staging, self._started, self._timeout_s = here
         self._send, self._on_end = send, on_end
         self.rendezvous = Rendezvous(lambda key, value: send(Share(key, value)), self._timeout_s)
         self.failure: str | None = None
@@ -110,7 +146,7 @@ class Link(ABC, Generic[ItemT, MessageT]):
         self._communicator: Communicator | None = None
         self._buffers: deque[Tensor] = deque()  # in use, in the order of their transfers
         self._in_flight: deque[_Transfer] = deque()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, name=f"p2p-{self.side.name.lower()}", daemon=True
         )
 
@@ -124,7 +160,8 @@ class Link(ABC, Generic[ItemT, MessageT]):
 
     def start(self) -> None:
         self.late_at = time.monotonic() + self._timeout_s
-        self._thread.start()
+        self.thread.start()
+        self._started.add(self)
 
     def put(self, item: ItemT) -> None:
         self._items.put(item)
@@ -139,14 +176,15 @@ class Link(ABC, Generic[ItemT, MessageT]):
         self.rendezvous.end()
         self._items.put(None)
         self._on_end()
-        if self._thread is not threading.current_thread():
+        # A thread that is not started yet ends at its first look at the rendezvous.
+        if self.thread is not threading.current_thread() and self.thread.is_alive():
             threading.Thread(target=self._abort, name="p2p-abort", daemon=True).start()
 
     def _abort(self) -> None:
         """A call of the library can block, so only a thread that does nothing else does this."""
-        self._thread.join(ABORT_AFTER_S)
+        self.thread.join(ABORT_AFTER_S)
         communicator = self._communicator
-        if self._thread.is_alive() and communicator is not None:
+        if self.thread.is_alive() and communicator is not None:
             communicator.abort()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
@@ -157,10 +195,6 @@ class Link(ABC, Generic[ItemT, MessageT]):
             return False
         self._copying.release()
         return True
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread, which may be in a call that cannot be ended."""
-        self._thread.join(timeout_s)
 
     # On the thread
 
@@ -218,7 +252,7 @@ class Link(ABC, Generic[ItemT, MessageT]):
         self._check()
         self._finished(transfer, self._buffers[0])
         self._in_flight.popleft()
-        self._staging.give_back(self._buffers.popleft())
+        self._staging.release(self._buffers.popleft())
         self.late_at = None
 
     def _copy(self, targets: Int64Array, sources: Int64Array, lengths: Int64Array) -> None:
@@ -258,7 +292,7 @@ class SendingLink(Link[Send, ToReader]):
         deadline_s = time.monotonic() + self._timeout_s
         buffer = self._buffer(deadline_s)
         sources = self._memory.address + offsets
-        self._copy(buffer.data_ptr() + places_of(lengths), sources, lengths)
+        self._copy(buffer.data_ptr() + positions_of(lengths), sources, lengths)
         assert self._communicator is not None
         self.late_at = deadline_s
         wait = self._communicator.send(buffer[: int(lengths.sum())], request.number)
@@ -366,7 +400,7 @@ class ReceivingLink(Link[P2PRead, ToOwner]):
     def _finished(self, transfer: _Transfer, buffer: Tensor) -> None:
         assert transfer.chunk is not None
         _, offsets, lengths = transfer.chunk
-        sources = buffer.data_ptr() + places_of(lengths)
+        sources = buffer.data_ptr() + positions_of(lengths)
         self._copy(self._memory.address + offsets, sources, lengths)
 
 

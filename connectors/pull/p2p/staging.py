@@ -42,7 +42,7 @@ class StagingPool:
             self._num_new -= 1
             return buffer
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         with self._changed:
             self._free.append(buffer)
             self._changed.notify()
@@ -98,6 +98,6 @@ def chunks_of(
             yield Chunk(owner[part], reader[part], sizes[part])
 
 
-def places_of(lengths: Int64Array) -> Int64Array:
+def positions_of(lengths: Int64Array) -> Int64Array:
     """Where each run of a chunk is in a buffer."""
     return np.cumsum(lengths) - lengths

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 import torch
@@ -19,12 +19,12 @@ from longshore.connectors.pull.p2p.communicator import Library
 from longshore.connectors.pull.p2p.gloo import GlooLibrary
 from longshore.connectors.pull.p2p.link import (
     Here,
-    Link,
     MappedLink,
     MappingLink,
     P2PRead,
     ReceivingLink,
     SendingLink,
+    StartedLinks,
 )
 from longshore.connectors.pull.p2p.messages import Join, LibraryName, ToOwner, ToReader
 from longshore.connectors.pull.p2p.nccl import NcclLibrary
@@ -82,6 +82,7 @@ class P2PTransport:
         self._regions: dict[str, _Region] = {}  # by peer
         self._links: dict[str, ReceivingLink] = {}  # by peer
         self._ending: list[ReceivingLink] = []  # that may still write to a block
+        self._started = StartedLinks()
 
     def register(self, memory: Memory) -> bytes:
         """Raises ConfigError without the library, or if it cannot listen."""
@@ -89,8 +90,8 @@ class P2PTransport:
         library = self._library()
         exported = self._exported()
         make = partial(Here, library, memory)
-        self._sending_here = make(StagingPool(library), self._timeout_s)
-        self._receiving_here = make(StagingPool(library), self._timeout_s)
+        self._sending_here = make(StagingPool(library), self._started, self._timeout_s)
+        self._receiving_here = make(StagingPool(library), self._started, self._timeout_s)
         silence_s = min(MAX_SILENCE_S, self._timeout_s)
         self._channel = Channel(self._options, self._make_sending, silence_s)
         logger.info("p2p_nccl: KV blocks are transferred by %s", library.name)
@@ -145,6 +146,7 @@ class P2PTransport:
         """On the thread of the channel."""
         if join.session != self._session:
             raise TransportError("the reader does not know this engine; it was restarted")
+        self._started.check()
         if join.library == "mapped":
             return MappedLink(self._sending_here, send, on_end)
         if join.library != self._sending_here.library.name:
@@ -179,6 +181,7 @@ class P2PTransport:
         link = self._links.get(peer)
         if link is None or link.failure is not None:
             self._end_link(peer, "")
+            self._started.check()
             make = self._making_link(region)
             link = self._links[peer] = self._channel.open(make, region.host, region.port)
         chunks = partial(chunks_of, reads, region.block_bytes, self._memory.block_bytes)
@@ -215,7 +218,6 @@ class P2PTransport:
         self._regions.clear()
 
     def close(self) -> None:
-        receiving = list(self._links.values())
         self.reset()
         sending = self._channel.close(CONFIRM_TIMEOUT_S)
         if sending is None:
@@ -226,7 +228,4 @@ class P2PTransport:
         for link in sending:
             if not link.has_ended(max(deadline_s - time.monotonic(), 0.0)):
                 raise TransportError("a copy from KV blocks to staging memory does not end")
-        links: list[Link[Any, Any]] = [*receiving, *sending]
-        deadline_s = time.monotonic() + JOIN_S
-        for each in links:
-            each.join(max(deadline_s - time.monotonic(), 0.0))
+        self._started.join(JOIN_S)

@@ -107,7 +107,7 @@ def test_after_a_link_has_ended_nothing_is_written(
             reader.transport.disconnect(peer)
         assert posted[0].poll() is ReadState.FAILED
         may_send.set()
-        receiving.join(30)
+        receiving.thread.join(30)
         assert not reader.blocks.any()
         assert reader.read(owner, BlockReads(WHOLE, ids(4), ids(6))) is ReadState.DONE
         assert not reader.blocks[5].any()

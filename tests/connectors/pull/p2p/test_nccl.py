@@ -1,6 +1,7 @@
 """Links by NCCL, with a fake of CuPy: what is called, in which order, and how they end."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,11 +17,11 @@ from longshore.connectors.pull.p2p.communicator import Library
 from longshore.connectors.pull.p2p.nccl import NcclLibrary
 from longshore.connectors.pull.p2p.peer_memory import PeerMemory
 from longshore.connectors.pull.p2p.transport import P2PTransport
-from longshore.connectors.pull.transport import BlockReads, Memory, ReadState
+from longshore.connectors.pull.transport import BlockReads, Memory, ReadState, TransportError
 from longshore.protocol.errors import ConfigError
 from tests.connectors.pull.p2p.fake_cupy import World, installed
 from tests.connectors.pull.p2p.fake_ipc import Driver, Runtime
-from tests.connectors.pull.p2p.sides import WHOLE, ids, two_ranks, until, wait
+from tests.connectors.pull.p2p.sides import WHOLE, Rank, ids, two_ranks, until, wait
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.req("CRG-03")]
 
@@ -117,6 +118,31 @@ def test_a_call_that_does_not_return_is_aborted_by_another_thread(call: str, wor
         until(lambda: len(world.pair.aborts) == 2)
         world.blocked = None
         assert reader.read(owner, READ) is ReadState.DONE
+
+
+def test_calls_that_never_return_hold_a_bounded_number_of_threads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connecting cannot be aborted."""
+    may_return = threading.Event()
+    monkeypatch.setattr(link, "MAX_STUCK", 2)
+    with gpus(read_timeout_s=0.5) as (reader, owner):
+        with monkeypatch.context() as patch:
+            patch.setattr(NcclLibrary, "connect", lambda *_: may_return.wait())
+            assert reader.read(owner, READ) is ReadState.FAILED
+            until(lambda: reader.transport._links[owner_of(reader)].failure is not None)
+            assert reader.read(owner, READ) is ReadState.FAILED
+            until(lambda: reader.transport._links[owner_of(reader)].failure is not None)
+            with pytest.raises(TransportError, match=r"2 ended links.*NCCL_SOCKET_IFNAME"):
+                reader.read(owner, READ)
+            may_return.set()
+        until(lambda: not any(each.thread.is_alive() for each in reader.transport._started._links))
+        assert reader.read(owner, READ) is ReadState.DONE
+
+
+def owner_of(reader: Rank) -> str:
+    (peer,) = reader.transport._links
+    return peer
 
 
 def test_staging_memory_of_an_aborted_transfer_is_not_used_again(world: World) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longshore.connectors.pull.layout import Pattern
 from longshore.connectors.pull.p2p import staging
 from longshore.connectors.pull.p2p.gloo import GlooLibrary
-from longshore.connectors.pull.p2p.staging import StagingPool, chunks_of, places_of
+from longshore.connectors.pull.p2p.staging import StagingPool, chunks_of, positions_of
 from longshore.connectors.pull.transport import BlockReads
 from tests.connectors.pull.p2p.sides import ids
 
@@ -51,7 +51,7 @@ def test_neighbours_are_one_run() -> None:
     whole = Pattern(ids(0), ids(0), ids(16))
     (chunk,) = chunks_of([BlockReads(whole, ids(3, 4, 5), ids(7, 8, 1))], 16, 16)
     assert [each.tolist() for each in chunk] == [[48, 80], [112, 16], [32, 16]]
-    assert places_of(chunk.lengths).tolist() == [0, 32]
+    assert positions_of(chunk.lengths).tolist() == [0, 32]
 
 
 @pytest.mark.req("CRG-03")
@@ -62,7 +62,7 @@ def test_staging_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(first, torch.Tensor)
     assert isinstance(second, torch.Tensor)
     assert pool.take(0.01) is None
-    pool.give_back(first)
+    pool.release(first)
     assert pool.take(0.0) is first
     pool.replace(first, is_unused=True)
     third = pool.take(0.0)
