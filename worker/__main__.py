@@ -2,11 +2,13 @@
 
 import gc
 import logging
+import os
 import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
@@ -72,5 +74,21 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
+def end_process(status: object) -> NoReturn:
+    """End this process without what Python does at its end, but with all that was logged.
+
+    Python ends a daemon thread that returns from a library at that time by unwinding its stack, and
+    the destructors of C++ on it answer by aborting the process.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status if isinstance(status, int) else 0)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        exit_status: object = main()
+    except SystemExit as stopped:  # by a signal
+        exit_status = stopped.code
+    end_process(exit_status)

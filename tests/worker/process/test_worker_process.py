@@ -386,3 +386,43 @@ def test_bad_usage_is_status_2_and_one_line(arguments: list[str]) -> None:
     )
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
+
+
+LATE_THREAD = """
+import sys, threading, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from longshore.worker.__main__ import end_process
+
+class EndsLate:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+ends_late, store, posted = EndsLate(), dist.HashStore(), threading.Event()
+
+def wait(rank):
+    options = dist.ProcessGroupGloo._Options()
+    options._threads, options._timeout = 1, timedelta(seconds=20)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    group = dist.ProcessGroupGloo(store, rank, 2, options)
+    if rank:
+        time.sleep(10)
+    work = group.recv([torch.zeros(4)], 1, 0)
+    posted.set()
+    try:
+        work.wait(timedelta(seconds=0.5))
+    except RuntimeError:
+        group = None
+
+for rank in range(2):
+    threading.Thread(target=wait, args=(rank,), daemon=True).start()
+posted.wait()
+print("the end", end="")
+end_process(3)  # with sys.exit, it is aborted
+"""
+
+
+def test_a_thread_that_returns_from_a_library_does_not_abort_a_process_that_ends() -> None:
+    """As of a link of `p2p_nccl` whose peer is gone."""
+    ended = subprocess.run([sys.executable, "-c", LATE_THREAD], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout) == (3, b"the end"), ended.stderr
