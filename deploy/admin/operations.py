@@ -190,7 +190,7 @@ class Operations:
         raise InvalidAction(f"engine={engine} does not exist here; the engines are {numbers}")
 
     def _scheduler(self, engine: Replica) -> ManagedProcess:
-        found = [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
+        found = self._schedulers(engine)
         if not found:
             if self._engine_set.states.get(engine) == "starting":
                 raise InvalidAction(f"engine {engine.number} is starting")
@@ -248,8 +248,18 @@ class Operations:
     # Engines that come and go
 
     def _is_running(self, engine: Replica) -> bool:
-        processes = list(self._supervisor.processes)
-        return any(each.name == engine.scheduler and each.ready is not None for each in processes)
+        """Whether it computes requests."""
+        return self._is_ready(engine) and not self._is_asleep(engine)
+
+    def _is_ready(self, engine: Replica) -> bool:
+        return any(each.ready is not None for each in self._schedulers(engine))
+
+    def _is_asleep(self, engine: Replica) -> bool:
+        return any(each.is_asleep for each in self._schedulers(engine))
+
+    def _schedulers(self, engine: Replica) -> list[ManagedProcess]:
+        """Its scheduler; none while it is not started."""
+        return [each for each in list(self._supervisor.processes) if each.name == engine.scheduler]
 
     def _add(self, role: Role | None) -> Result:
         """If the engine does not start, everything is as it was before."""
@@ -432,9 +442,11 @@ class Operations:
     def _engine_states(self, number: int | None) -> list[Result]:
         results = []
         for engine, state in self._engine_set.states.items():
-            is_ready = state == "removed" or self._is_running(engine)
+            is_ready = state == "removed" or self._is_ready(engine)
             if number in (None, engine.number):
-                shown = state if is_ready or state == "starting" else "not ready"
+                shown: str = state if is_ready or state == "starting" else "not ready"
+                if shown == "ready" and self._is_asleep(engine):
+                    shown = "asleep"
                 values = {"role": engine.role, "state": shown}
                 message = f"{engine.role}, {shown}"
                 results.append(Result(f"engine {engine.number}", is_ready, message, values))

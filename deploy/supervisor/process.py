@@ -251,6 +251,12 @@ class ManagedProcess:
             case Wake() if self.was_ready:
                 self._kept_settings["is_asleep"] = False
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether an operator has sent it to sleep, or it began asleep."""
+        began = getattr(self.spec.config, "is_asleep", False)
+        return bool(self._kept_settings.get("is_asleep", began))
+
     def _note_epoch(self, epoch: object) -> None:
         """A sleep begins an epoch, without a restart; a next process must not begin it again."""
         config: Any = self.spec.config

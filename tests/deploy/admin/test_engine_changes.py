@@ -15,7 +15,9 @@ from longshore.deploy.admin.actions import (
     Restart,
     Result,
     ResumeEngine,
+    SleepEngine,
     Status,
+    WakeEngine,
 )
 from longshore.deploy.admin.operations import NewEngine, Operations
 from longshore.deploy.supervisor import group_restarts
@@ -196,6 +198,29 @@ def test_new_requests_wait_for_a_restart_if_all_other_engines_are_drained(
     assert deployment.perform(Restart(engine=1)).ok
     holds_new = [each.holds_new for each in asked if isinstance(each, DrainEngine)]
     assert holds_new == [False, False, True]
+
+
+def test_an_engine_that_sleeps_computes_no_requests_for_others(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Command] = []
+    ask = operations._ask
+
+    def note(to: Sequence[tuple[ManagedProcess, Command]], timeout_s: float) -> list[Result]:
+        asked.extend(command for _, command in to)
+        return ask(to, timeout_s)
+
+    monkeypatch.setattr(operations, "_ask", note)
+    deployment.perform(SleepEngine(engine=0, timeout_s=0.0))
+    assert deployment.states == {"engine 0": "asleep", "engine 1": "ready"}
+    refused = deployment.perform(DrainOneEngine(engine=1))
+    assert "it is the last unified engine that is ready" in refused.message
+    deployment.perform(Restart(engine=1))
+    (drain,) = (each for each in asked if isinstance(each, DrainEngine))
+    assert drain.holds_new
+    deployment.perform(WakeEngine(engine=0))
+    assert deployment.states["engine 0"] == "ready"
+    assert deployment.perform(DrainOneEngine(engine=1)).message.startswith("gets no new requests")
 
 
 def test_an_engine_that_a_gateway_cannot_use_is_ended(deployment: Deployment) -> None:
