@@ -99,6 +99,12 @@ def hashes_of(client: Client, handle: int, prompt_len: int = 40) -> list[bytes]:
     return hashes
 
 
+def is_subscribed(subscriber: RemoteSubscriber, client: Client, handle: int) -> bool:
+    """Whether the events of a new request arrive: those sent before the subscription do not."""
+    run(client, range(handle, handle + 1), max_tokens=1)
+    return subscriber.receive(100) is not None
+
+
 def check_contents(index: EventIndex) -> None:
     """Every block's hash is that of its tokens after its parent."""
     assert index.blocks
@@ -192,9 +198,11 @@ def test_subscriber_that_does_not_read_does_not_stall_the_engine(
     topic = "t" * 4096
     with publishing(topic=topic) as (engine, client):
         slow = subscribe(engine, topic=topic, max_queued=1)
-        run(client, range(1), max_tokens=1)
-        assert slow.receive() is not None  # it is subscribed
-        run(client, range(1, 17), max_tokens=1500, longer=1)  # each step fills a block
+        handles = itertools.count()
+        wait_until(lambda: is_subscribed(slow, client, next(handles)))
+        first = next(handles)
+        # Each step fills a block.
+        run(client, range(first, first + 16), max_tokens=1500, longer=1)
         received = []
         while (message := slow.receive(0)) is not None:
             received.append(message[0])

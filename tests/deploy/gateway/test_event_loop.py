@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,7 @@ from tests.deploy.sounds import as_file
 from tests.deploy.tiny_whisper import save_whisper_settings, save_whisper_tokenizer
 
 MAX_GAP_S: Final = 0.25
+NUM_ATTEMPTS: Final = 3
 TICK_S: Final = 0.01
 TOKEN: Final = 64
 MAX_BODY_BYTES: Final = 16 << 20  # the default
@@ -125,6 +127,18 @@ class LiveStream:
             while self.num_events < until:
                 await asyncio.sleep(TICK_S)
         longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    async def longest_during_s(self, ask: Callable[[], Awaitable[None]]) -> float:
+        """The longest gap while `ask` runs. One above MAX_GAP_S must show in every one of
+        NUM_ATTEMPTS, as the tests that run at the same time cause one now and then."""
+        longest_s = math.inf
+        for _ in range(NUM_ATTEMPTS):
+            await self.take_longest_s()
+            await ask()
+            longest_s = min(longest_s, await self.take_longest_s())
+            if longest_s <= MAX_GAP_S:
+                break
         return longest_s
 
     async def close(self) -> None:
@@ -289,11 +303,13 @@ async def test_no_parameter_of_any_size_blocks_the_event_loop(
     ):
         for what, body in bodies(path):
             assert len(body) <= MAX_BODY_BYTES
-            await stream.take_longest_s()  # while the body was made
-            status, answer = await post(gateway, path, body)
-            assert status in (200, 400, 404, 504), answer[:300]
-            assert len(answer) < 2000 or status == 200, answer[:300]
-            if (longest_s := await stream.take_longest_s()) > MAX_GAP_S:
+
+            async def ask(body: bytes = body) -> None:
+                status, answer = await post(gateway, path, body)
+                assert status in (200, 400, 404, 504), answer[:300]
+                assert len(answer) < 2000 or status == 200, answer[:300]
+
+            if (longest_s := await stream.longest_during_s(ask)) > MAX_GAP_S:
                 too_long[what] = longest_s
         assert too_long == {}
 
@@ -383,10 +399,13 @@ async def test_no_large_answer_blocks_the_event_loop(
         start_gateway(beside_stream(answer_at_length), **settings) as gateway,
         live_stream(gateway) as stream,
     ):
-        status, answer = await post(gateway, path, json.dumps(body).encode())
-        assert status == 200, answer[:300]
-        assert len(answer) > MIN_LARGE_BYTES
-        assert await stream.take_longest_s() < MAX_GAP_S
+
+        async def ask() -> None:
+            status, answer = await post(gateway, path, json.dumps(body).encode())
+            assert status == 200, answer[:300]
+            assert len(answer) > MIN_LARGE_BYTES
+
+        assert await stream.longest_during_s(ask) < MAX_GAP_S
 
 
 def forms() -> Iterator[tuple[str, str, bytes]]:
@@ -421,10 +440,12 @@ async def test_no_form_of_any_size_blocks_the_event_loop(
         live_stream(gateway, path) as stream,
     ):
         for what, kind, body in forms():
-            await stream.take_longest_s()
-            status, answer = await post(gateway, path, body, kind, timeout_s=3.0)
-            assert status in (None, 400, 413), (what, status, answer[:300])
-            assert len(answer) < 2000
-            if (longest_s := await stream.take_longest_s()) > MAX_GAP_S:
+
+            async def ask(kind: str = kind, body: bytes = body) -> None:
+                status, answer = await post(gateway, path, body, kind, timeout_s=3.0)
+                assert status in (None, 400, 413), answer[:300]
+                assert len(answer) < 2000
+
+            if (longest_s := await stream.longest_during_s(ask)) > MAX_GAP_S:
                 too_long[what] = longest_s
         assert too_long == {}
