@@ -30,6 +30,11 @@ GEMMA3_WITH_IMAGES: Final = Case(
     "Gemma 3 with images", "Gemma3WithImages", FIRST_CASES["Gemma3"].settings
 )
 ALL_CASES: Final = (*CASES, GEMMA3_WITH_IMAGES)
+ON_RANKS: Final = (
+    *FIRST_CASES.values(),
+    *(case for case in CASES if case.name in ("Llama, one KV head", "DeepSeek-V2, groups, biased")),
+)
+"""Shards of all shapes are tested without processes in `tests/worker/models`."""
 VISION: Final = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -106,7 +111,7 @@ def test_every_architecture_is_among_the_cases() -> None:
     assert set(map(architecture_of, ALL_CASES)) | with_sound == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize("case", [marked_on_ranks(case) for case in ALL_CASES])
+@pytest.mark.parametrize("case", [marked_on_ranks(case) for case in ON_RANKS])
 def test_chunks_prefix_hits_and_preemptions_on_two_ranks_change_no_token(
     case: Case, tmp_path: Path
 ) -> None:
