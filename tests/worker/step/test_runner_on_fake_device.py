@@ -85,11 +85,15 @@ def slow_unless(is_quick: bool) -> list[pytest.MarkDecorator]:
     return [] if is_quick else [pytest.mark.slow]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=slow_unless(case in SMALLEST.values())) for case in CASES],
-    ids=str,
+    ("case", "dtype"),
+    [
+        pytest.param(
+            case, dtype, marks=slow_unless(case in SMALLEST.values()), id=f"{case}-{dtype}"
+        )
+        for case in CASES
+        for dtype in (DTYPES if case in SMALLEST.values() else DTYPES[:1])
+    ],
 )
 def test_a_decoder_computes_every_kind_of_step(
     case: Case, dtype: str, device: FakeDevice, tmp_path: Path
