@@ -29,13 +29,20 @@ class ServerFailed(LongshoreError):
 
 @dataclass(frozen=True)
 class Measured:
-    """One answered request; times in seconds."""
+    """One answered request; times in seconds. sent_s: by `perf_counter`."""
 
+    sent_s: float
     ttft_s: float
     e2e_s: float
     gaps_s: list[float]
     num_output_tokens: int
     num_cached_tokens: int
+
+    @property
+    def arrivals_s(self) -> list[float]:
+        """When its events arrived, by `perf_counter`."""
+        first_s = self.sent_s + self.ttft_s
+        return [first_s, *(first_s + np.cumsum(self.gaps_s)).tolist()]
 
     @property
     def tpot_s(self) -> float | None:
@@ -53,7 +60,7 @@ def run(options: ServeBenchOptions) -> None:
 
 async def _run(options: ServeBenchOptions) -> dict[str, Any]:
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
-    options = await _ask_server(endpoint, options)
+    options = await ask_server(endpoint, options)
     generator = np.random.default_rng(options.seed)
     prompts = random_prompts(
         options.num_prompts + options.num_warm_up,
@@ -63,7 +70,7 @@ async def _run(options: ServeBenchOptions) -> dict[str, Any]:
         generator=generator,
     )
     for prompt in prompts[options.num_prompts :]:
-        await _measure(endpoint, options, prompt)
+        await measure(endpoint, options, prompt)
     waits_s = generator.exponential(1 / options.request_rate, options.num_prompts)
     slots = asyncio.Semaphore(options.max_concurrency or options.num_prompts)
     begin_s = time.perf_counter()
@@ -78,8 +85,8 @@ async def _run(options: ServeBenchOptions) -> dict[str, Any]:
     return {**conditions(options), **_summary(measured, errors, duration_s)}
 
 
-async def _ask_server(endpoint: HttpEndpoint, options: ServeBenchOptions) -> ServeBenchOptions:
-    """The options, with the server's model and vocabulary size filled in."""
+async def ask_server(endpoint: HttpEndpoint, options: ServeBenchOptions) -> ServeBenchOptions:
+    """The options, with the server's model and vocabulary size filled in. Raises ServerFailed."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=10.0)
         if answer.status != 200:
@@ -101,14 +108,15 @@ async def _measure_in_slot(
 ) -> Measured | str:
     async with slots:
         try:
-            return await _measure(endpoint, options, prompt)
+            return await measure(endpoint, options, prompt)
         except (ServerFailed, OSError, TimeoutError) as error:
             return f"{type(error).__name__}: {error}"
 
 
-async def _measure(
+async def measure(
     endpoint: HttpEndpoint, options: ServeBenchOptions, prompt: list[int]
 ) -> Measured:
+    """Send a request of `options.output_len` tokens. Raises ServerFailed, OSError, TimeoutError."""
     body = json.dumps(
         {
             "model": options.model,
@@ -147,6 +155,7 @@ def _timings(answer: HttpAnswer) -> Measured:
     if not arrivals_s:
         raise ServerFailed("the stream ended without a token")
     return Measured(
+        sent_s=answer.sent_s,
         ttft_s=arrivals_s[0] - answer.sent_s,
         e2e_s=arrivals_s[-1] - answer.sent_s,
         gaps_s=np.diff(arrivals_s).tolist(),
