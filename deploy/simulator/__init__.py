@@ -1,0 +1,1 @@
+"""`longshore simulate`: the real scheduler, tiers and router, with a simulated worker and clock."""
