@@ -86,3 +86,53 @@ class ServeBenchOptions:
         for name in ("request_rate", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitCostOptions:
+    """Measurements of an idle server, to which a cost model is fitted.
+
+    Attributes:
+        url: URL of the server: one engine, with the default asynchronous scheduling.
+        api_key: API key of the server.
+        model: Name of the model. Default: the first that the server lists.
+        output: File for the cost model.
+        kv_bytes_per_token: Bytes of KV per token, of all workers, as `longshore doctor --plan`
+            shows them.
+        max_num_batched_tokens: Tokens per step that the server was started with.
+        batch_sizes: Numbers of requests that decode together. At most the server's max_num_seqs.
+        prompt_lens: Tokens per prompt.
+        output_len: Tokens per answer, over which the time per token is measured.
+        repeats: Measurements of each point, of which the median counts.
+        vocab_size: Prompts consist of ids below it. Default: the server's value.
+        timeout_s: Seconds to wait for one answer.
+        seed: Seed of prompts.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+    output: Path = Path("cost-model.json")
+    kv_bytes_per_token: int = 131_072
+    max_num_batched_tokens: int = 2048
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    prompt_lens: tuple[int, ...] = (16, 64, 256, 512, 1024, 1536)
+    output_len: int = 128
+    repeats: int = 5
+    vocab_size: int | None = None
+    timeout_s: float = 600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "repeats", "vocab_size"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("kv_bytes_per_token", self.kv_bytes_per_token, 2)
+        check_at_least("output_len", self.output_len, 8)
+        for name in ("batch_sizes", "prompt_lens"):
+            values = getattr(self, name)
+            for value in values:
+                check_at_least(name, value, 1)
+            if len(set(values)) < 2:
+                raise ConfigError(f"{name}={values} must have at least two different values")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
