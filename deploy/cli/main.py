@@ -13,7 +13,11 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
 
 import longshore
-from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.bench.options import (
+    FitCostOptions,
+    ServeBenchOptions,
+    ThroughputOptions,
+)
 from longshore.deploy.cli.admin_commands import admin
 from longshore.deploy.cli.client_options import (
     ChatOptions,
@@ -27,6 +31,7 @@ from longshore.deploy.cli.options import (
 )
 from longshore.deploy.cli.vllm_settings import translate_flags
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.simulator.options import SimulateOptions
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.process import VARIABLE_PREFIX
@@ -153,6 +158,18 @@ def doctor(
     sys.exit(examine_machine(options) if options.machine else examine(options))
 
 
+@app.command
+def simulate(
+    *,
+    options: Annotated[SimulateOptions, Parameter(name="*")] = SimulateOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Simulate a deployment on a trace, with the real scheduler, tiers and router: latency,
+    throughput and hit rates, without a GPU (docs/simulator.md)."""
+    from longshore.deploy.cli.simulate import run
+
+    run(options)
+
+
 @bench.command
 def throughput(
     *,
@@ -171,6 +188,17 @@ def bench_serve(
 ) -> None:
     """Measure latency and throughput of a running server at a request rate."""
     from longshore.deploy.bench.serve import run
+
+    run(options)
+
+
+@bench.command(name="fit-cost")
+def bench_fit_cost(
+    *,
+    options: Annotated[FitCostOptions, Parameter(name="*")] = FitCostOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Fit a cost model for `longshore simulate` to a running server, which must be idle."""
+    from longshore.deploy.bench.fit_cost import run
 
     run(options)
 
