@@ -115,6 +115,8 @@ class Lifecycle(SchedulerPart):
             eos_token_ids=self.eos_token_ids,
         )
         self._request_ids.add(request_id)
+        if self.trace is not None:
+            self.trace.queued(request, now)
         if self.transfers is not None:
             self.transfers.added(request)
         if len(request.token_ids) >= request.max_total_tokens:
@@ -177,6 +179,8 @@ class Lifecycle(SchedulerPart):
         self.num_preemptions += 1
         self.waiting.put_back(request)
         self.log.preempted(request, step=self.plan.step + 1)
+        if self.trace is not None:
+            self.trace.preempted(request)
 
     def end_load(self, load: EndedLoad, now: float) -> None:
         """A load has ended: the tokens that it has written count as computed. With the policy
@@ -278,6 +282,8 @@ class Lifecycle(SchedulerPart):
         )
         step = self.in_flight.last_answered_step if outcome.step is None else outcome.step
         self.log.ended(request, outcome.reason, step=step, text=outcome.message)
+        if self.trace is not None:
+            self.trace.ended(request, outcome.reason, now)
         return blocks
 
     def _leave_queue(self, request: Request) -> HeldBlocks | None:

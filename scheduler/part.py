@@ -14,6 +14,7 @@ from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
@@ -28,7 +29,7 @@ from longshore.scheduler.step.running import RunningTable
 class SchedulerPart:
     """A part of one scheduler; all parts refer to the same objects.
 
-    transfers, encoder, loras, grammars, drafts, shares, experts: None unless configured.
+    transfers, encoder, loras, grammars, drafts, shares, experts, trace: None unless configured.
     """
 
     config: SchedulerConfig
@@ -46,6 +47,7 @@ class SchedulerPart:
     drafts: Drafts | None
     shares: Shares | None
     experts: RoutedExpertsReader | None
+    trace: SchedulerTrace | None
 
     def shared(self) -> dict[str, Any]:
         """The arguments with which other parts are made."""
@@ -68,6 +70,7 @@ def make_shared(
     num_ranks: int,
     block_metrics: BlockMetrics | None,
     experts: RoutedExpertsReader | None,
+    trace: SchedulerTrace | None,
 ) -> SchedulerPart:
     """The tables and features of one scheduler, empty; for the arguments see `Scheduler`."""
     blocks = KVCacheManager(
@@ -123,4 +126,5 @@ def make_shared(
         drafts=drafts,
         shares=shares,
         experts=experts,
+        trace=trace,
     )

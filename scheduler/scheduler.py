@@ -51,6 +51,7 @@ from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
+from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.part import make_shared
 from longshore.scheduler.queue.outside_policies import checked, load_policy
@@ -80,6 +81,7 @@ class Scheduler:
     num_ranks: workers that each report the end of a transfer.
     experts:   reads the experts of tokens, which outputs then have; None: they have not.
     block_metrics: receives allocation, access and eviction of blocks.
+    trace:     records every step; None: no trace.
     capacity: how many blocks requests can hold.
     Raises ConfigError if one request of `max_model_len` does not fit into the empty pool.
     """
@@ -103,6 +105,7 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
         experts: RoutedExpertsReader | None = None,
+        trace: SchedulerTrace | None = None,
     ) -> None:
         config, cache = _fit_settings(config, cache, kv_cache, features, connector)
         policy = load_policy(config.policy) if policy is None else checked(policy)
@@ -121,6 +124,7 @@ class Scheduler:
             num_ranks=num_ranks,
             block_metrics=block_metrics,
             experts=experts,
+            trace=trace,
         )
         self.config = config
         self.capacity = KVCapacity.of_pool(
@@ -134,7 +138,7 @@ class Scheduler:
         self._holds, self._forks = part.holds, part.forks
         self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
         self._encoder_connector = encoder_connector
-        self._grammars, self._drafts = part.grammars, part.drafts
+        self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
         self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
@@ -186,6 +190,8 @@ class Scheduler:
             recovery=self._recovery,
             validator=OutputValidator(self.running, self._in_flight, vocab_size),
         )
+        if trace is not None:
+            trace.begin(self._planner)
         self._reasons = WaitingReasons(self._planner)
         self._snapshots = BlockSnapshots(kv_cache, lifecycle)
 
@@ -246,7 +252,8 @@ class Scheduler:
                 self._lifecycle.expire_load(request, now)
         if now >= self._retained.next_expiry_s:
             self.kv_cache.pool.expire_retained(now)
-        plan = self._planner.plan_step(now)
+        plan_step = self._planner.plan_step if self._trace is None else self._trace.plan_step
+        plan = plan_step(now)
         if plan is not None:
             if self._forks.pending:
                 self._forks.planned()

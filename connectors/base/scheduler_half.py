@@ -172,7 +172,8 @@ class SchedulerConnector:
         return []
 
     def get_kv_connector_stats(self) -> ConnectorStats:
-        """Called about once a second while the engine works, for its metrics."""
+        """Called about once a second while the engine works, for its metrics, and before each step
+        if the engine writes a scheduler trace."""
         return ConnectorStats()
 
     def reset_cache(self) -> bool:

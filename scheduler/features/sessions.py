@@ -78,6 +78,8 @@ class Sessions(SchedulerPart):
                 self.holds.add(request, Hold(HoldKind.SESSION, kept, num_computed, order))
             self.kv_cache.release(blocks)
         self.outputs.add_finish(request, reason, session_continues=True)
+        if self.trace is not None:
+            self.trace.ended(request, reason, now, continues=True)
         request.change(RequestChange.OUTPUT_ENDED)
         request.num_prompt_tokens = request.num_tokens
         request.num_cached_tokens = NOT_SCHEDULED
@@ -103,6 +105,8 @@ class Sessions(SchedulerPart):
             max_model_len=self.config.max_model_len,
             eos_token_ids=self.eos_token_ids,
         )
+        if self.trace is not None:
+            self.trace.queued(request, now)
         if request.skip_reading_prefix_cache and request.hold is not None:
             self.holds.release(request)
         self.waiting.unpark(request)

@@ -84,6 +84,11 @@ class BlockPool:
         return self.free_queue.num_free
 
     @property
+    def num_cached(self) -> int:
+        """Blocks with a hash, held or free. O(n): a byte per block is read."""
+        return int(np.count_nonzero(self._is_cached.view(np.bool_)))
+
+    @property
     def usage(self) -> float:
         """Share of the usable blocks that are held, 0 to 1."""
         return (self.num_usable - self.num_free) / self.num_usable

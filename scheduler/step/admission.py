@@ -123,6 +123,8 @@ class Admission(SchedulerPart):
             if request is None or not self.plan.can_add(request):
                 break
             attempt = self._try(request)
+            if self.trace is not None:
+                self.trace.tried(request, attempt.name.lower())
             if attempt is Attempt.SET_ASIDE:
                 self.waiting.set_aside()
             elif attempt is Attempt.PARKED:
@@ -141,6 +143,8 @@ class Admission(SchedulerPart):
         if request.hold is not None:
             return self._start(request, request.hold)
         prefix = self.kv_cache.get_computed_blocks(request)
+        if self.trace is not None:
+            self.trace.looked_up(request, prefix.num_tokens)
         if request in self.forks.waiting and (hold := self.forks.take(request)) is not None:
             if hold.num_computed_tokens > prefix.num_tokens:
                 attempt = self._start(request, hold)
@@ -339,6 +343,8 @@ class Admission(SchedulerPart):
         """Start the request with the tokens that a connector can load after the cached prefix,
         within the step or in the background."""
         match = self._ask_connector(transfers, request, prefix.num_tokens)
+        if self.trace is not None:
+            self.trace.asked_connector(request, match)
         if isinstance(match, AskLater):
             request.waits_for = "its connector, which does not know yet what it can load"
             if request.is_swapped:

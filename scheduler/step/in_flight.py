@@ -75,6 +75,7 @@ class PlannedStep:
     """An unanswered plan. It does not change once it is in flight.
 
     sampling:   rows that sample in it, and their occupants.
+    num_scheduled: (max_num_seqs,) tokens that each row computes.
     num_drafts: drafts verified per row; None if there are none.
     drafts:     their ids, one row after the other; -1 for those that only the worker knows.
     is_masked:  rows whose token a grammar restricts; None if there are none.
@@ -84,6 +85,7 @@ class PlannedStep:
 
     step: int
     sampling: SamplingRows
+    num_scheduled: Int64Array
     num_drafts: Int64Array | None = None
     drafts: Int32Array | None = None
     is_masked: BoolArray | None = None

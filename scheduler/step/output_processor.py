@@ -42,6 +42,8 @@ class OutputProcessor(SchedulerPart):
     def apply(self, output: ModelRunnerOutput, now: float) -> None:
         """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`."""
         planned = self.validator.plan_of(output)
+        if self.trace is not None:
+            self.trace.answered(output.epoch, planned.step, len(output.sampled_tokens), now)
         if len(output.failed_block_ids):
             self.recovery.fail_loads(output.failed_block_ids, planned, now)
         if output.is_out_of_memory:

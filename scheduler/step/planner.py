@@ -123,7 +123,7 @@ class StepPlanner(SchedulerPart):
                 num_lookahead=self.config.num_lookahead_tokens,
                 step=step,
             )
-        planned = PlannedStep(step, steady.sampling, scored=steady.scored)
+        planned = PlannedStep(step, steady.sampling, steady.num_scheduled, scored=steady.scored)
         self.in_flight.steps.append(planned)
         return plan
 
@@ -290,7 +290,7 @@ class StepPlanner(SchedulerPart):
         running.num_placeholders[rows] += 1
         if not self._sampling.serves(running, rows):
             self._sampling = SamplingRows(running, rows)
-        planned = PlannedStep(plan.step, self._sampling, loads=loads)
+        planned = PlannedStep(plan.step, self._sampling, num_scheduled, loads=loads)
         if plan.has_structured_output:
             planned.is_masked = running.has_grammar[rows]
         if running.scored:

@@ -228,7 +228,7 @@ def test_drafts_of_a_plan_are_not_for_a_later_occupant_of_the_row() -> None:
     earlier, later = make_request("earlier"), make_request("later")
     tables = (EMPTY_INT32,)
     running.admit(earlier, 4, tables)
-    planned = PlannedStep(1, SamplingRows(running, np.array([0])))
+    planned = PlannedStep(1, SamplingRows(running, np.array([0])), np.array([1]))
     running.release([earlier])
     running.admit(later, 4, tables)
     running.advance(np.array([1]))

@@ -15,7 +15,9 @@ from tests.scheduler.test_request import make_request
 
 
 def planned(step: int) -> PlannedStep:
-    return PlannedStep(step, SamplingRows(RunningTable(3, 8), np.array([0, 2])))
+    return PlannedStep(
+        step, SamplingRows(RunningTable(3, 8), np.array([0, 2])), np.array([1, 0, 1])
+    )
 
 
 def test_outputs_arrive_in_the_order_of_the_plans() -> None:

@@ -264,7 +264,9 @@ def standing_step(running: RunningTable, step: int) -> SteadyDecode:
     rows = running.order
     num_scheduled = np.zeros(running.max_num_seqs, np.int64)
     num_scheduled[rows] = 1
-    return SteadyDecode(running, PlannedStep(step, SamplingRows(running, rows)), num_scheduled)
+    return SteadyDecode(
+        running, PlannedStep(step, SamplingRows(running, rows), num_scheduled), num_scheduled
+    )
 
 
 def test_decode_is_steady_until_a_row_reaches_its_last_token_or_membership_changes() -> None:
