@@ -295,6 +295,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     paused:      the pause that an operator has begun in a former process; None: no pause.
     is_drained:  an operator has drained the engine in a former process.
     is_asleep:   an operator has put the engine to sleep in a former process.
+    trace_path:  file of the scheduler trace; None: none is written.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -322,6 +323,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     paused: PauseMode | None = None
     is_drained: bool = False
     is_asleep: bool = False
+    trace_path: str | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

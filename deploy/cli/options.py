@@ -199,6 +199,9 @@ class EngineOptions:
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
         structured_output_backend: Library that compiles the grammars of structured output. auto
             uses llguidance for what it supports, and xgrammar for the rest, if they are installed.
+        sched_trace_path: File in which the scheduler records what it sees and decides in each step
+            (docs/trace.md). With several engines, the number of each is added to its name. An
+            existing file is not overwritten; the next free name is used. Default: no trace.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
             full block changes while a request holds it (slow; for debugging).
@@ -264,6 +267,7 @@ class EngineOptions:
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
+    sched_trace_path: Annotated[Path | None, _OPERATION, Parameter(alias="--sched-trace")] = None
     verify_plan: Annotated[bool, _OPERATION] = False
     poison_kv: Annotated[bool, _OPERATION] = False
     kv_adoption: Annotated[bool, _OPERATION] = True

@@ -29,7 +29,7 @@ from longshore.connectors.registry import (
     parse_options,
 )
 from longshore.deploy.llm.local_grammars import LocalGrammars
-from longshore.deploy.supervisor.engine_config import EnginePlan, worker_config
+from longshore.deploy.supervisor.engine_config import EnginePlan, trace_path, worker_config
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.outputs import (
     EngineOutputs,
@@ -46,6 +46,8 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.statistics import DescribeEngine, SchedulerStats
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.inspect.trace import SchedulerTrace
+from longshore.scheduler.process.trace_file import TraceFile, open_trace
 from longshore.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class InProcessEngine:
         self._reports: deque[WorkerReport] = deque()
         self._has_reports = threading.Event()
         self._experts_fd = None
+        self._trace_file: TraceFile | None = None
         if plan.options.enable_return_routed_experts:
             self._experts_fd = os.memfd_create("longshore-experts", os.MFD_CLOEXEC)
         worker = msgspec.structs.replace(worker_config(plan), routed_experts_fd=self._experts_fd)
@@ -132,6 +135,7 @@ class InProcessEngine:
                 verify_plan=plan.options.verify_plan,
                 grammars=LocalGrammars(plan),
                 experts=self._experts_reader(),
+                trace=self._open_trace(plan),
             )
         except BaseException:
             self.worker.close()
@@ -142,6 +146,13 @@ class InProcessEngine:
         self._outputs: list[EngineOutputs] = []
         self._failure: EngineDead | None = None
         self._is_closed = False
+
+    def _open_trace(self, plan: EnginePlan) -> SchedulerTrace | None:
+        path = trace_path(plan)
+        if path is None or (opened := open_trace(path, "engine-0")) is None:
+            return None
+        trace, self._trace_file = opened
+        return trace
 
     def _experts_reader(self) -> RoutedExpertsReader | None:
         if self._experts_fd is None or self.worker.routed_experts is None:
@@ -266,6 +277,8 @@ class InProcessEngine:
         if not self._is_closed:
             self._is_closed = True
             self.scheduler.shutdown()
+            if self._trace_file is not None:
+                self._trace_file.close()
 
 
 def _connector(

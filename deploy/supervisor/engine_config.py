@@ -123,6 +123,7 @@ def plan_engine(
     hash_seed: of block hashes; None: that of the state directory.
     """
     _check_policy(options.scheduling_policy or _DEFAULT_POLICY)
+    _check_trace_path(options.sched_trace_path)
     _check_backend(options.structured_output_backend)
     config = read_model_config(model.path)
     config.check_split(
@@ -244,6 +245,27 @@ def _check_policy(name: str) -> None:
         load_policy(name)
     except ConfigError as error:
         raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
+
+
+def _check_trace_path(path: Path | None) -> None:
+    """Raise ConfigError if no file can be created there, before anything is started."""
+    if path is None:
+        return
+    if path.is_dir() or not path.name:
+        raise ConfigError(f"sched_trace_path={path} is a folder; give it the name of a file")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"sched_trace_path={path}: {path.absolute().parent} is not a folder that this user may "
+            "write to"
+        )
+
+
+def trace_path(plan: EnginePlan, replica: Replica = _ONLY) -> Path | None:
+    """The file of the engine's scheduler trace: with several engines, one each."""
+    path = plan.options.sched_trace_path
+    if path is None:
+        return None
+    return path.absolute().with_name(replica.file_name(path.stem) + path.suffix)
 
 
 def _check_backend(name: StructuredOutputBackend) -> None:
@@ -424,6 +446,7 @@ def _scheduler_process(
         epoch=epoch,
         outlives_workers=is_restarted,
         adopts_kv=is_restarted and plan.options.kv_adoption and plan.device == "cpu",
+        trace_path=None if (path := trace_path(plan, replica)) is None else str(path),
         log_level=plan.options.log_level,
     )
 

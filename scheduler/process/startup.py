@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import uvloop
 import zmq
@@ -20,8 +21,10 @@ from longshore.protocol.transport.channel import Channel, ServerChannel, close_c
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
+from longshore.scheduler.process.trace_file import open_trace
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -64,7 +67,13 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         grammars = None
         if config.structured_output is not None:
             grammars = stack.enter_context(closing(GrammarProcess(config, context)))
-        scheduler = _make_scheduler(config, accepted, grammars)
+        trace = None
+        if config.trace_path is not None:
+            opened = open_trace(Path(config.trace_path), config.engine_id)
+            if opened is not None:
+                trace, trace_file = opened
+                stack.callback(trace_file.close)
+        scheduler = _make_scheduler(config, accepted, grammars, trace)
         events = None
         if config.kv_events is not None and event_sockets is not None:
             events = EventPublisher(
@@ -81,7 +90,10 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
 
 
 def _make_scheduler(
-    config: SchedulerProcessConfig, accepted: AcceptedWorkers, grammars: GrammarProcess | None
+    config: SchedulerProcessConfig,
+    accepted: AcceptedWorkers,
+    grammars: GrammarProcess | None,
+    trace: SchedulerTrace | None,
 ) -> Scheduler:
     num_drafts = config.scheduler.num_speculative_tokens
     if num_drafts and Feature.DRAFTS not in accepted.features:
@@ -104,6 +116,7 @@ def _make_scheduler(
         grammars=grammars,
         num_ranks=len(config.workers),
         experts=_experts(config, accepted),
+        trace=trace,
     )
 
 
