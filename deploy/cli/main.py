@@ -52,6 +52,9 @@ keys = App(
 )
 keys.config = ()  # flags alone, except for the state directory, which `serve` uses as well
 app.command(keys)
+trace = App(name="trace", help="Summarize, export and plot traces of --sched-trace.")
+trace.config = ()  # flags alone: the files are those of one look
+app.command(trace)
 _StateDir = Annotated[Path | None, Parameter(env_var=f"{VARIABLE_PREFIX}STATE_DIR")]
 
 
@@ -369,6 +372,46 @@ def keys_transfer(*, output: Path = Path("transfer.key")) -> None:
     print(f"The secret is in {output}: copy the file to all nodes that have engines.")
 
 
+@trace.command(name="summary")
+def trace_summary(file: Path, *, json: bool = False) -> None:
+    """Show what a scheduler trace has: steps, tokens, occupancy, hits, and times of requests.
+
+    Args:
+        file: The trace.
+        json: Print JSON instead of tables.
+    """
+    from longshore.deploy.cli.trace import summary
+
+    summary(file, as_json=json)
+
+
+@trace.command(name="export")
+def trace_export(file: Path, *, perfetto: Path | None = None, parquet: Path | None = None) -> None:
+    """Convert a scheduler trace for other tools. Existing files are replaced.
+
+    Args:
+        file: The trace.
+        perfetto: File for Chrome trace events, which ui.perfetto.dev opens.
+        parquet: Folder for the tables steps, requests and lookups in the Parquet format.
+    """
+    from longshore.deploy.cli.trace import export
+
+    export(file, perfetto=perfetto, parquet=parquet)
+
+
+@trace.command(name="plot")
+def trace_plot(file: Path, *, out: Path) -> None:
+    """Plot a scheduler trace: occupancy, queues, tokens per step, hits and queueing times.
+
+    Args:
+        file: The trace.
+        out: Folder for the PNG files. Existing files are replaced.
+    """
+    from longshore.deploy.cli.trace import plot
+
+    plot(file, out=out)
+
+
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
@@ -433,7 +476,13 @@ def _settings_file(path: Path) -> Toml:
     except (OSError, CycloptsError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
-    for name in ("bench", "kv", "keys", "admin"):  # all but the first take no settings from files
+    for name in (
+        "bench",
+        "kv",
+        "keys",
+        "admin",
+        "trace",
+    ):  # all but the first take no settings from files
         commands.remove(name)
     nested = tables.pop("bench", {})
     named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}

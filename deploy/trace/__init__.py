@@ -1,0 +1,1 @@
+"""Reads scheduler traces: summaries, pictures, and exports for other tools."""
