@@ -3,6 +3,7 @@
     python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
                                         [--kinds windows] [--json F]
     python benchmarks/scheduler_step.py --connector [--running 64 256 1024] [--json F]
+    python benchmarks/scheduler_step.py --trace [--running 64 256 1024] [--json F]
 
 Our step plans, encodes the plan, applies the output and encodes the message to the gateway. Their
 step is only `schedule()` and `update_from_output()`. The two sides take turns (ours, theirs, ours,
@@ -23,6 +24,9 @@ schedulers with the same requests take turns, one step each. `idle`: all request
 in the same step, and only the steps count in which there is nothing to store. `storing`: in every
 step, a sixteenth of the requests completes a block, which is stored; the workers report each store
 in the next step. Medians; `ratio` divides them. `counted` is the share of the steps that count.
+
+`--trace` compares our step with a scheduler trace, written to a file in the folder for temporary
+files, to our step without one, in the same way. `bytes` is what the trace has per step.
 """
 
 import argparse
@@ -31,6 +35,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -58,6 +64,8 @@ from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Encoder, Frame
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.inspect.trace import SchedulerTrace
+from longshore.scheduler.process.trace_file import open_trace
 from longshore.scheduler.scheduler import Scheduler
 
 CLIENT = 0
@@ -107,6 +115,7 @@ class Load:
         groups: int = 1,
         kinds: str = "windows",
         connector: SchedulerConnector | None = None,
+        trace: SchedulerTrace | None = None,
     ) -> None:
         num_running = len(work.first)
         kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds)
@@ -124,6 +133,7 @@ class Load:
             hash_seed=b"benchmark",
             vocab_size=workload.VOCAB_SIZE,
             connector=connector,
+            trace=trace,
         )
         self._stores: list[bytes] = []  # metadata of plans, whose stores end before the next step
         self._plans: Encoder[ToWorker] = Encoder()
@@ -400,6 +410,35 @@ def compare_connector(running: int, mode: str, *, steps: int) -> list[dict[str, 
     return rows
 
 
+def compare_trace(running: int, mode: str, *, steps: int) -> dict[str, Any]:
+    """Our step without a trace and with one, in turns, one step each."""
+    steps, warm_up = max(steps, MIN_ROW_STEPS * 4 // running), 64
+    requests = workload.make("steady", running, steps + warm_up)
+    with TemporaryDirectory() as folder:
+        opened = open_trace(Path(folder) / "trace.jsonl", "engine-0")
+        assert opened is not None
+        trace, file = opened
+        sides = [Load(requests, mode=mode), Load(requests, mode=mode, trace=trace)]
+        for number in range(warm_up + steps):
+            if number == warm_up:
+                gc.collect()
+                gc.freeze()
+            for side in sides if number % 2 else reversed(sides):
+                side.step()
+        gc.unfreeze()
+        file.close()
+        num_bytes = (Path(folder) / "trace.jsonl").stat().st_size
+    without, with_one = (np.add(side.plan_us, side.apply_us)[warm_up:] for side in sides)
+    return {
+        "running": running,
+        "mode": mode,
+        "without_us": float(np.median(without)),
+        "with_us": float(np.median(with_one)),
+        "ratio": float(np.median(with_one) / np.median(without)),
+        "bytes": num_bytes / (warm_up + steps),
+    }
+
+
 def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str, float]:
     """The figures of `row`, divided by those of the row with the fewest groups."""
     return {name.removesuffix("_us"): row[name] / fewest[name] for name in names}
@@ -418,6 +457,7 @@ def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     arguments.add_argument("--connector", action="store_true", help="compare with offloading")
+    arguments.add_argument("--trace", action="store_true", help="compare with a scheduler trace")
     arguments.add_argument("--steps", type=int, default=500, help="minimum per turn")
     add_groups(arguments)
     options = arguments.parse_args()
@@ -427,6 +467,14 @@ def main() -> None:
             for running in options.running
             for mode in ("sync", "async")
             for row in compare_connector(running, mode, steps=options.steps)
+        ]
+        report.write(options.json, rows)
+        return
+    if options.trace:
+        rows = [
+            compare_trace(running, mode, steps=options.steps)
+            for running in options.running
+            for mode in ("sync", "async")
         ]
         report.write(options.json, rows)
         return

@@ -168,10 +168,13 @@ class SchedulerTrace:
         for start in plan.added:
             tokens = int(num_scheduled[start.row])
             (resumed if start.resumed else new)[start.request_id] = tokens
-        # Without prompts, each row is past what was known when it was admitted.
-        num_left = running.num_known - running.num_computed + num_scheduled
-        num_prefill = np.clip(num_left, 0, num_scheduled)
-        is_prefilled = (num_left > 0) & (num_left <= num_scheduled)
+        num_prefill, prefilled = 0, []
+        if new or resumed or not self._running.are_same(running, num_scheduled):
+            # A row past what was known when it was admitted decodes.
+            num_left = running.num_known - running.num_computed + num_scheduled
+            num_prefill = int(np.clip(num_left, 0, num_scheduled).sum())
+            is_prefilled = (num_left > 0) & (num_left <= num_scheduled)
+            prefilled = _ids(running, is_prefilled.nonzero()[0])
         return StepDecision(
             epoch=plan.epoch,
             step=plan.step,
@@ -181,8 +184,8 @@ class SchedulerTrace:
             running=self._running.encoded(running, num_scheduled, new.keys() | resumed.keys()),
             preempted=self._preempted,
             tokens=plan.num_scheduled_tokens,
-            prefill_tokens=int(num_prefill.sum()),
-            prefilled=_ids(running, is_prefilled.nonzero()[0]),
+            prefill_tokens=num_prefill,
+            prefilled=prefilled,
         )
 
     # Events
@@ -285,9 +288,14 @@ class _RunningTokens:
         self._version = -1
         self._encoded = msgspec.Raw()
 
+    def are_same(self, running: RunningTable, num_scheduled: Int64Array) -> bool:
+        """Whether this step has the array of the last one, so it is a steady decode: see
+        `SteadyDecode`."""
+        return num_scheduled is self._num_scheduled and running.version == self._version
+
     def encoded(self, running: RunningTable, num_scheduled: Int64Array, added: set[str]) -> Any:
         """JSON of the tokens per request, without the `added` ones."""
-        if not added and num_scheduled is self._num_scheduled and running.version == self._version:
+        if not added and self.are_same(running, num_scheduled):
             return self._encoded
         rows = running.order[num_scheduled[running.order] > 0]
         counts = dict(zip(_ids(running, rows), num_scheduled[rows].tolist(), strict=True))
