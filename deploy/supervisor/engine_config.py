@@ -247,10 +247,11 @@ def _check_policy(name: str) -> None:
         raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
 
 
-def _check_trace_path(path: Path | None) -> None:
+def _check_trace_path(name: Path | str | None) -> None:
     """Raise ConfigError if no file can be created there, before anything is started."""
-    if path is None:
+    if name is None:
         return
+    path = Path(name)
     if path.is_dir() or not path.name:
         raise ConfigError(f"sched_trace_path={path} is a folder; give it the name of a file")
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
@@ -262,10 +263,10 @@ def _check_trace_path(path: Path | None) -> None:
 
 def trace_path(plan: EnginePlan, replica: Replica = _ONLY) -> Path | None:
     """The file of the engine's scheduler trace: with several engines, one each."""
-    path = plan.options.sched_trace_path
-    if path is None:
+    if plan.options.sched_trace_path is None:
         return None
-    return path.absolute().with_name(replica.file_name(path.stem) + path.suffix)
+    path = Path(plan.options.sched_trace_path).absolute()  # `LLM` may be given a string
+    return path.with_name(replica.file_name(path.stem) + path.suffix)
 
 
 def _check_backend(name: StructuredOutputBackend) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.cli.options import EngineOptions, engine_options
 from longshore.deploy.llm import in_process_engine
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.trace.reading import read_trace
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
@@ -52,6 +53,22 @@ def test_an_engine_with_sessions_whose_client_has_the_next_word_is_not_stuck(
         assert not end_of_output().session_continues
     finally:
         engine.close()
+
+
+def test_an_engine_writes_its_trace(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    settings = {"device": "cpu", "num_blocks": 40, "threads": 1, "sched_trace_path": str(path)}
+    engine = InProcessEngine(plan_engine(engine_options(settings), read_model_folder(model_dir)))
+    try:
+        engine.send(AddRequest("r", 1, int32_array([5, 6, 7]), GREEDY))
+        while (outputs := engine.receive()) is None or not outputs.finished:
+            pass
+    finally:
+        engine.close()
+    (life,) = read_trace(path).requests
+    assert life.request == "r"
+    assert life.end is not None
+    assert life.end.output_tokens == 3
 
 
 # With a connector
