@@ -200,6 +200,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                      former freed, and that the latter were to fill.
     num_swaps_refused: swaps for which there was no room in host memory.
     num_swaps_too_slow: swaps not begun because recomputing takes less time.
+    num_pins, num_pinned_blocks: turns of jobs whose KV is kept for the next turn, and its blocks.
+    num_pin_hits:    turns that were admitted while the KV of their job was kept.
+    num_pins_expired, num_pins_yielded: pins that have ended with their time to live, and because
+                     other requests needed the blocks.
     num_failed_lookups: lookups in which the connector raised.
     num_failed_loads: loads that did not fill all of their blocks.
     tenants:         requests by tenant; those of no tenant are not among them.
@@ -239,6 +243,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_swapped_in_blocks: int = 0
     num_swaps_refused: int = 0
     num_swaps_too_slow: int = 0
+    num_pins: int = 0
+    num_pinned_blocks: int = 0
+    num_pin_hits: int = 0
+    num_pins_expired: int = 0
+    num_pins_yielded: int = 0
     num_failed_lookups: int = 0
     num_failed_loads: int = 0
     tenants: tuple[TenantStats, ...] = ()
@@ -315,7 +324,7 @@ class BlockState(enum.IntEnum):
     HELD:        held by one running request only.
     SHARED:      held by a running request and by at least one other holder.
     KEPT:        held by requests that are not running: sessions between inputs, forks, loaded
-                 requests.
+                 requests; or kept for the next turn of a job.
     TRANSFER:    target of a load, source of a send, or held by a connector.
     QUARANTINED: target of an abandoned load that may still write to it.
     """

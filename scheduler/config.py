@@ -1,5 +1,6 @@
 """Settings of the scheduler, of its KV cache and of the scheduler process."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -29,6 +30,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scheduler_reserve_full_isl: admit a request only if blocks for its whole input are free, not
                              just for its first chunk.
     policy:                  a built-in policy, the name of an entry point, or package.module:Class.
+    max_pin_s:               limit for the time for which the policy `continuum` keeps the KV of a
+                             job's turn for the next one; 0 keeps none.
     max_loras:               adapters that may run at the same time.
     max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 rejects multimodal requests.
                              With cross attention, at least the encoder tokens of one request.
@@ -58,6 +61,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_chunked_prefill: bool = True
     scheduler_reserve_full_isl: bool = False
     policy: str = "fcfs"
+    max_pin_s: float = 60.0
     max_loras: int = 0
     max_num_encoder_input_tokens: int = 0
     encoder_cache_size: int | None = None
@@ -119,6 +123,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"load_failure_policy={self.load_failure_policy!r} is unknown; use 'recompute' or "
                 "'fail'"
             )
+        if not 0 <= self.max_pin_s < math.inf:
+            raise ConfigError(f"max_pin_s={self.max_pin_s} must be a number of seconds, at least 0")
         if not self.load_timeout_s > 0:
             raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
         if not 1 <= self.max_steps_in_flight <= (64 if self.feed_back_tokens else 2):

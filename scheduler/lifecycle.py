@@ -119,6 +119,8 @@ class Lifecycle(SchedulerPart):
             self.trace.queued(request, now)
         if self.transfers is not None:
             self.transfers.added(request)
+        if self.pins is not None:
+            self.pins.arrived(request)
         if len(request.token_ids) >= request.max_total_tokens:
             self.waiting.add(request)
             outcome = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
@@ -257,11 +259,13 @@ class Lifecycle(SchedulerPart):
         self, request: Request, outcome: Outcome, blocks: HeldBlocks | None, now: float
     ) -> HeldBlocks | None:
         """End a request that has neither a row nor a position in a queue. Returns its blocks,
-        unless a send keeps them."""
+        unless a send keeps them. A pin takes references of its own."""
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
         if request.cache_hint is not None and blocks is not None:
             self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant.name, now=now)
+        if self.pins is not None:
+            self.pins.ended(request, blocks, now, ends_output=outcome.ends_output)
         kv_transfer_params = None
         if self.transfers is not None:
             action = self.transfers.finish(request, blocks, outcome.reason)

@@ -12,12 +12,14 @@ from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
+from longshore.scheduler.features.pins import Pins
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
+from longshore.scheduler.queue.policies import ContinuumPolicy, FairPolicy, SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.in_flight import StepsInFlight
@@ -29,7 +31,8 @@ from longshore.scheduler.step.running import RunningTable
 class SchedulerPart:
     """A part of one scheduler; all parts refer to the same objects.
 
-    transfers, encoder, loras, grammars, drafts, shares, experts, trace: None unless configured.
+    transfers, encoder, loras, grammars, drafts, shares, pins, experts, trace: None unless
+    configured.
     """
 
     config: SchedulerConfig
@@ -46,6 +49,7 @@ class SchedulerPart:
     grammars: Grammars | None
     drafts: Drafts | None
     shares: Shares | None
+    pins: Pins | None
     experts: RoutedExpertsReader | None
     trace: SchedulerTrace | None
 
@@ -70,6 +74,7 @@ def make_shared(
     num_ranks: int,
     block_metrics: BlockMetrics | None,
     experts: RoutedExpertsReader | None,
+    decode: Decoder | None,
     trace: SchedulerTrace | None,
 ) -> SchedulerPart:
     """The tables and features of one scheduler, empty; for the arguments see `Scheduler`."""
@@ -82,7 +87,7 @@ def make_shared(
         metrics=block_metrics,
         record_cached=connector is not None and config.kv_role != "kv_consumer",
     )
-    shares = transfers = masks = drafts = None
+    shares = transfers = masks = drafts = pins = None
     if isinstance(policy, FairPolicy):
         num_slots = blocks.num_usable_blocks * cache.block_size
         shares = policy.shares = Shares(config.max_num_seqs, num_slots)
@@ -93,6 +98,8 @@ def make_shared(
     if connector is not None:
         may_load = config.kv_role != "kv_producer"
         transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
+    if isinstance(policy, ContinuumPolicy) and cache.enable_prefix_caching and config.max_pin_s:
+        pins = Pins(policy, waiting, blocks, transfers, max_ttl_s=config.max_pin_s, decode=decode)
     encoder = make_encoder(config, kv_cache, encoder_connector)
     if grammars is not None:
         masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
@@ -125,6 +132,7 @@ def make_shared(
         grammars=masks,
         drafts=drafts,
         shares=shares,
+        pins=pins,
         experts=experts,
         trace=trace,
     )

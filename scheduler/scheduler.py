@@ -48,6 +48,7 @@ from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.swap import Swaps, check_swaps
 from longshore.scheduler.features.swap_cost import PrefillRate
+from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
@@ -80,9 +81,11 @@ class Scheduler:
     grammars:  compiles grammars; None: requests with structured output are rejected.
     num_ranks: workers that each report the end of a transfer.
     experts:   reads the experts of tokens, which outputs then have; None: they have not.
+    decode: the text of token ids, in which the policy `continuum` looks for the names of tools.
     block_metrics: receives allocation, access and eviction of blocks.
     trace:     records every step; None: no trace.
     capacity: how many blocks requests can hold.
+    pins: what the policy `continuum` keeps between the turns of a job; None with other policies.
     Raises ConfigError if one request of `max_model_len` does not fit into the empty pool.
     """
 
@@ -105,6 +108,7 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
         experts: RoutedExpertsReader | None = None,
+        decode: Decoder | None = None,
         trace: SchedulerTrace | None = None,
     ) -> None:
         config, cache = _fit_settings(config, cache, kv_cache, features, connector)
@@ -124,6 +128,7 @@ class Scheduler:
             num_ranks=num_ranks,
             block_metrics=block_metrics,
             experts=experts,
+            decode=decode,
             trace=trace,
         )
         self.config = config
@@ -135,7 +140,7 @@ class Scheduler:
         )
         self.kv_cache, self.waiting, self.running = part.kv_cache, part.waiting, part.running
         self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
-        self._holds, self._forks = part.holds, part.forks
+        self._holds, self._forks, self.pins = part.holds, part.forks, part.pins
         self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
         self._encoder_connector = encoder_connector
         self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
@@ -226,6 +231,8 @@ class Scheduler:
     def abort_client(self, client: int, now: float) -> None:
         """A client has disconnected: abort its requests."""
         self.abort_requests(client, int32_array(self._lifecycle.handles_of(client)), now)
+        if self.pins is not None:
+            self.pins.release_client(client)
 
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
         """The gateway found a stop string: the request ends, cut to `num_tokens` output tokens."""
@@ -252,6 +259,8 @@ class Scheduler:
                 self._lifecycle.expire_load(request, now)
         if now >= self._retained.next_expiry_s:
             self.kv_cache.pool.expire_retained(now)
+        if self.pins is not None:
+            self.pins.begin_step(now)
         plan_step = self._planner.plan_step if self._trace is None else self._trace.plan_step
         plan = plan_step(now)
         if plan is not None:
@@ -300,6 +309,8 @@ class Scheduler:
         self._processor.apply(output, now)
         if self._swaps is not None:
             self._swaps.answered(output.step, now)
+        if self.pins is not None:
+            self.pins.prefill_rate.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
         transfers, failed = self._transfers, output.failed_block_ids
@@ -359,6 +370,8 @@ class Scheduler:
         answered_step = self._in_flight.last_answered_step if keeps_kv else None
         self.kv_cache.begin_epoch(self.running.order, answered_step)
         self._lifecycle.begin_epoch(now)
+        if self.pins is not None:
+            self.pins.begin_epoch()
         self._recovery.begin_epoch()
         self._in_flight.reset()
         if self._encoder is not None:
@@ -372,6 +385,8 @@ class Scheduler:
 
     def shutdown(self) -> None:
         """No hook of the connector is called after this."""
+        if self.pins is not None:
+            self.pins.release_all()
         if self._transfers is not None:
             self._transfers.hooks.shutdown()
 
@@ -446,7 +461,7 @@ class Scheduler:
         return self.running.num_rows, len(self.waiting)
 
     def reset_prefix_cache(self, now: float = 0.0, *, reset_running_requests: bool = False) -> bool:
-        """Uncache all prefixes; False while any block is held.
+        """Release all pins and uncache all prefixes; False while any block is held.
 
         reset_running_requests: take the blocks of running requests, which are preempted at `now`,
                 and of waiting ones. All of them recompute their KV. False, and nothing has changed,
@@ -458,6 +473,8 @@ class Scheduler:
             for request in reversed(self.running.requests_in_order()):
                 self._lifecycle.preempt(request, now)
             self._holds.release_all()
+        if self.pins is not None:
+            self.pins.release_all()
         return self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> bool:
@@ -486,6 +503,9 @@ class Scheduler:
         owners = [request.hold.blocks for request in self._holds if request.hold is not None]
         if self._transfers is not None:
             owners += [blocks for _, _, blocks in self._transfers.owners()]
+        if self.pins is not None:
+            self.pins.check()
+            owners += [pin.blocks for pin in self.pins]
         self.kv_cache.check(owners)
 
     def make_report(self, now: float, engine_id: str) -> EngineReport:
@@ -538,7 +558,7 @@ class Scheduler:
         if self._transfers is not None:
             num_bad_messages += self._transfers.num_bad_reports
         of_features: dict[str, Any] = {}
-        for feature in (self._transfers, self._drafts, self._swaps, self._encoder):
+        for feature in (self._transfers, self._drafts, self._swaps, self._encoder, self.pins):
             if feature is not None:
                 of_features |= feature.counts()
         return SchedulerStats(

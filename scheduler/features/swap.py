@@ -69,8 +69,10 @@ class Swaps(SchedulerPart):
 
     @property
     def _is_short(self) -> bool:
-        """Whether memory is short, also when the copies in progress have ended."""
+        """Whether memory is short, also when the copies in progress and all pins have ended."""
         num_leaving = self.transfers.num_leaving_blocks
+        if self.pins is not None:
+            num_leaving += self.pins.num_blocks
         return self.gates.is_short(self.kv_cache.num_free_blocks + num_leaving)
 
     def begin_step(self, step: int, now: float) -> None:

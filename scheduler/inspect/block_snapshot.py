@@ -31,7 +31,8 @@ from longshore.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Blocks of one owner, by group, without null blocks. `request` is None for a transfer."""
+    """Blocks of one owner, by group, without null blocks. `request` is None for a transfer or a
+    pin."""
 
     state: BlockState
     request_id: str
@@ -40,7 +41,7 @@ class Holding:
 
 
 def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Array:
-    """(num_blocks,) a `BlockState` each. holdings: all holds and transfers."""
+    """(num_blocks,) a `BlockState` each. holdings: all holds, pins and transfers."""
     states = kv_cache.pool.states()
     ordered = sorted(holdings, key=lambda holding: holding.state)  # the highest wins
     tables = [table for holding in ordered for table in holding.tables]
@@ -99,11 +100,13 @@ class BlockSnapshots:
         return self._latest
 
     def holdings(self) -> Iterator[Holding]:
-        """All holds and transfers."""
+        """All holds, pins and transfers."""
         for request in self._part.holds:
             if request.hold is not None:
                 tables = _without_nulls(request.hold.blocks)
                 yield Holding(BlockState.KEPT, request.request_id, tables, request)
+        for pin in self._part.pins or ():
+            yield Holding(BlockState.KEPT, pin.request_id, _without_nulls(pin.blocks))
         if self._part.transfers is not None:
             for state, request_id, blocks in self._part.transfers.owners():
                 yield Holding(state, request_id, _without_nulls(blocks))

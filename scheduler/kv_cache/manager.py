@@ -305,6 +305,11 @@ class KVCacheManager:
 
     # Blocks that several requests share
 
+    def share(self, held: HeldBlocks) -> None:
+        """Take one more reference to each of these blocks, which somebody holds."""
+        for table in held.block_ids:
+            self.pool.touch(table[table != NULL_BLOCK])
+
     def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
         """Take one more reference to each block of the first `num_tokens` tokens of these tables.
         No data is copied."""

@@ -26,6 +26,7 @@ class PolicyRequest(Protocol):
     client_index: the connection that the request came from.
     tenant:       the API key that it was sent with, and its weight.
     job_id:       the agent's job of which the request is a turn; None outside jobs.
+    is_last_step: it is the last turn of its job.
     max_total_tokens: the request ends when prompt and output together have this many tokens.
     """
 
@@ -41,6 +42,8 @@ class PolicyRequest(Protocol):
     def tenant(self) -> Tenant: ...
     @property
     def job_id(self) -> str | None: ...
+    @property
+    def is_last_step(self) -> bool: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -216,8 +219,8 @@ class SchedulingPolicy(ABC):
         """A new request is about to be queued. Not called for a preempted request."""
 
     def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        """Receive the jobs whose KV is kept for their next turn. True if this changes the order of
-        waiting requests. No step of this version calls it, because nothing is pinned yet."""
+        """Receive the jobs whose KV is kept for their next turn; only called with `continuum`. True
+        if this changes the order of waiting requests."""
         return False
 
 
@@ -293,11 +296,13 @@ class FairPolicy(PriorityPolicy):
 
 
 class _Job:
-    """first_arrival_s: arrival of its first turn. turns: its requests; some may have ended."""
+    """first_arrival_s: arrival of its first turn. turns: its requests; some may have ended.
+    is_over: the turn that arrived last is its last step."""
 
     def __init__(self, first_arrival_s: float) -> None:
         self.first_arrival_s = first_arrival_s
         self.turns: list[PolicyRequest] = []
+        self.is_over = False
 
     def is_live(self) -> bool:
         self.turns = [turn for turn in self.turns if not turn.is_finished]
@@ -309,8 +314,10 @@ class ContinuumPolicy(OrderedPolicy):
     jobs, whose prefix is still in memory, are served first. A request without a job is a job by
     itself.
 
-    A job that is not pinned is removed when all of its requests have ended; its next turn then
-    counts as the first. After Continuum (arXiv 2511.02230).
+    A job keeps its position between two turns. It is removed when all of its requests have ended,
+    the newest of them was its last step, and it is not pinned; its next turn then counts as the
+    first. Of the jobs without live requests, at most `MAX_IDLE_JOBS` are remembered. After
+    Continuum (arXiv 2511.02230).
     """
 
     ignores_priority = True
@@ -325,27 +332,39 @@ class ContinuumPolicy(OrderedPolicy):
             return
         job = self._jobs.get(request.job_id)
         if job is None or not self._is_remembered(request.job_id, job):
-            job = self._jobs[request.job_id] = _Job(request.arrival_time)
+            job = _Job(request.arrival_time)
+        job.is_over = request.is_last_step
         if request not in job.turns:
             job.turns.append(request)
+        self._jobs.pop(request.job_id, None)
+        self._jobs[request.job_id] = job  # the jobs whose last turn is the newest come last
         if len(self._jobs) >= self._sweep_at:  # amortised: half of them are new since the last
-            self._jobs = {
-                id_: job for id_, job in self._jobs.items() if self._is_remembered(id_, job)
-            }
+            self._sweep()
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._jobs))
 
     def _is_remembered(self, job_id: str, job: _Job) -> bool:
-        return job.is_live() or job_id in self._pinned
+        return job.is_live() or job_id in self._pinned or not job.is_over
+
+    def _sweep(self) -> None:
+        jobs = {id_: job for id_, job in self._jobs.items() if self._is_remembered(id_, job)}
+        idle = [id_ for id_, job in jobs.items() if not job.turns and id_ not in self._pinned]
+        for job_id in idle[: max(len(idle) - MAX_IDLE_JOBS, 0)]:
+            del jobs[job_id]
+        self._jobs = jobs
+
+    def first_arrival_s(self, request: PolicyRequest) -> float:
+        """When the first turn of a live request's job arrived; without a job, the request."""
+        if request.job_id is None:
+            return request.arrival_time
+        return self._jobs[request.job_id].first_arrival_s
 
     def update_pinned_state(self, job_ids: Collection[str]) -> bool:
         previous, self._pinned = self._pinned, frozenset(job_ids)
         return self._pinned != previous
 
     def order(self, request: PolicyRequest) -> Order:
-        job_id = request.job_id
-        if job_id is None:
-            return True, request.arrival_time, request.arrival_time
-        return job_id not in self._pinned, self._jobs[job_id].first_arrival_s, request.arrival_time
+        is_pinned = request.job_id is not None and request.job_id in self._pinned
+        return not is_pinned, self.first_arrival_s(request), request.arrival_time
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
         last = len(running) - 1
@@ -354,6 +373,7 @@ class ContinuumPolicy(OrderedPolicy):
 
 
 _MIN_SWEEP: Final = 64
+MAX_IDLE_JOBS: Final = 4096
 
 POLICIES: Final[dict[str, type[SchedulingPolicy]]] = {
     "fcfs": FCFSPolicy,

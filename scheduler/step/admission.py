@@ -59,13 +59,20 @@ class AdmissionGates:
         self.is_closed = False
 
     def has_room(
-        self, num_needed: int, *, num_free: int, nothing_runs: bool, is_owed: bool = False
+        self,
+        num_needed: int,
+        *,
+        num_free: int,
+        nothing_runs: bool,
+        is_owed: bool = False,
+        num_pinned: int = 0,
     ) -> bool:
         """Whether a request that needs `num_needed` of `num_free` blocks may be admitted.
-        is_owed: see `Shares`; only the watermark counts for it."""
-        if self.is_short(num_free):
+        is_owed: see `Shares`; only the watermark counts for it. num_pinned: blocks of pins, which
+        running requests can get."""
+        if self.is_short(num_free + num_pinned):
             self.is_closed = True
-        elif self._usage(num_free) < self._admit_threshold:
+        elif self._usage(num_free + num_pinned) < self._admit_threshold:
             self.is_closed = False
         if nothing_runs:
             return num_needed <= num_free
@@ -299,6 +306,7 @@ class Admission(SchedulerPart):
             num_free=kv_cache.num_free_blocks,
             nothing_runs=self.running.num_rows == 0,
             is_owed=self.is_owed(request),
+            num_pinned=0 if self.pins is None else self.pins.num_blocks,
         )
 
     def is_owed(self, request: Request) -> bool:
@@ -322,6 +330,8 @@ class Admission(SchedulerPart):
             self.forks.parent_begins(request)
         if request.is_swapped and self.transfers is not None:
             self.transfers.release_swap(request)
+        if self.pins is not None:
+            self.pins.admitted(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
         self.plan.add(request, start)
         if self.loras is not None:
@@ -430,7 +440,7 @@ class Admission(SchedulerPart):
             transfers.count_lookup(request, num_local, num_external)
         return blocks
 
-    # Holds and idleness
+    # Holds, pins and idleness
 
     @property
     def _is_idle(self) -> bool:
@@ -438,13 +448,19 @@ class Admission(SchedulerPart):
         return self.running.num_rows == 0 and not self.in_flight.steps
 
     def _release_holds(self, request: Request) -> bool:
-        """Release a hold for `request`; False if there is none to release. Holds of forks and
-        sessions come first. If nothing else can run, those of loaded requests follow, and finally
-        that of `request` itself, which may need fewer blocks without it."""
+        """Release a pin or a hold for `request`; False if there is none to release. Pins of later
+        jobs come first, then holds of forks and sessions. If nothing else can run, all other pins
+        and the holds of loaded requests follow, and finally the pin and the hold of `request`
+        itself, which may need fewer blocks without them."""
+        pins = self.pins
+        if pins is not None and not self.gates.is_closed and pins.yield_to(request):
+            return True
         if self.holds.release_youngest(loaded=False, besides=request):
             return True
         if not self._is_idle:
             return False
+        if pins is not None and (pins.yield_one(besides=request) or pins.yield_one()):
+            return True
         return self.holds.release_youngest(
             loaded=True, besides=request
         ) or self.holds.release_youngest(loaded=False)

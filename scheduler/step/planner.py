@@ -82,6 +82,8 @@ class StepPlanner(SchedulerPart):
         plan = self._build_plan(num_scheduled, num_tokens)
         if self.swaps is not None:
             self.swaps.planned(plan, num_scheduled, now)
+        if self.pins is not None:
+            self.pins.planned(plan, int(np.count_nonzero(num_scheduled)), now)
         return plan
 
     # A steady decode step
@@ -204,8 +206,8 @@ class StepPlanner(SchedulerPart):
     def _schedule_under_pressure(
         self, wanted: Int64Array, num_left: int, now: float
     ) -> tuple[Int64Array, bool]:
-        """`_schedule_running` when blocks are short, one request after the other: holds are
-        released, then the policy's victims are preempted, until the blocks suffice.
+        """`_schedule_running` when blocks are short, one request after the other: pins and holds
+        are released, then the policy's victims are preempted, until the blocks suffice.
 
         The last one is not preempted while transfers own blocks, but waits for their end: without
         its own blocks it would be admitted and preempted again and again.
@@ -234,6 +236,8 @@ class StepPlanner(SchedulerPart):
                 continue
             num_tokens = num_computed + count + self.config.num_lookahead_tokens
             while (block_ids := self.kv_cache.grow_row(row, num_tokens)) is None:
+                if self.pins is not None and self.pins.yield_one():
+                    continue
                 if self.holds.holders and (
                     self.holds.release_youngest(loaded=False)
                     or (len(requests) == 1 and self.holds.release_youngest(loaded=True))

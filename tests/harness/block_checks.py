@@ -12,13 +12,23 @@ from tests.harness.worker_rows import check_tables_agree
 
 
 def held_by_waiting(scheduler: Scheduler) -> Counter[int]:
-    """References of requests that hold blocks without a row."""
-    return Counter(
+    """References of requests that hold blocks without a row, and of pins."""
+    return held_by_pins(scheduler) + Counter(
         block_id
         for request in scheduler.waiting
         if request.hold is not None
         for ids in request.hold.blocks.block_ids
         for block_id in ids.tolist()
+    )
+
+
+def held_by_pins(scheduler: Scheduler) -> Counter[int]:
+    """References of pins."""
+    return Counter(
+        block_id
+        for pin in scheduler.pins or ()
+        for ids in pin.blocks.block_ids
+        for block_id in ids[ids != NULL_BLOCK].tolist()
     )
 
 

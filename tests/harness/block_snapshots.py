@@ -24,6 +24,7 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
     holders = [
         (BlockState.KEPT, each.hold.blocks) for each in scheduler.waiting if each.hold is not None
     ]
+    holders += [(BlockState.KEPT, pin.blocks) for pin in scheduler.pins or ()]
     transfers = scheduler._transfers
     if transfers is not None:
         for load in transfers.loads.values():

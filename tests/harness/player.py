@@ -9,6 +9,7 @@ from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
 from longshore.scheduler.step.planner import PauseState
+from tests.harness.block_checks import held_by_pins
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
 from tests.harness.grammar import FakeCompiler, grammar_for
@@ -58,6 +59,7 @@ class Player:
     """
 
     MODES: tuple[str, ...] = ("recompute", "recompute", "recompute", "swap")
+    POLICIES: tuple[str, ...] = ("fcfs", "priority")
     ACTIONS: ClassVar[dict[str, float]] = {
         "add": 8,
         "step": 20,
@@ -122,7 +124,7 @@ class Player:
             max_steps_in_flight=chance.choice([1, 2]),
             max_loading_blocks=chance.choice([None, 3, 100]),
             scheduler_reserve_full_isl=chance.random() < 0.3,
-            policy=chance.choice(["fcfs", "priority"]),
+            policy=chance.choice(self.POLICIES),
             preemption_mode=mode,
             load_failure_policy=chance.choice(["recompute", "recompute", "fail"]),
             load_timeout_s=LOAD_TIMEOUT_S,
@@ -197,7 +199,8 @@ class Player:
     def _reset(self) -> None:
         driver = self.driver
         resets_running = self.chance.random() < 0.3
-        can_reset = driver.num_free_blocks == driver.num_blocks - 1
+        references = driver.scheduler.kv_cache.pool.references()
+        can_reset = int(references.sum()) == sum(held_by_pins(driver.scheduler).values())
         if resets_running:
             can_reset = driver.transfers.is_idle
         before = driver.running
@@ -352,6 +355,8 @@ class Player:
                 driver.now += LOAD_TIMEOUT_S
                 if driver.plan() is None:
                     self._end_something()
+        if driver.scheduler.pins is not None:
+            driver.scheduler.pins.release_all()
         driver.check_idle()
         self._check_ends()
 
@@ -403,6 +408,52 @@ class PressedPlayer(Player):
             "swapped out": stats.num_swapped_out,
             "swapped in": stats.num_swapped_in,
             "no room": stats.num_swaps_refused,
+        }
+
+
+class JobsPlayer(Player):
+    """Requests are turns of a few jobs, most of which go on, under the policy `continuum`: pins
+    meet forks, sessions, transfers, preemption and new epochs.
+
+    turns: the key of the newest request of each job.
+    """
+
+    POLICIES = ("continuum",)
+    ACTIONS: ClassVar[dict[str, float]] = Player.ACTIONS | {"step": 40, "reset": 0.5, "die": 0.5}
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.turns: dict[str, RequestKey] = {}
+
+    def _add(self) -> None:
+        kind, request_id, prompt, fields = self._draw()
+        job = self.chance.choice("abc")
+        if kind in ("text", "scored") and (before := self._conversation(job)):
+            most = self.driver.config.max_model_len - 12
+            prompt = [*before, 20 + len(self.driver.names) % 70][:most]
+            fields["cache_salt"] = None
+        fields |= {"job_id": job, "is_last_step": self.chance.random() < 0.2}
+        key = self.driver.add(request_id, prompt, **fields)
+        if kind == "session":
+            self.sessions.add(key)
+        self.turns[job] = key
+
+    def _conversation(self, job: str) -> list[int]:
+        """Prompt and output of the job's newest turn."""
+        key = self.turns.get(job)
+        request = None if key is None else self.driver.requests.get(self.driver.names[key])
+        if request is None or request.multimodal or request.lora or request.cache_salt:
+            return []
+        return request.token_ids.tolist()
+
+    def seen(self) -> dict[str, int]:
+        pins = self.driver.scheduler.pins
+        if pins is None:  # in runs without a prefix cache
+            return super().seen()
+        return super().seen() | {
+            "pin hits": pins.num_hits,
+            "expired pins": pins.num_expired,
+            "pins that yielded": pins.num_yielded,
         }
 
 

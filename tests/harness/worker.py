@@ -123,6 +123,9 @@ class Workers:
         holders = Counter(
             block_id for table in self.tables.values() for ids in table for block_id in ids
         )
+        for start in plan.added:  # a full block that is copied and completed now is a prefix hit
+            for ids, size in zip(start.block_ids, self.kv_cache.block_sizes, strict=True):
+                holders.subtract(ids[: start.num_computed_tokens // size].tolist())
         for target in targets:
             assert holders[target] == 1, "the target of a copy is shared"
 

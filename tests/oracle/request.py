@@ -167,23 +167,26 @@ class TextbookRequest:
 
 
 class Jobs:
-    """When the first turn of each job arrived; a job is forgotten with its last live turn."""
+    """When the first turn of each job arrived; a job is forgotten with its last live turn, if the
+    one that arrived last was its last step."""
 
     def __init__(self) -> None:
         self._first_arrival: dict[str, float] = {}
         self._live: dict[str, list[TextbookRequest]] = {}
+        self._is_over: dict[str, bool] = {}
 
     def add(self, request: TextbookRequest) -> None:
         job_id = request.message.job_id
         if job_id is not None:
             self._first_arrival.setdefault(job_id, request.arrival_time)
             self._live.setdefault(job_id, []).append(request)
+            self._is_over[job_id] = request.message.is_last_step
 
     def remove(self, request: TextbookRequest) -> None:
         job_id = request.message.job_id
         if job_id is not None:
             self._live[job_id].remove(request)
-            if not self._live[job_id]:
+            if not self._live[job_id] and self._is_over[job_id]:
                 del self._live[job_id], self._first_arrival[job_id]
 
     def first_arrival(self, request: TextbookRequest) -> float:

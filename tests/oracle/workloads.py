@@ -243,6 +243,7 @@ def _random_scheduler_config(rng: Random, features: frozenset[str]) -> Scheduler
         long_prefill_token_threshold=rng.choice((0, 0, rng.randrange(1, 20))) * is_chunked,
         enable_chunked_prefill=is_chunked,
         policy=rng.choice(policies),
+        max_pin_s=0.0,  # the textbook knows no pins
         max_steps_in_flight=rng.choice((1, 2, 2)),
         **settings,
     )

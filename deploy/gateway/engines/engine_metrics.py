@@ -49,6 +49,8 @@ SCHEDULER_GAUGES: Final = (
         "quarantined_blocks",
         "Target blocks of loads that timed out and have not ended",
     ),
+    ("num_pins", "pins", "Turns of jobs whose KV is kept for the next turn (policy continuum)"),
+    ("num_pinned_blocks", "pinned_blocks", "KV blocks of pins that no request holds"),
 )
 """Field of SchedulerStats, name, help."""
 SCHEDULER_COUNTERS: Final = (
@@ -128,6 +130,9 @@ SCHEDULER_COUNTERS: Final = (
         "Items whose encoder output no other engine gave to the encoder connector",
     ),
     ("num_rewinds", "rewinds", "Requests rewound because KV that they depend on was invalid"),
+    ("num_pin_hits", "pin_hits", "Turns admitted while the KV of their job's last turn was pinned"),
+    ("num_pins_expired", "pins_expired", "Pins that ended with their time to live"),
+    ("num_pins_yielded", "pins_yielded", "Pins that ended because other requests needed blocks"),
     ("num_failed_lookups", "failed_lookups", "Lookups that failed in the connector; misses"),
     ("num_failed_loads", "failed_loads", "Loads that did not fill all of their blocks"),
 )
@@ -229,6 +234,8 @@ class EngineMetrics:
             steps_in_flight=0.0,
             encoder_cache_usage=0.0,
             num_quarantined_blocks=0,
+            num_pins=0,
+            num_pinned_blocks=0,
             tenants=(),
             pulls=pulls,
         )

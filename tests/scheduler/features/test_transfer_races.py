@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.harness.player import HintingPlayer, Player, PressedPlayer, play
+from tests.harness.player import HintingPlayer, JobsPlayer, Player, PressedPlayer, play
 from tests.harness.random_runs import run_until_seen
 
 NUM_SEEDS: Final = 400
@@ -63,6 +63,17 @@ def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) ->
     )
 
 
+@pytest.mark.req("ERR-34", "SCH-17", "CTM-11", "CTM-12")
+def test_pins_change_no_token_and_stop_no_request_whatever_happens() -> None:
+    """Turns of jobs with forks, sessions, transfers, swaps, preemption and new epochs."""
+    whats = ("pin hits", "expired pins", "pins that yielded", "preemptions", "epochs", "loads")
+    run_until_seen(
+        lambda seed: play(seed, 200, JobsPlayer).seen(),
+        range(24),
+        dict.fromkeys(whats, 1),
+    )
+
+
 def test_a_failed_load_of_a_victim_ends_its_swap() -> None:
     """In this run, a load fails between the choice of the victim and the end of its last step."""
     play(1099)
@@ -78,6 +89,7 @@ def test_whatever_transfers_do_in_many_more_runs(shard: int, long_run: bool) -> 
         play(seed)
         play(seed, 200, PressedPlayer)
         play(seed, 200, HintingPlayer)
+        play(seed, 200, JobsPlayer)
 
 
 class TransferMachine(RuleBasedStateMachine):
@@ -122,6 +134,14 @@ class HintMachine(TransferMachine):
 
 TestHintMachine = HintMachine.TestCase
 TestHintMachine.settings = settings(max_examples=60, stateful_step_count=80)
+
+
+class PinMachine(TransferMachine):
+    kind = JobsPlayer
+
+
+TestPinMachine = pytest.mark.req("ERR-34")(PinMachine.TestCase)
+TestPinMachine.settings = settings(max_examples=20, stateful_step_count=60)
 
 
 def test_the_same_calls_give_the_same_plans() -> None:

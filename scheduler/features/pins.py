@@ -1,0 +1,283 @@
+"""Pins: the KV of a job's turn, kept on the device for the job's next turn (policy `continuum`).
+
+A pin is one more reference to the full blocks of a turn that has ended. The next turn finds them in
+the prefix cache, and the pin ends when that turn is admitted. No pin is necessary: it ends with its
+time to live, and when blocks are short. After Continuum (arXiv 2511.02230); see docs/agents.md.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.plan import SchedulerOutput
+from longshore.scheduler.features.connector_hooks import view_of
+from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
+from longshore.scheduler.features.tool_calls import Decoder, ToolCallEstimator
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.queue.policies import ContinuumPolicy
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.request import Request
+
+ASSUMED_TOKENS_PER_S: Final = 10_000.0
+"""Prefill rate by which pins are compared before one has been measured."""
+
+
+class Pin(msgspec.Struct):
+    """The kept KV of one turn.
+
+    request_id, client: of the turn that has ended.
+    first_arrival_s: of its job.
+    blocks:          the pin owns one reference to each.
+    num_own_blocks:  those of them that no one else held when the pin was made.
+    saved_s:         seconds that the next turn saves per own block.
+    value:           the same, times the probability that it arrives in time. The pin with the
+                     lowest value is released first.
+    """
+
+    request_id: str
+    client: int
+    first_arrival_s: float
+    blocks: HeldBlocks
+    num_own_blocks: int
+    saved_s: float
+    value: float
+    expires_at_s: float
+
+
+class Pins:
+    """At most one pin per job.
+
+    policy:  learns which jobs have a pin, at the beginning of the next step.
+    transfers: None: there is no connector.
+    max_ttl_s: no pin is kept for longer, and none is made for a tool that always takes longer.
+    decode:  the text of token ids; None: the names of tools are not known.
+
+    num_blocks:   own blocks of all pins: about what is free if all of them end.
+    prefill_rate: what computing KV again costs.
+    num_hits:     turns that were admitted while their job had a pin.
+    num_expired, num_yielded: pins that have ended with their time to live, and because other
+                  requests needed the blocks.
+    """
+
+    def __init__(
+        self,
+        policy: ContinuumPolicy,
+        waiting: WaitingRequests,
+        kv_cache: KVCacheManager,
+        transfers: Transfers | None,
+        *,
+        max_ttl_s: float,
+        decode: Decoder | None = None,
+    ) -> None:
+        self._policy = policy
+        self._waiting = waiting
+        self._kv_cache = kv_cache
+        self._transfers = transfers
+        self._max_ttl_s = max_ttl_s
+        self._calls = ToolCallEstimator(decode)
+        self.prefill_rate = PrefillRate()
+        self._pins: dict[str, Pin] = {}
+        self._next_expiry_s = math.inf  # or earlier
+        self._is_announced = True
+        self.num_blocks = 0
+        self.num_hits = self.num_expired = self.num_yielded = 0
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        """All pins, the oldest first."""
+        return iter(self._pins.values())
+
+    @property
+    def job_ids(self) -> Collection[str]:
+        """The jobs that have a pin, the oldest pin first."""
+        return self._pins.keys()
+
+    def begin_step(self, now: float) -> None:
+        """Release the pins that have expired, and let the policy know which jobs have one. To be
+        called before blocks are allocated."""
+        if now >= self._next_expiry_s:
+            for job_id, pin in list(self._pins.items()):
+                if pin.expires_at_s <= now:
+                    self._release(job_id)
+                    self.num_expired += 1
+            self._next_expiry_s = min((pin.expires_at_s for pin in self), default=math.inf)
+        if not self._is_announced:
+            self._is_announced = True
+            self._waiting.update_pinned_state(tuple(self._pins))
+
+    # What happens to turns
+
+    def arrived(self, request: Request) -> None:
+        """A turn was queued. A pin of its job lasts until it is admitted."""
+        if request.job_id is None:
+            return
+        self._calls.turn_arrived(request.job_id, request.arrival_time)
+        if (pin := self._pins.get(request.job_id)) is not None:
+            pin.expires_at_s = math.inf
+            pin.value = pin.saved_s
+
+    def admitted(self, request: Request) -> None:
+        """A turn has a row, which holds what it has found of the pin of its job."""
+        if request.job_id is not None and request.job_id in self._pins:
+            self._release(request.job_id)
+            self.num_hits += 1
+
+    def ended(
+        self, request: Request, blocks: HeldBlocks | None, now: float, *, ends_output: bool
+    ) -> None:
+        """A request has ended; the caller still owns its blocks. Its KV is pinned, unless it was
+        the last turn or has not ended regularly; an earlier pin of the job is released."""
+        job_id = request.job_id
+        if job_id is None:
+            return
+        self.release_job(job_id)
+        if request.is_last_step:
+            self._calls.job_ended(job_id)
+        elif ends_output:
+            output_ids = request.token_ids[request.num_prompt_tokens :].tolist()
+            self._calls.turn_ended(job_id, output_ids, now)
+            if blocks is not None:
+                self._pin(job_id, request, blocks, now)
+
+    def _pin(self, job_id: str, request: Request, blocks: HeldBlocks, now: float) -> None:
+        # Only full blocks can be found; the KV of the last token is not computed.
+        block_size = min(self._kv_cache.block_sizes)
+        num_tokens = (request.num_tokens - 1) // block_size * block_size
+        kept, _ = self._kv_cache.cut(blocks, num_tokens)
+        ids = np.concatenate(kept.block_ids).astype(np.int64)
+        ids = ids[ids != NULL_BLOCK]
+        if not len(ids):
+            return
+        num_own = max(int(np.count_nonzero(self._kv_cache.pool.num_references(ids) == 1)), 1)
+        saved_s = self._saved_s(request, blocks, num_tokens)
+        ttl = self._calls.predict(
+            job_id,
+            now,
+            saved_s=None if saved_s is None else saved_s * num_own / len(ids),
+            share=num_own / self._kv_cache.num_usable_blocks,
+            max_ttl_s=self._max_ttl_s,
+        )
+        if ttl.seconds <= 0:
+            return
+        self._kv_cache.share(kept)
+        if saved_s is None:
+            saved_s = num_tokens / ASSUMED_TOKENS_PER_S
+        saved_s /= len(ids)
+        self._pins[job_id] = Pin(
+            request.request_id,
+            request.client_index,
+            self._policy.first_arrival_s(request),
+            kept,
+            num_own,
+            saved_s,
+            saved_s * ttl.probability,
+            now + ttl.seconds,
+        )
+        self.num_blocks += num_own
+        self._next_expiry_s = min(self._next_expiry_s, now + ttl.seconds)
+        self._is_announced = False
+
+    def _saved_s(self, request: Request, blocks: HeldBlocks, num_tokens: int) -> float | None:
+        """Seconds until a turn without a pin has this KV again: it loads what the connector has,
+        and computes the rest. None: no prefill has been measured yet."""
+        tokens_per_s = self.prefill_rate.tokens_per_s
+        if tokens_per_s is None:
+            return None
+        transfers = self._transfers
+        if transfers is not None and transfers.connector.can_swap:
+            bandwidth = transfers.statistics.bandwidth
+            bytes_per_s = bandwidth("CPU", "GPU") or bandwidth("GPU", "CPU")
+            if bytes_per_s is not None:
+                hook, view = transfers.connector.swap_size, view_of(request)
+                size = transfers.hooks.call(hook, view, blocks.block_ids, num_tokens)
+                cost = SwapCost(
+                    store_bandwidth=bytes_per_s,
+                    load_bandwidth=bytes_per_s,
+                    prefill_rate=tokens_per_s,
+                )
+                return cost.recompute_s(size, num_tokens)
+        return num_tokens / tokens_per_s
+
+    # Pressure
+
+    def yield_one(self, *, besides: Request | None = None) -> bool:
+        """Release the least valuable pin, but not that of `besides`. False if there is none."""
+        own = None if besides is None else besides.job_id
+        return self._yield([job_id for job_id in self._pins if job_id != own])
+
+    def yield_to(self, request: Request) -> bool:
+        """Release the least valuable pin of jobs that began later than the request's. False if
+        there is none."""
+        first_arrival_s = self._policy.first_arrival_s(request)
+        pins = self._pins.items()
+        return self._yield([id_ for id_, pin in pins if pin.first_arrival_s > first_arrival_s])
+
+    def _yield(self, job_ids: list[str]) -> bool:
+        if not job_ids:
+            return False
+        self._release(min(job_ids, key=lambda job_id: self._pins[job_id].value))
+        self.num_yielded += 1
+        return True
+
+    # The end of pins
+
+    def release_job(self, job_id: str) -> None:
+        """Release the pin of a job, if there is one."""
+        if job_id in self._pins:
+            self._release(job_id)
+
+    def release_client(self, client: int) -> None:
+        """A client has disconnected, so no turn of its jobs follows."""
+        for job_id, pin in list(self._pins.items()):
+            if pin.client == client:
+                self._release(job_id)
+
+    def release_all(self) -> None:
+        for job_id in list(self._pins):
+            self._release(job_id)
+
+    def _release(self, job_id: str) -> None:
+        pin = self._pins.pop(job_id)
+        self.num_blocks -= pin.num_own_blocks
+        self._is_announced = False
+        self._kv_cache.release(pin.blocks)
+
+    def begin_epoch(self) -> None:
+        """All KV is lost. No reference is released, because the pool is reset."""
+        self._pins.clear()
+        self.num_blocks = 0
+        self._is_announced = False
+        self.prefill_rate.begin_epoch()
+
+    # Measurement and reports
+
+    def planned(self, plan: SchedulerOutput, num_rows: int, now: float) -> None:
+        """A plan has been made that computes tokens of `num_rows` rows."""
+        self.prefill_rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
+
+    def counts(self) -> dict[str, int]:
+        """Fields of SchedulerStats."""
+        return {
+            "num_pins": len(self._pins),
+            "num_pinned_blocks": self.num_blocks,
+            "num_pin_hits": self.num_hits,
+            "num_pins_expired": self.num_expired,
+            "num_pins_yielded": self.num_yielded,
+        }
+
+    def check(self) -> None:
+        """Raise LongshoreError unless the blocks of pins are counted, and the next expiry is no
+        later than that of any pin."""
+        if sum(pin.num_own_blocks for pin in self) != self.num_blocks:
+            raise LongshoreError(f"pins do not have {self.num_blocks} blocks, which are counted")
+        if any(pin.expires_at_s < self._next_expiry_s for pin in self):
+            raise LongshoreError("a pin expires before the next expiry")

@@ -1,0 +1,253 @@
+"""Pins: what is kept between the turns of a job, for how long, and what ends it."""
+
+from typing import Any
+
+import pytest
+
+from longshore.connectors.base import FinishAction
+from longshore.protocol.outputs import FinishReason
+from longshore.scheduler.queue.policies import POLICIES
+from tests.harness.clients import RequestKey
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import connected
+from tests.harness.tokens import prompt_of
+
+
+def continuum(**settings: Any) -> Driver:
+    """Blocks of four tokens, without gates; each plan and each request takes a second."""
+    defaults: dict[str, Any] = {
+        "cache": {"watermark": 0.0, "preempt_threshold": 1.0},
+        "max_tokens": 1,
+    }
+    return Driver(policy="continuum", **(defaults | settings))
+
+
+def turn(
+    driver: Driver, job: str, prompt: list[int], *, last: bool = False, runs: bool = True, **f: Any
+) -> RequestKey:
+    """A turn of one output token, until it has ended."""
+    name = f"{job}{len(driver.names)}"
+    key = driver.add(name, prompt, job_id=job, is_last_step=last, **f)
+    if runs:
+        driver.run()
+    return key
+
+
+def keep(driver: Driver) -> None:
+    """No pin expires during the test."""
+    for pin in driver.scheduler.pins or ():
+        pin.expires_at_s += 1000.0
+
+
+def pinned(driver: Driver) -> list[str]:
+    assert driver.scheduler.pins is not None
+    return list(driver.scheduler.pins.job_ids)
+
+
+def num_held(driver: Driver) -> int:
+    return driver.num_blocks - 1 - driver.num_free_blocks
+
+
+@pytest.mark.req("CTM-02", "CTM-08")
+def test_the_full_blocks_of_a_turn_are_kept_and_its_request_ends() -> None:
+    driver = continuum()
+    key = turn(driver, "job", prompt_of(16))
+    assert driver.reason(key) is FinishReason.LENGTH_CAPPED
+    assert not driver.scheduler.has_unfinished_requests()
+    assert pinned(driver) == ["job"]
+    assert num_held(driver) == 4  # the KV of 16 of 17 tokens
+    stats = driver.scheduler.make_stats()
+    assert (stats.num_pins, stats.num_pinned_blocks) == (1, 4)
+
+
+@pytest.mark.req("CTM-02")
+def test_a_last_turn_a_request_without_job_and_an_aborted_one_leave_no_pin() -> None:
+    driver = continuum()
+    turn(driver, "job", prompt_of(16), last=True)
+    driver.add("no job", prompt_of(16, 20), is_last_step=False)
+    driver.run()
+    key = turn(driver, "aborted", prompt_of(16, 40), runs=False, max_tokens=8)
+    driver.step()
+    driver.abort(key)
+    assert pinned(driver) == []
+    assert num_held(driver) == 0
+
+
+@pytest.mark.req("CTM-01")
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"continuum"}))
+def test_other_policies_keep_nothing(policy: str) -> None:
+    driver = Driver(policy=policy)
+    turn(driver, "job", prompt_of(16))
+    assert driver.scheduler.pins is None
+    assert num_held(driver) == 0
+
+
+@pytest.mark.req("CTM-01", "ERR-35")
+def test_without_a_prefix_cache_or_with_a_limit_of_zero_nothing_is_kept() -> None:
+    assert continuum(max_pin_s=0.0).scheduler.pins is None
+    assert continuum(enable_prefix_caching=False).scheduler.pins is None
+
+
+@pytest.mark.req("CTM-05")
+def test_a_job_has_one_pin_and_shared_blocks_stay() -> None:
+    driver = continuum()
+    turn(driver, "one", prompt_of(16))
+    turn(driver, "two", [*prompt_of(8), *prompt_of(8, 50)])
+    assert pinned(driver) == ["one", "two"]
+    assert num_held(driver) == 6  # two blocks are shared
+    turn(driver, "one", prompt_of(20, 60))  # it has nothing in common with the first turn
+    assert pinned(driver) == ["two", "one"]
+    assert num_held(driver) == 4 + 5
+    driver.scheduler.check()
+
+
+@pytest.mark.req("CTM-06", "CTM-07", "CTM-09", "ERR-36")
+def test_a_pin_ends_with_its_time_to_live_before_blocks_are_allocated() -> None:
+    driver = continuum(num_blocks=9, max_model_len=32)
+    turn(driver, "job", prompt_of(16))
+    (pin,) = driver.scheduler.pins or ()
+    ended_at = driver.now
+    assert pin.expires_at_s - 10.0 <= ended_at
+    driver.now = pin.expires_at_s - 1.5
+    driver.plan()
+    assert pinned(driver) == ["job"]
+    driver.plan()
+    assert pinned(driver) == []
+    assert num_held(driver) == 0
+    assert driver.scheduler.make_stats().num_pins_expired == 1
+
+
+def test_a_pin_lasts_while_the_next_turn_waits() -> None:
+    driver = continuum(max_num_seqs=1)
+    turn(driver, "job", prompt_of(16))
+    driver.add("runs", prompt_of(16, 50), max_tokens=40)
+    driver.step()
+    turn(driver, "job", prompt_of(16), runs=False)
+    driver.steps(30)
+    assert pinned(driver) == ["job"]
+    driver.run()
+    assert driver.scheduler.make_stats().num_pin_hits == 1
+
+
+@pytest.mark.req("CTM-12")
+def test_the_next_turn_takes_over_the_pin() -> None:
+    driver = continuum()
+    key = turn(driver, "job", prompt_of(16))
+    conversation = [*prompt_of(16), *driver.received[key], 90]
+    turn(driver, "job", conversation, runs=False, max_tokens=8)
+    assert pinned(driver) == ["job"]
+    driver.step()
+    assert pinned(driver) == []
+    assert driver.requests[driver.running[0]].num_cached_tokens == 16
+    driver.run()
+    driver.scheduler.check()
+
+
+@pytest.mark.req("CTM-12")
+def test_abort_reset_disconnection_shutdown_and_a_new_epoch_end_pins() -> None:
+    driver = continuum()
+
+    def abort() -> None:
+        driver.abort(turn(driver, "job", prompt_of(16), runs=False))
+
+    for end in (
+        abort,
+        lambda: driver.scheduler.reset_prefix_cache(driver.now),
+        lambda: driver.scheduler.abort_client(0, driver.now),
+        driver.restart_workers,
+        lambda: turn(driver, "job", prompt_of(16), last=True),
+        driver.scheduler.shutdown,
+    ):
+        turn(driver, "job", prompt_of(16))
+        assert pinned(driver) == ["job"]
+        end()
+        assert pinned(driver) == []
+        assert num_held(driver) == 0
+        driver.scheduler.check()
+
+
+@pytest.mark.req("CTM-11")
+def test_pins_yield_before_a_running_request_is_preempted_the_least_valuable_first() -> None:
+    driver = continuum(num_blocks=13, max_model_len=48)
+    turn(driver, "long", prompt_of(24))  # 6 blocks
+    turn(driver, "short", prompt_of(16, 50))  # 4
+    keep(driver)
+    pins = list(driver.scheduler.pins or ())
+    assert [pin.num_own_blocks for pin in pins] == [6, 4]
+    pins[0].value *= 2
+    driver.add("grows", prompt_of(5, 70), max_tokens=6)
+    driver.steps(5)
+    assert pinned(driver) == ["long"]
+    driver.run()
+    stats = driver.scheduler.make_stats()
+    assert (stats.num_preemptions, stats.num_pins_yielded) == (0, 1)
+
+
+@pytest.mark.req("CTM-11")
+def test_a_pool_full_of_pins_stops_no_request() -> None:
+    driver = continuum(num_blocks=13, max_model_len=48)
+    for index in range(3):
+        turn(driver, f"job{index}", prompt_of(16, 20 * index))
+        keep(driver)
+    assert num_held(driver) == 12
+    key = driver.add("large", prompt_of(38, 30))
+    driver.run(limit=20)
+    driver.check_complete(key)
+
+
+@pytest.mark.req("CTM-11")
+def test_while_others_run_only_pins_of_later_jobs_yield_to_an_admission() -> None:
+    driver = continuum(num_blocks=13, max_model_len=48)
+    turn(driver, "first", prompt_of(16))
+    keep(driver)
+    driver.add("runs", prompt_of(13, 40), max_tokens=3)
+    driver.step()
+    turn(driver, "new", prompt_of(20, 60), runs=False)  # 5 or 6 blocks, and 4 are free
+    driver.step()
+    assert (pinned(driver), driver.running) == (["first"], ["runs"])
+    driver.run()
+    assert pinned(driver) == ["first", "new"]
+    keep(driver)
+
+    driver.add("runs again", prompt_of(8, 40), max_tokens=3)
+    driver.step()
+    turn(driver, "first", [*prompt_of(16), *prompt_of(8, 90)], runs=False, max_tokens=5)
+    driver.step()  # 2 blocks, and none is free: the pin of the later job yields
+    assert pinned(driver) == []
+    assert driver.running == ["runs again", "first4"]
+    driver.run()
+    assert driver.scheduler.make_stats().num_pins_yielded == 1
+
+
+@pytest.mark.req("CTM-10")
+def test_the_policy_knows_which_jobs_have_a_pin() -> None:
+    driver = continuum()
+    turn(driver, "b", prompt_of(16))
+    for name, job in (("of b", "b"), ("of c", "c")):
+        driver.add(name, prompt_of(5, 50), job_id=job, is_last_step=False, max_tokens=30)
+    driver.add("third", prompt_of(5, 60), max_tokens=30)
+    driver.step()
+    driver.steps(2)
+    turn(driver, "c", prompt_of(16, 70), runs=False, max_tokens=1)  # a second turn of c ends
+    driver.steps(2)
+    assert pinned(driver) == ["c"]
+    policy = driver.scheduler._planner.policy
+    running = driver.scheduler.running.requests_in_order()
+    assert [request.request_id for request in running] == ["of b", "of c", "third"]
+    assert policy.pick_victim(running[:2]) == 0
+
+
+@pytest.mark.req("ERR-36")
+def test_a_send_and_a_pin_both_hold_the_blocks() -> None:
+    driver = connected(policy="continuum", rules={"depart": lambda request: FinishAction(True)})
+    turn(driver, "job", prompt_of(16), runs=False)
+    driver.run_until_idle()
+    (pin,) = driver.scheduler.pins or ()
+    references = driver.scheduler.kv_cache.pool.references()
+    assert references[pin.blocks.block_ids[0]].tolist() == [2] * len(pin.blocks.block_ids[0])
+    driver.scheduler.reset_prefix_cache()
+    assert pinned(driver) == []
+    assert num_held(driver) > 0
+    for request_id in list(driver.transfers.sending):
+        driver.ranks.end_send(request_id, 0)
+    assert num_held(driver) == 0
