@@ -293,6 +293,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     ec_transfer: the encoder connector; None: there is none.
     kv_events:   publish the events of the cache; None: do not.
     structured_output: how to compile grammars; None: such requests are rejected.
+    tokenizer_file: tokenizer.json of the model, which the policy `continuum` reads.
     routed_experts_fd: inherited descriptor of the memory into which rank 0 writes the experts of
                  tokens; None: outputs do not have them.
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
@@ -323,6 +324,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     ec_transfer: ECTransferConfig | None = None
     kv_events: KVEventsConfig | None = None
     structured_output: StructuredOutputConfig | None = None
+    tokenizer_file: str | None = None
     routed_experts_fd: int | None = None
     outlives_workers: bool = False
     adopts_kv: bool = False

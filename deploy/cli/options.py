@@ -130,6 +130,8 @@ class EngineOptions:
             request's priority, continuum by the first arrival of the request's job, fair by the
             shares of API keys, or an installed policy given by name or as package.module:Class.
             Default: fair for a key file with several keys, else fcfs.
+        max_pin_s: With the policy continuum, longest time in seconds for which the KV of a job's
+            turn is kept on the device for its next turn; 0 keeps none.
         async_scheduling: Plan a step before the tokens of the previous step are known. Default: on,
             unless there are several pipeline stages, which overlap steps anyway.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
@@ -233,6 +235,7 @@ class EngineOptions:
     max_num_encoder_input_tokens: Annotated[int | None, _MODEL] = None
     max_model_len: Annotated[int | None, _MODEL, _TOKENS] = None
     scheduling_policy: Annotated[str | None, _SCHEDULING] = None
+    max_pin_s: Annotated[float, _SCHEDULING] = 60.0
     async_scheduling: Annotated[bool | None, _SCHEDULING] = None
     enable_prefix_caching: Annotated[bool, _CACHE] = True
     enable_chunked_prefill: Annotated[bool, _SCHEDULING] = True

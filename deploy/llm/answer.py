@@ -56,6 +56,8 @@ class Answer:
     structured_output: StructuredOutput | None = None
     skips_reading: bool = False
     priority: int = 0
+    job_id: str | None = None
+    is_last_step: bool = False
     live: LiveRequest | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -83,6 +85,8 @@ class Answer:
             structured_output=self.structured_output,
             skips_reading=self.skips_reading,
             priority=self.priority,
+            job_id=self.job_id,
+            is_last_step=self.is_last_step,
             cache_salt=self.prompt.cache_salt,
         )
 

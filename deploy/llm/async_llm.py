@@ -115,6 +115,8 @@ class AsyncLLM:
         *,
         lora_request: None = None,
         priority: int = 0,
+        job_id: str | None = None,
+        is_last_step: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The answers to a prompt as they grow; see `SamplingParams.output_kind`. The last output
@@ -124,6 +126,8 @@ class AsyncLLM:
         request_id: no other live request may have it.
         lora_request: None: LoRA adapters are not supported.
         priority:   for the scheduling policy `priority`; lower is earlier.
+        job_id, is_last_step: the agent's job of which this is a turn, and whether no other turn
+                    follows; for the scheduling policy `continuum`.
         tokenization_kwargs: see `LLM.generate`.
         Raises ValueError for an invalid prompt or setting, EngineDead if the engine dies or is shut
         down.
@@ -137,7 +141,14 @@ class AsyncLLM:
         params = await self._check(sampling_params)
         with self._stream(request_id, sampling_params.output_kind) as stream:
             read = await self._read(prompt, tokenization)
-            answers = self._reader.answers(request_id, read, params, priority=priority)
+            answers = self._reader.answers(
+                request_id,
+                read,
+                params,
+                priority=priority,
+                job_id=job_id,
+                is_last_step=is_last_step,
+            )
             stream.begin(client, answers)
             async for output in stream.outputs():
                 yield output

@@ -46,6 +46,7 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.statistics import DescribeEngine, SchedulerStats
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.features.tool_calls import load_decoder
 from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.process.trace_file import TraceFile, open_trace
 from longshore.scheduler.scheduler import Scheduler
@@ -135,6 +136,7 @@ class InProcessEngine:
                 verify_plan=plan.options.verify_plan,
                 grammars=LocalGrammars(plan),
                 experts=self._experts_reader(),
+                decode=load_decoder(plan.scheduler.policy, str(plan.model.path / "tokenizer.json")),
                 trace=self._open_trace(plan),
             )
         except BaseException:

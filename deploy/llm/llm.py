@@ -175,6 +175,8 @@ class LLM:
         use_tqdm: Progress = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        job_id: Sequence[str | None] | None = None,
+        is_last_step: Sequence[bool] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more prompts, all at once; returns outputs in the order of the prompts.
@@ -185,6 +187,8 @@ class LLM:
         use_tqdm:        show a progress bar, or how to make one: a class like `tqdm`.
         lora_request:    None: LoRA adapters are not supported.
         priority:        of each prompt, for the scheduling policy `priority`; lower is earlier.
+        job_id, is_last_step: of each prompt, the agent's job of which it is a turn, and whether no
+                         other turn follows; for the scheduling policy `continuum`.
         tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`, `truncation_side`; see
                          `Tokenization`.
         Raises ValueError for an invalid prompt, EngineDead if the engine dies or is closed. An
@@ -194,7 +198,14 @@ class LLM:
         check_no_lora(lora_request)
         inputs = self._read_all(prompts, tokenization_kwargs)
         params = self._reader.check_each(sampling_params, len(inputs))
-        return self._generate(inputs, params, use_tqdm=use_tqdm, priority=priority)
+        return self._generate(
+            inputs,
+            params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            job_id=job_id,
+            is_last_step=is_last_step,
+        )
 
     def chat(
         self,
@@ -249,15 +260,23 @@ class LLM:
         *,
         use_tqdm: Progress,
         priority: Sequence[int] | None = None,
+        job_id: Sequence[str | None] | None = None,
+        is_last_step: Sequence[bool] | None = None,
     ) -> list[RequestOutput]:
         priorities = [0] * len(inputs) if priority is None else priority
         if len(priorities) != len(inputs):
             raise ValueError(f"{len(priorities)} priorities for {len(inputs)} prompts")
+        job_ids = [None] * len(inputs) if job_id is None else job_id
+        last_steps = [False] * len(inputs) if is_last_step is None else is_last_step
+        if not len(job_ids) == len(last_steps) == len(inputs):
+            raise ValueError(f"job_id and is_last_step must have {len(inputs)} values, as prompts")
         request_ids = [next(self._request_ids) for _ in inputs]
         by_prompt = [
-            self._reader.answers(request_id, prompt, checked, priority=importance)
-            for request_id, prompt, checked, importance in zip(
-                request_ids, inputs, params, priorities, strict=True
+            self._reader.answers(
+                request_id, prompt, checked, priority=importance, job_id=job, is_last_step=is_last
+            )
+            for request_id, prompt, checked, importance, job, is_last in zip(
+                request_ids, inputs, params, priorities, job_ids, last_steps, strict=True
             )
         ]
         answers = [answer for group in by_prompt for answer in group]

@@ -20,6 +20,7 @@ from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.llm.transcriber import SpeechRequest
 from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.requests.live_requests import MAX_JOB_ID_CHARACTERS
 from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.validation import sampling_problem
 from longshore.protocol.requests import StructuredOutput
@@ -184,9 +185,20 @@ class RequestReader:
         return CheckedParams(params, engine_params, constraint)
 
     def answers(
-        self, request_id: str, prompt: PromptInput, params: CheckedParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: CheckedParams,
+        *,
+        priority: int = 0,
+        job_id: str | None = None,
+        is_last_step: bool = False,
     ) -> list[Answer]:
         """The answers to one prompt."""
+        if job_id is not None and not 1 <= len(job_id) <= MAX_JOB_ID_CHARACTERS:
+            raise ValueError(f"job_id must have 1 to {MAX_JOB_ID_CHARACTERS} characters")
+        if job_id is None and is_last_step:
+            raise ValueError("is_last_step needs job_id")
         settings = params.settings
         stops = settings.stops()
         shows_special = not settings.skip_special_tokens
@@ -208,6 +220,8 @@ class RequestReader:
                 structured_output=params.constraint,
                 skips_reading=bool(settings.skip_reading_prefix_cache),
                 priority=priority,
+                job_id=job_id,
+                is_last_step=is_last_step,
             )
             answers.append(answer)
         return answers

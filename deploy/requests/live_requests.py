@@ -117,6 +117,10 @@ class LiveRequest:
         return [None, *(self.scores.pop(position) for position in positions)]
 
 
+MAX_JOB_ID_CHARACTERS: Final = 256
+"""The scheduler's name of a job begins with that of its tenant."""
+
+
 class RequestFields(TypedDict, total=False):
     """The keyword arguments of `LiveRequests.open`, for functions that pass them on."""
 
@@ -133,6 +137,8 @@ class RequestFields(TypedDict, total=False):
     pooling: PoolingParams | None
     structured_output: StructuredOutput | None
     cache_hint: CacheHint | None
+    job_id: str | None
+    is_last_step: bool
     kv_transfer_params: dict[str, Any] | None
 
 
@@ -179,6 +185,8 @@ class LiveRequests:
         pooling: PoolingParams | None = None,
         structured_output: StructuredOutput | None = None,
         cache_hint: CacheHint | None = None,
+        job_id: str | None = None,
+        is_last_step: bool = False,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
@@ -188,6 +196,8 @@ class LiveRequests:
         pooling:      it returns an embedding and no tokens.
         structured_output: constrains its output.
         cache_hint:   how long its KV is worth keeping.
+        job_id, is_last_step: the job of its tenant of which it is a turn, and whether no other turn
+                      follows.
         skips_reading: it does not look up the prefix cache.
         kv_transfer_params: for the connector.
         num_primed:   number of tokens at the prompt's end that are sent as previous output. They
@@ -215,6 +225,8 @@ class LiveRequests:
             pooling=pooling,
             structured_output=structured_output,
             cache_hint=cache_hint,
+            job_id=job_id if job_id is None or not tenant.name else f"{tenant.name}/{job_id}",
+            is_last_step=job_id is None or is_last_step,
             kv_transfer_params=kv_transfer_params,
             fork_of=None if fork_of is None else fork_of.handle,
         )

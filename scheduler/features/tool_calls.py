@@ -45,6 +45,26 @@ _CALLS: Final = tuple(
 logger = logging.getLogger(__name__)
 
 
+def load_decoder(policy: str, tokenizer_file: str | None) -> Decoder | None:
+    """A decoder for the policy `continuum`. None for other policies, and for a tokenizer that
+    cannot be read, which is only worth a warning."""
+    if policy != "continuum" or tokenizer_file is None:
+        return None
+    try:
+        from tokenizers import Tokenizer  # loaded with this policy only
+
+        tokenizer = Tokenizer.from_file(tokenizer_file)
+    except Exception as error:  # the library raises bare Exception
+        logger.warning(
+            "%s cannot be read (%s), so it is not known which tools agents call; the gaps of all "
+            "tools are taken together",
+            tokenizer_file,
+            error,
+        )
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
 def tool_name(text: str) -> str | None:
     """The last tool that a model's output calls; for a shell code block, the command's name."""
     found = [match for pattern in _CALLS for match in pattern.finditer(text)]

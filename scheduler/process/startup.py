@@ -21,6 +21,7 @@ from longshore.protocol.transport.channel import Channel, ServerChannel, close_c
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.features.tool_calls import load_decoder
 from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
@@ -116,6 +117,7 @@ def _make_scheduler(
         grammars=grammars,
         num_ranks=len(config.workers),
         experts=_experts(config, accepted),
+        decode=load_decoder(config.scheduler.policy, config.tokenizer_file),
         trace=trace,
     )
 

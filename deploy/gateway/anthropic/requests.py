@@ -17,8 +17,10 @@ from longshore.deploy.gateway.openai.requests import (
     CacheSalt,
     ChatRequest,
     Int32,
+    JobId,
     StreamOptions,
     check_deadline,
+    check_job,
     check_salt,
 )
 from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
@@ -118,7 +120,7 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/messages. The last five parameters are Longshore's, as for chats."""
+    """POST /v1/messages. `cache_salt` and the parameters after it are Longshore's, as for chats."""
 
     max_tokens: Int32
     stop_sequences: list[str] | None = None
@@ -128,6 +130,8 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
+    is_last_step: bool | None = None
+    job_id: JobId | None = None
     no_store: bool | None = None
     priority: Int32 | None = None
     seed: int | None = None
@@ -137,7 +141,7 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
         chat = super().chat()
         for name in (
             *("max_tokens", "temperature", "top_p", "top_k", "stream"),
-            *("cache_salt", "deadline_s", "no_store", "priority", "seed"),
+            *("cache_salt", "deadline_s", "no_store", "priority", "seed", "job_id", "is_last_step"),
         ):
             setattr(chat, name, getattr(self, name))
         chat.stop = self.stop_sequences
@@ -146,4 +150,5 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
             chat.stream_options = StreamOptions(include_usage=True)
         check_deadline(chat.deadline_s)
         check_salt(chat)
+        check_job(chat)
         return chat

@@ -97,6 +97,8 @@ class GeneratedAnswer:
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
             cache_hint=spec.cache_hint,
+            job_id=spec.job_id,
+            is_last_step=spec.is_last_step,
             session_key=spec.session_key,
             structured_output=spec.structured_output,
             kv_transfer_params=spec.kv_transfer_params,

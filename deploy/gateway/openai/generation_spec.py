@@ -36,6 +36,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     session_key: names its session, for routing.
     cache_hint: how long the KV of the answers is worth keeping.
+    job_id, is_last_step: the agent's job of which it is a turn, and whether no other turn follows.
     kv_transfer_params: for the connector.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     num_returned_prompt_ids: number of the prompts' token ids in the response.
@@ -55,6 +56,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     skips_reading: bool = False
     cache_hint: CacheHint | None = None
+    job_id: str | None = None
+    is_last_step: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     session_key: str | None = None
     num_samples: int = 1

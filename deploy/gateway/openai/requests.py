@@ -14,6 +14,7 @@ from longshore.deploy.gateway.openai.forced_calls import forced_schema
 from longshore.deploy.gateway.openai.parameters import IGNORED, read_parameters
 from longshore.deploy.gateway.openai.structured_output import ConstrainedRequest
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.deploy.requests.live_requests import MAX_JOB_ID_CHARACTERS
 from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_NAME_CHARACTERS, CacheHint
@@ -23,6 +24,7 @@ TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
 CacheKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+JobId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_JOB_ID_CHARACTERS)]
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 
 MAX_PROMPTS: Final = 1024
@@ -51,6 +53,8 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     prompt_logprobs: as in vLLM.
     routed_experts_prompt_start: prompt tokens whose experts are not returned, as in vLLM.
     prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
+    job_id, is_last_step: the agent's job of which this request is a turn, and whether no other turn
+                follows; for the scheduling policy `continuum`.
     user:       names a session for routing, if nothing else does.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
     no_store:   the request neither reads nor fills the prefix cache.
@@ -91,6 +95,8 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    job_id: JobId | None = None
+    is_last_step: bool | None = None
     user: str | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
@@ -187,6 +193,8 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "prompt_cache_options": (),
+    "job_id": (),
+    "is_last_step": (),
     "kv_transfer_params": (),
     "logprobs": (),
     "prompt_logprobs": (),
@@ -351,6 +359,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     request = read_parameters(kind, body)
     check_deadline(request.deadline_s)
     check_salt(request)
+    check_job(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -368,6 +377,12 @@ def check_salt(request: GenerationRequest) -> None:
             "no_store disables sharing, so cache_salt has no effect; remove one of them",
             param="no_store",
         )
+
+
+def check_job(request: GenerationRequest) -> None:
+    """Raises ApiError."""
+    if request.is_last_step is not None and request.job_id is None:
+        raise invalid("is_last_step needs job_id", param="is_last_step")
 
 
 def check_deadline(deadline_s: float | None) -> None:

@@ -16,8 +16,10 @@ from longshore.deploy.gateway.openai.requests import (
     CacheSalt,
     ChatRequest,
     Int32,
+    JobId,
     StreamOptions,
     check_deadline,
+    check_job,
     check_salt,
 )
 from longshore.deploy.gateway.responses_api.bodies import InputItem
@@ -93,6 +95,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     deadline_s: float | None = None
     no_store: bool | None = None
     priority: Int32 | None = None
+    job_id: JobId | None = None
+    is_last_step: bool | None = None
 
 
 class ResponseChat(ChatRequest, kw_only=True):
@@ -181,8 +185,11 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         deadline_s=request.deadline_s,
         no_store=request.no_store,
         priority=request.priority,
+        job_id=request.job_id,
+        is_last_step=request.is_last_step,
         stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
     )
     check_salt(chat)
+    check_job(chat)
     return chat

@@ -2,9 +2,12 @@
 
 import logging
 import math
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.scheduler.features.tool_calls import (
     DEFAULT_TTL_S,
     MAX_CALLS_OF_TOOL,
@@ -13,6 +16,7 @@ from longshore.scheduler.features.tool_calls import (
     MIN_CALLS,
     ToolCallEstimator,
     choose_ttl,
+    load_decoder,
     tool_name,
 )
 
@@ -151,3 +155,22 @@ def test_the_size_of_the_estimator_is_bounded() -> None:
         calls.turn_ended(f"job {number}", [number % (2 * MAX_TOOLS)], float(number))
     assert (len(calls._jobs), len(calls._tools)) == (MAX_JOBS, MAX_TOOLS)
     assert len(calls._calls) == MAX_CALLS_OF_TOOL
+
+
+@pytest.mark.req("CTM-04")
+def test_the_decoder_is_built_for_continuum_only_and_its_absence_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = DEMO_MODEL_DIR / "tokenizer.json"
+    assert load_decoder("fcfs", str(file)) is None
+    decode = load_decoder("continuum", str(file))
+    assert decode is not None
+    ids = Tokenizer.from_file(str(file)).encode("<function=search>", add_special_tokens=False).ids
+    assert tool_name(decode(ids)) == "search"
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "missing.json"):
+        caplog.clear()
+        assert load_decoder("continuum", str(tmp_path / name)) is None
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert name in record.getMessage()

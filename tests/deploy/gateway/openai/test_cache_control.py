@@ -143,3 +143,35 @@ async def test_hints_out_of_bounds_are_rejected(
         answer = await gateway.post("/v1/completions", {"prompt": "p", **change})
     assert answer.status == 400
     assert error_of(answer)["param"] == next(iter(change))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "p"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "p"}]}),
+        ("/v1/responses", {"input": "p"}),
+        (
+            "/v1/messages",
+            {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "p"}]},
+        ),
+    ],
+)
+async def test_the_scheduler_gets_the_job_of_a_turn(
+    start_gateway: StartGateway, path: str, body: dict[str, Any]
+) -> None:
+    async with start_gateway() as gateway:
+        for job in ({}, {"job_id": "j"}, {"job_id": "j", "is_last_step": True}):
+            answer = await gateway.post(path, {**body, **job})
+            assert answer.status == 200, answer.body
+        requests = [(each.job_id, each.is_last_step) for each in gateway.engine.requests]
+        assert requests == [(None, True), ("j", False), ("j", True)]
+        for wrong, param in (
+            ({"is_last_step": True}, "is_last_step"),
+            ({"job_id": ""}, "job_id"),
+            ({"job_id": "x" * 257}, "job_id"),
+            ({"job_id": 7}, "job_id"),
+        ):
+            answer = await gateway.post(path, {**body, **wrong})
+            assert answer.status == 400
+            assert param in answer.body.decode()
