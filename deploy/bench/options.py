@@ -136,3 +136,69 @@ class FitCostOptions:
                 raise ConfigError(f"{name}={values} must have at least two different values")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsOptions:
+    """A workload of jobs of coding agents, as JSON lines.
+
+    Attributes:
+        out: File for the workload.
+        num_jobs: Number of jobs.
+        job_rate: Mean arrivals of jobs per second, at random (Poisson) times; inf starts all at
+            once.
+        turns: Turns of each job. Default: drawn for each job, 33 on average.
+        token_scale: Factor for the sizes of prompts and outputs, for models with a short context.
+        max_tokens: A job ends before its conversation has more tokens.
+        seed: Seed of the workload.
+    """
+
+    out: Path = Path("jobs.jsonl")
+    num_jobs: int = 100
+    job_rate: float = 0.1
+    turns: int | None = None
+    token_scale: float = 1.0
+    max_tokens: int = 131_072
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_jobs", "turns", "max_tokens"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("job_rate", "token_scale"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobsOptions:
+    """Jobs of agents on a running server: each turn follows the end of the one before.
+
+    Attributes:
+        file: Workload, as `longshore bench agents` writes it.
+        url: URL of the server.
+        api_key: API key of the server.
+        model: Name of the model. Default: the first that the server lists.
+        time_scale: Factor for arrivals and gaps, for a machine that is slower or faster than the
+            workload assumes.
+        vocab_size: Prompts consist of ids below it. Default: the server's value.
+        timeout_s: Seconds to wait for one answer.
+        seed: Seed of the prompts.
+        json: File for the result. Default: standard output.
+    """
+
+    file: Path = Path("jobs.jsonl")
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+    time_scale: float = 1.0
+    vocab_size: int | None = None
+    timeout_s: float = 3600.0
+    seed: int = 0
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("vocab_size", self.vocab_size, 1)
+        if not self.time_scale >= 0:
+            raise ConfigError(f"time_scale={self.time_scale} must be at least 0")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")

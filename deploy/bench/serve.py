@@ -8,12 +8,12 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import uvloop
 
-from longshore.deploy.bench.options import ServeBenchOptions
+from longshore.deploy.bench.options import JobsOptions, ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
@@ -21,6 +21,8 @@ from longshore.deploy.cli.error_message import error_message
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000
+
+OptionsT = TypeVar("OptionsT", ServeBenchOptions, JobsOptions)
 
 
 class ServerFailed(LongshoreError):
@@ -85,12 +87,12 @@ async def _run(options: ServeBenchOptions) -> dict[str, Any]:
     return {**conditions(options), **_summary(measured, errors, duration_s)}
 
 
-async def ask_server(endpoint: HttpEndpoint, options: ServeBenchOptions) -> ServeBenchOptions:
+async def ask_server(endpoint: HttpEndpoint, options: OptionsT) -> OptionsT:
     """The options, with the server's model and vocabulary size filled in. Raises ServerFailed."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=10.0)
         if answer.status != 200:
-            raise _rejected(answer)
+            raise rejected(answer)
         model = json.loads(answer.body)["data"][0]
     except (OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise ServerFailed(
@@ -131,11 +133,12 @@ async def measure(
     ).encode()
     answer = await endpoint.request("POST", "/v1/completions", body, timeout_s=options.timeout_s)
     if answer.status != 200:
-        raise _rejected(answer)
+        raise rejected(answer)
     return _timings(answer)
 
 
-def _rejected(answer: HttpAnswer) -> ServerFailed:
+def rejected(answer: HttpAnswer) -> ServerFailed:
+    """The error of an answer that is not 200."""
     message = error_message(answer) or answer.body.decode(errors="replace")
     return ServerFailed(f"HTTP {answer.status}: {message}")
 

@@ -14,7 +14,9 @@ from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import (
+    AgentsOptions,
     FitCostOptions,
+    JobsOptions,
     ServeBenchOptions,
     ThroughputOptions,
 )
@@ -202,6 +204,28 @@ def bench_fit_cost(
 ) -> None:
     """Fit a cost model for `longshore simulate` to a running server, which must be idle."""
     from longshore.deploy.bench.fit_cost import run
+
+    run(options)
+
+
+@bench.command(name="agents")
+def bench_agents(
+    *,
+    options: Annotated[AgentsOptions, Parameter(name="*")] = AgentsOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Make a workload of agents, from published statistics of coding agents."""
+    from longshore.deploy.bench.agents import run
+
+    run(options)
+
+
+@bench.command(name="jobs")
+def bench_jobs(
+    *,
+    options: Annotated[JobsOptions, Parameter(name="*")] = JobsOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Measure the completion times of a workload's jobs on a running server."""
+    from longshore.deploy.bench.jobs import run
 
     run(options)
 
