@@ -27,7 +27,13 @@ from longshore.deploy.simulator.records import (
 from longshore.deploy.simulator.rooflines import ROOFLINES
 from longshore.deploy.simulator.transfers import SimulatedTransfers, read_connector_options
 from longshore.deploy.simulator.worker import SimulatedWorker
-from longshore.deploy.simulator.workloads import VOCAB_SIZE, Job, random_jobs, read_jobs
+from longshore.deploy.simulator.workloads import (
+    VOCAB_SIZE,
+    Job,
+    random_jobs,
+    read_jobs,
+    turn_of_output,
+)
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason, RequestEvent
@@ -204,6 +210,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             policy=policy,
             connector=None if transfers is None else transfers.connector,
+            decode=self._tool_call_of,
         )
         return SimulatedEngine(
             number,
@@ -239,6 +246,12 @@ class Simulation:
             self._clock,
             lambda report: self._engines[number].receive_report(report),
         )
+
+    def _tool_call_of(self, token_ids: list[int]) -> str:
+        """The text of a turn's output, as far as the policy `continuum` reads it."""
+        job, turn = self._turns[turn_of_output(token_ids[-1])]
+        tool = job.turns[turn].tool
+        return "" if tool is None else f"<function={tool}>"
 
     # Events
 

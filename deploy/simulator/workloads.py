@@ -79,6 +79,11 @@ class Job(ABC):
         return _UNIQUE + self.number + turn
 
 
+def turn_of_output(token: int) -> int:
+    """The number of the turn that has this `output_token`."""
+    return token - _OUTPUT
+
+
 @dataclass(kw_only=True)
 class TraceJob(Job):
     """One request; its turn has all of its tokens. block_tokens: tokens per block id."""

@@ -17,6 +17,7 @@ from longshore.connectors.base import Match, Matched, SchedulerConnector
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.plan import SchedulerOutput
+from longshore.scheduler.features.pins import Pins
 from longshore.scheduler.inspect.trace_records import (
     NO_PINS,
     TRACE_FORMAT,
@@ -75,7 +76,6 @@ class SchedulerTrace:
     unix_time_offset_s: added to the scheduler's time, it gives Unix time; None if that is virtual.
 
     is_over: the sink or a record has failed; nothing more is written.
-    count_pins: counts the pins at the start of a step.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class SchedulerTrace:
         self._planner: StepPlanner
         self._connector: SchedulerConnector | None = None
         self.is_over = False
-        self.count_pins: Callable[[], PinCounts] = lambda: NO_PINS
         self._snapshot: StepSnapshot | None = None  # during a step
         self._lookups: dict[str, PrefixCacheEvent] = {}  # of this step, by request
         self._lines: list[bytes] = []  # other records of this step
@@ -141,7 +140,7 @@ class SchedulerTrace:
             in_flight=len(planner.in_flight.steps),
             gpu=BlockCounts(pool.num_free, pool.num_usable, pool.num_cached),
             cpu=_host_blocks(self._connector),
-            pins=self.count_pins(),
+            pins=_pins(planner.pins),
             limits=StepLimits(config.max_num_seqs, planner.budget.num_tokens),
         )
 
@@ -310,6 +309,10 @@ class _RunningTokens:
 
 def _ids(running: RunningTable, rows: Int64Array) -> list[str]:
     return [running.request_on(row).request_id for row in rows.tolist()]
+
+
+def _pins(pins: Pins | None) -> PinCounts:
+    return NO_PINS if pins is None else PinCounts(len(pins), pins.num_blocks, tuple(pins.job_ids))
 
 
 def _host_blocks(connector: SchedulerConnector | None) -> BlockCounts:

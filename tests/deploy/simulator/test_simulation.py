@@ -301,3 +301,17 @@ def test_the_memory_of_the_cost_model_gives_the_number_of_blocks() -> None:
     assert result.num_blocks == cost.kv_cache_bytes // (16 * 131_072)
     with pytest.raises(ConfigError, match="Set num_blocks"):
         Simulation(options, load_jobs(options), REALISTIC)
+
+
+def test_the_policy_continuum_knows_which_tools_the_turns_of_jobs_call(tmp_path: Path) -> None:
+    jobs = [agent_job(number, 0.0, [(64, 2, 1.0)] * 3) for number in range(2)]
+    options = SimulateOptions(
+        trace=write_lines(tmp_path / "jobs.jsonl", jobs), num_blocks=100, policy="continuum"
+    )
+    simulation = Simulation(options, load_jobs(options), REALISTIC)
+    simulation.run()
+    pins = simulation._engines[0].scheduler.pins
+    assert pins is not None
+    assert list(pins._calls._tools) == ["bash"]
+    assert pins.num_hits == 4
+    simulation.check()
