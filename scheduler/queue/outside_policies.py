@@ -36,15 +36,15 @@ class CheckedPolicy(SchedulingPolicy):
     first, the youngest other request is preempted instead, so that one can make progress."""
 
     def __init__(self, policy: SchedulingPolicy, name: str) -> None:
-        self._policy = policy
-        self._name = name
+        self.policy = policy
+        self.name = name
         self._shape: object = None
         self._order: Callable[[PolicyRequest], Order] | None = None
         self._has_warned = False
         self.ignores_priority = policy.ignores_priority  # type: ignore[misc]  # of this instance
 
     def make_queue(self) -> RequestQueue[Any]:
-        queue = self._ask(self._policy.make_queue)
+        queue = self._ask(self.policy.make_queue)
         if type(queue) is PriorityQueue:
             self._order = partial(self._check_order, queue.order)
             return PriorityQueue(self._order)
@@ -67,13 +67,13 @@ class CheckedPolicy(SchedulingPolicy):
         return answer
 
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        answer = self._ask(self._policy.prefers_skipped, waiting, skipped)
+        answer = self._ask(self.policy.prefers_skipped, waiting, skipped)
         if not isinstance(answer, bool):
             raise self._nonsense("prefers_skipped", answer, "True or False")
         return answer
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
-        answer = self._ask(self._policy.pick_victim, tuple(running))
+        answer = self._ask(self.policy.pick_victim, tuple(running))
         if type(answer) is not int or not 0 <= answer < len(running):
             raise self._nonsense("pick_victim", answer, f"an index of {len(running)} requests")
         if len(running) == 1 or answer != self._first(running):
@@ -83,7 +83,7 @@ class CheckedPolicy(SchedulingPolicy):
             logger.warning(
                 "scheduling policy %r preempts the request that it serves first; preempting the "
                 "youngest other request instead, so that one can make progress (logged once)",
-                self._name,
+                self.name,
             )
         last = len(running) - 1
         return last if answer != last else last - 1
@@ -97,10 +97,10 @@ class CheckedPolicy(SchedulingPolicy):
         return positions.index(min(positions))
 
     def arrived(self, request: PolicyRequest) -> None:
-        self._ask(self._policy.arrived, request)
+        self._ask(self.policy.arrived, request)
 
     def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        return bool(self._ask(self._policy.update_pinned_state, job_ids))
+        return bool(self._ask(self.policy.update_pinned_state, job_ids))
 
     def _ask(self, method: Callable[..., Answer], *arguments: Any) -> Answer:
         try:
@@ -108,12 +108,12 @@ class CheckedPolicy(SchedulingPolicy):
         except Exception as error:
             name = getattr(method, "__name__", str(method))
             raise PolicyError(
-                f"scheduling policy {self._name!r} raised in {name}: {error!r}"
+                f"scheduling policy {self.name!r} raised in {name}: {error!r}"
             ) from error
 
     def _nonsense(self, method: str, answer: object, wanted: str) -> PolicyError:
         return PolicyError(
-            f"scheduling policy {self._name!r}: {method} returned {answer!r}, which is not {wanted}"
+            f"scheduling policy {self.name!r}: {method} returned {answer!r}, which is not {wanted}"
         )
 
 

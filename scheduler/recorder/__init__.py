@@ -1,0 +1,1 @@
+"""The flight recorder of a scheduler, and the replay of its records."""

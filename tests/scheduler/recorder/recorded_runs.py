@@ -1,0 +1,56 @@
+"""Workloads of the oracle, and drivers, whose scheduler records what it does."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.scheduler.recorder.recorder import RecordedScheduler, Recorder
+from tests.harness import engine
+from tests.harness.driver import Driver
+from tests.oracle import fast_adapter
+from tests.oracle.driver import Surroundings, drive
+from tests.oracle.fast_adapter import FastAdapter
+from tests.oracle.workloads import Workload
+
+UNLIMITED = 1 << 40
+
+
+def record_workload(
+    workload: Workload, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the workload to its end; its record is complete then."""
+    recorded = partial(RecordedScheduler, recorder=recorder)
+    monkeypatch.setattr(fast_adapter, "Scheduler", recorded)
+    around = Surroundings.of(workload)
+    adapter = FastAdapter(
+        workload.scheduler,
+        workload.cache,
+        num_blocks=workload.num_blocks,
+        eos_token_ids=workload.eos_token_ids,
+        vocab_size=workload.vocab_size,
+        verify_plan=workload.seed % 2 == 0,
+        drafts_apart=workload.seed % 3 == 0,
+        connector=around.connector,
+        grammars=around.grammars,
+        num_ranks=workload.num_ranks,
+        cross=workload.cross,
+    )
+    drive(adapter, workload, around, check_every=20)
+    recorder.close()
+
+
+def recorded_driver(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    limit_bytes: int = UNLIMITED,
+    forks: bool = False,
+    **settings: Any,
+) -> tuple[Driver, Recorder]:
+    """A driver and the recorder of its scheduler, to be closed at the end."""
+    recorder = Recorder(path, limit_bytes, forks=forks)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Scheduler", partial(RecordedScheduler, recorder=recorder))
+        return Driver(**settings), recorder

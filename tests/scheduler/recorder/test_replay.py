@@ -1,0 +1,291 @@
+"""A replay repeats every plan of a record, and a record that cannot be replayed says why."""
+
+import random
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.scheduler.features.metrics import SampledBlockMetrics
+from longshore.scheduler.queue.policies import OrderedPolicy, PolicyRequest
+from longshore.scheduler.recorder import entries, segments
+from longshore.scheduler.recorder import recorder as recorder_module
+from longshore.scheduler.recorder.entries import RecordError, Segment, segment_files
+from longshore.scheduler.recorder.explain import Explainer
+from longshore.scheduler.recorder.graph import GraphError, decode_graph
+from longshore.scheduler.recorder.recorder import Recorder
+from longshore.scheduler.recorder.replay import Replay, Result
+from longshore.scheduler.recorder.surroundings import Player
+from longshore.scheduler.step.planner import StepPlanner
+from tests.harness.connector import AdversarialConnector
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
+from tests.oracle.workloads import ALL_FEATURES, Workload
+from tests.scheduler.recorder.recorded_runs import UNLIMITED, record_workload, recorded_driver
+
+NUM_WORKLOADS = 10
+NUM_SHARDS = 2
+
+
+class Patient(OrderedPolicy):
+    """Old requests first, but it changes its mind when it is told to."""
+
+    answer = 0.0
+
+    def order(self, request: PolicyRequest) -> float:
+        return request.arrival_time + self.answer
+
+
+def check_equal(path: Path) -> Result:
+    result = Replay(path).run()
+    assert result.difference is None, result
+    return result
+
+
+def run_requests(driver: Driver, num_requests: int = 12) -> None:
+    """More than the pool can hold at once."""
+    for number in range(num_requests):
+        driver.add(f"r{number}", prompt_of(5 + number % 7, 20 + number), max_tokens=6 + number % 5)
+        driver.step()
+    driver.run()
+
+
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_the_replay_of_random_workloads_repeats_every_plan(
+    shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
+) -> None:
+    """From the start, and from each snapshot on its own: so snapshots are complete."""
+    monkeypatch.setattr(recorder_module, "CHUNK_ENTRIES", 20)
+    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)  # one per chunk
+    num_plans = num_segments = 0
+    for seed in range(shard, NUM_WORKLOADS * (50 if long_run else 1), NUM_SHARDS):
+        path = tmp_path / f"record-{seed}"
+        workload = Workload.random(seed, (*ALL_FEATURES, "fair"))
+        record_workload(workload, Recorder(path, UNLIMITED, forks=False), monkeypatch)
+        num_plans += check_equal(path).num_plans
+        for segment in segment_files(path):
+            check_equal(segment)
+            num_segments += 1
+    assert num_plans > 100
+    assert num_segments > 20
+
+
+def test_metrics_of_blocks_are_measured_while_recording_and_not_in_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = SampledBlockMetrics(lambda: 0.0)
+    driver, recorder = recorded_driver(
+        tmp_path / "record", monkeypatch, scheduler={"block_metrics": metrics}
+    )
+    run_requests(driver, 3)
+    recorder.close()
+    num_allocated = metrics.num_allocated
+    assert num_allocated
+    check_equal(tmp_path / "record")
+    assert metrics.num_allocated == num_allocated
+
+
+def test_swaps_loads_and_stores_of_a_connector_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(
+        tmp_path / "record",
+        monkeypatch,
+        rules={},
+        preemption_mode="swap",
+        num_blocks=21,
+        max_tokens=24,
+        cache={"preempt_threshold": 0.8, "admit_threshold": 0.6},
+    )
+    for number in range(6):
+        driver.add(f"r{number}", prompt_of(9 + number, 20 * number))
+    for _ in range(300):
+        driver.step()
+        driver.ranks.end_all()
+    assert isinstance(driver.connector, AdversarialConnector)
+    assert driver.connector.swaps_begun
+    recorder.close()
+    assert check_equal(tmp_path / "record").num_plans > 50
+
+
+def test_a_child_process_writes_snapshots_while_the_scheduler_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(
+        tmp_path / "record", monkeypatch, limit_bytes=20_000, forks=True, num_blocks=20
+    )
+    run_requests(driver, 60)
+    recorder.close()
+    files = segment_files(tmp_path / "record")
+    assert files[0].name != "record.000000", "the oldest files are removed"
+    for file in files:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert Segment(file).header.first_entry > 0
+        check_equal(file)
+
+
+def test_a_second_process_continues_the_ring_and_both_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+        run_requests(driver)
+        recorder.close()
+    names = [file.name for file in segment_files(tmp_path / "record")]
+    assert names == ["record.000000", "record.000001"]
+    result = check_equal(tmp_path / "record")
+    assert result.num_runs == 2
+    assert result.num_plans == 2 * len(driver.plans)
+
+
+def test_a_record_that_was_cut_is_replayed_up_to_its_last_whole_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    for number in range(6):
+        driver.add(f"r{number}", prompt_of(6), max_tokens=4)
+        driver.step()
+        recorder.flush(waits=True)
+    recorder.close()
+    (file,) = segment_files(tmp_path / "record")
+    data = file.read_bytes()
+    whole = check_equal(tmp_path / "record")
+    assert not whole.is_cut
+    file.write_bytes(data[:-5])
+    result = check_equal(tmp_path / "record")
+    assert result.is_cut
+    assert 0 < result.num_plans < whole.num_plans
+
+
+@pytest.mark.parametrize("part", ["magic", "header", "snapshot", "entries", "version", "length"])
+def test_a_damaged_record_is_an_error_that_says_so(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    if part == "version":
+        monkeypatch.setattr(entries, "FORMAT_VERSION", 99)
+    run_requests(driver, 3)
+    recorder.close()
+    (file,) = segment_files(tmp_path / "record")
+    data = bytearray(file.read_bytes())
+    places = {"magic": 2, "header": 40, "snapshot": 2000, "entries": len(data) - 20, "length": 20}
+    if part in places:
+        data[places[part]] ^= 0xFF
+    file.write_bytes(data)
+    words = {"magic": "is not a record", "version": "Replay it with the version"}
+    with pytest.raises(RecordError, match=words.get(part, "damaged|ends before")):
+        Replay(tmp_path / "record").run()
+
+
+def test_a_record_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="there is no record"):
+        Replay(tmp_path / "record")
+
+
+@pytest.mark.req("SYS-05")
+def test_an_error_is_recorded_and_raised_again_in_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    driver.add("one", prompt_of(5))
+    driver.step()
+    with pytest.raises(LongshoreError):
+        driver.scheduler.update_from_output(ModelRunnerOutput(1, 99), driver.now)
+    recorder.close()
+    result = check_equal(tmp_path / "record")
+    assert result.raised == "InvalidOutput"
+
+
+def test_the_first_plan_that_differs_is_named_with_its_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    run_requests(driver, 3)
+    recorder.close()
+    plan_step = StepPlanner.plan_step
+
+    def other(self: StepPlanner, now: float) -> Any:
+        plan = plan_step(self, now)
+        if plan is None or plan.step != 2:
+            return plan
+        return msgspec.structs.replace(plan, num_rows=7)
+
+    monkeypatch.setattr(StepPlanner, "plan_step", other)
+    result = Replay(tmp_path / "record").run()
+    assert result.difference is not None
+    assert result.difference.startswith("step 2: num_rows was")
+    assert result.num_plans == 1
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_policy_of_another_package_that_changes_its_mind_is_named(
+    *, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{Patient.__module__}:Patient"
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch, policy=name)
+    run_requests(driver)
+    recorder.close()
+    result = Replay(tmp_path / "record", policy=name if runs else None).run()
+    assert result.is_equal
+    assert result.policy_differs is None
+    monkeypatch.setattr(Patient, "answer", 0.5)
+    result = Replay(tmp_path / "record", policy=name if runs else None).run()
+    if runs:
+        assert result.policy_differs is not None
+        assert result.policy_differs.startswith("order returned")
+    else:
+        assert result.policy_differs is None, "its code does not run unless it is asked for"
+
+
+def test_explain_says_why_a_request_waited_and_who_preempted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(
+        tmp_path / "record", monkeypatch, num_blocks=17, max_num_seqs=3
+    )
+    for number in range(5):
+        driver.add(f"r{number}", prompt_of(8, 20 * number), max_tokens=24)
+    driver.run()
+    recorder.close()
+    explainer = Explainer("r2")
+    result = Replay(tmp_path / "record", before=explainer.before, after=explainer.after).run()
+    assert result.is_equal
+    texts = [happening.text for happening in explainer.timeline]
+    assert texts[0] == "r2 arrived with 8 prompt tokens"
+    assert any(text.startswith("admitted to row") for text in texts)
+    assert any("preempted" in text and "took" in text for text in texts)
+    assert any(text.startswith("waits for ") for text in texts)
+    assert texts[-1] == "ended: FINISHED_LENGTH_CAPPED, 24 output tokens"
+
+
+def test_the_replay_ends_at_the_step_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    run_requests(driver)
+    recorder.close()
+    result = Replay(tmp_path / "record", until=7).run()
+    assert (result.num_plans, result.last_step) == (7, 7)
+
+
+def test_random_bytes_in_a_snapshot_never_raise_anything_but_an_error_of_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    driver.add("one", prompt_of(5))
+    recorder.close()
+    snapshot = Segment(segment_files(tmp_path / "record")[0]).snapshot
+    chance, num_errors = random.Random(1), 0
+    for _ in range(150):
+        data = bytearray(snapshot)
+        for _ in range(3):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            decode_graph(bytes(data), Player().find_given)
+        except (GraphError, RecordError):
+            num_errors += 1
+    assert num_errors > 20
