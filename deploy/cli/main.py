@@ -175,6 +175,30 @@ def simulate(
     run(options)
 
 
+@app.command
+def replay(
+    file: Path,
+    *,
+    until: int | None = None,
+    explain: str | None = None,
+    scheduling_policy: str | None = None,
+) -> None:
+    """Repeat what `serve --record FILE` has recorded on the same scheduler; compare every plan.
+
+    Exit status 0: all plans are equal; 1: one differs.
+
+    Args:
+        file: Name of the record, or one of its files.
+        until: Number of the last step to repeat.
+        explain: Id of a request: show when it waited and why, was admitted, preempted and ended.
+        scheduling_policy: Policy of another package, with which the record was made: run its code
+            and compare its answers. Otherwise, its recorded answers are used.
+    """
+    from longshore.deploy.cli.replay import replay as repeat
+
+    sys.exit(repeat(file, until=until, explain=explain, policy=scheduling_policy))
+
+
 @bench.command
 def throughput(
     *,

@@ -73,6 +73,7 @@ _MAXIMA: Final = {
     "cp_kv_cache_interleave_size": 1 << 20,
     "threads": 1024,
     "kv_events_buffer": 1 << 20,
+    "record_mib": 1 << 20,
 }
 MAX_MODEL_NAMES: Final = 64
 MAX_RESTARTS: Final = 1000
@@ -205,6 +206,11 @@ class EngineOptions:
             (docs/trace.md). With several engines, the number of each is added to its name. An
             existing file is not overwritten; the next free name is used. Default: no trace.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
+        record: Record what the scheduler gets and plans in FILE.000000 and following files, for
+            longshore replay. They contain prompts and outputs. Further engines add their names.
+            Default: nothing is recorded.
+        record_mib: Maximum size of the recorded files of an engine, beside one snapshot; the oldest
+            ones are removed.
         poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
             full block changes while a request holds it (slow; for debugging).
         kv_adoption: After the death of a worker, keep the KV that it had computed: the KV cache is
@@ -272,6 +278,8 @@ class EngineOptions:
     structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
     sched_trace_path: Annotated[Path | None, _OPERATION, Parameter(alias="--sched-trace")] = None
     verify_plan: Annotated[bool, _OPERATION] = False
+    record: Annotated[Path | None, _OPERATION] = None
+    record_mib: Annotated[int, _OPERATION] = 256
     poison_kv: Annotated[bool, _OPERATION] = False
     kv_adoption: Annotated[bool, _OPERATION] = True
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0

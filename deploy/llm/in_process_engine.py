@@ -100,6 +100,8 @@ class InProcessEngine:
                 "enable_kv_cache_events is not supported with in_process, which has no sockets; "
                 "remove in_process"
             )
+        if plan.options.record is not None:
+            raise ConfigError("record is not supported with in_process; remove in_process")
         self._reports: deque[WorkerReport] = deque()
         self._has_reports = threading.Event()
         self._experts_fd = None

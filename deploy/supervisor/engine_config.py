@@ -450,8 +450,20 @@ def _scheduler_process(
         outlives_workers=is_restarted,
         adopts_kv=is_restarted and plan.options.kv_adoption and plan.device == "cpu",
         trace_path=None if (path := trace_path(plan, replica)) is None else str(path),
+        record=_record_path(plan.options, replica),
+        record_bytes=plan.options.record_mib << 20,
         log_level=plan.options.log_level,
     )
+
+
+def _record_path(options: EngineOptions, replica: Replica) -> str | None:
+    """Each engine has files of its own."""
+    if options.record is None:
+        return None
+    path = options.record.absolute()
+    if not path.parent.is_dir():
+        raise ConfigError(f"record={options.record}: there is no folder {path.parent}")
+    return str(path) if replica.count == 1 else f"{path}.{replica.engine_id}"
 
 
 def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict[str, str]:

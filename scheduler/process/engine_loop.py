@@ -66,6 +66,7 @@ from longshore.scheduler.process.worker_handshake import (
     WorkerChannel,
     WorkerHandshake,
 )
+from longshore.scheduler.recorder.recorder import Recorder
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.structured_output.client import GrammarProcess
 
@@ -96,6 +97,7 @@ class Engine:
     accepted: what the workers have agreed on.
     events:   None: KV events are not published.
     grammars: what the scheduler compiles grammars with.
+    recorder: records the scheduler; None: nothing does.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Engine:
         accepted: AcceptedWorkers,
         events: EventPublisher | None = None,
         grammars: GrammarProcess | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -115,6 +118,7 @@ class Engine:
         self._clients = Clients(clients, model_fingerprint=config.identity.model_fingerprint)
         self._events = events
         self._grammars = grammars
+        self._recorder = recorder
         self._lifeline = lifeline
         self._accepted = accepted
         self._epoch = config.epoch
@@ -250,6 +254,14 @@ class Engine:
         if not isinstance(error, LongshoreError):
             about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
             logger.error("internal error; the engine stops", exc_info=error, extra=about)
+            if self._recorder is not None:
+                self._recorder.flush(waits=True)
+                path = self._recorder.path
+                logger.error(
+                    "what led to it is recorded in %s; repeat it with: longshore replay %s",
+                    path,
+                    path,
+                )
         self._failure = error
         self._stopping.set()
 
@@ -559,6 +571,8 @@ class Engine:
             self._lifeline.report_alive()
             await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
+            if self._recorder is not None:
+                self._recorder.flush()
             now = time.monotonic()
             if self.is_awake:
                 self._stalls.check(now, self._engine_id)

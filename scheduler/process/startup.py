@@ -4,6 +4,7 @@ import asyncio
 import logging
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import uvloop
 import zmq
@@ -31,6 +32,7 @@ from longshore.scheduler.process.worker_handshake import (
     WorkerChannel,
     accept_workers,
 )
+from longshore.scheduler.recorder.recorder import RecordedScheduler, Recorder
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.structured_output.client import GrammarProcess
 
@@ -74,7 +76,11 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             if opened is not None:
                 trace, trace_file = opened
                 stack.callback(trace_file.close)
-        scheduler = _make_scheduler(config, accepted, grammars, trace)
+        recorder = None
+        if config.record is not None:
+            recorder = Recorder(Path(config.record), config.record_bytes)
+            stack.enter_context(closing(recorder))
+        scheduler = _make_scheduler(config, accepted, grammars, trace, recorder)
         events = None
         if config.kv_events is not None and event_sockets is not None:
             events = EventPublisher(
@@ -84,7 +90,17 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
                 context_parallel_size=config.cache.context_parallel_size,
             )
         lifeline.report(_ready(config, accepted.kv_cache))
-        engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events, grammars)
+        engine = Engine(
+            config,
+            scheduler,
+            workers,
+            clients,
+            lifeline,
+            accepted,
+            events=events,
+            grammars=grammars,
+            recorder=recorder,
+        )
         lifeline.handle_commands(engine.command)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(engine.run())
@@ -95,6 +111,7 @@ def _make_scheduler(
     accepted: AcceptedWorkers,
     grammars: GrammarProcess | None,
     trace: SchedulerTrace | None,
+    recorder: Recorder | None,
 ) -> Scheduler:
     num_drafts = config.scheduler.num_speculative_tokens
     if num_drafts and Feature.DRAFTS not in accepted.features:
@@ -102,9 +119,7 @@ def _make_scheduler(
             f"num_speculative_tokens={num_drafts}, but the workers do not support drafts. Set it "
             "to 0."
         )
-    return Scheduler(
-        config.scheduler,
-        config.cache,
+    settings: dict[str, Any] = dict(
         kv_cache=accepted.kv_cache,
         hash_seed=bytes.fromhex(config.hash_seed),
         vocab_size=config.vocab_size,
@@ -120,6 +135,9 @@ def _make_scheduler(
         decode=load_decoder(config.scheduler.policy, config.tokenizer_file),
         trace=trace,
     )
+    if recorder is None:
+        return Scheduler(config.scheduler, config.cache, **settings)
+    return RecordedScheduler(config.scheduler, config.cache, recorder=recorder, **settings)
 
 
 def _experts(

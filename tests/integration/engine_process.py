@@ -92,6 +92,8 @@ class EngineProcess:
         is_asleep: bool = False,
         adopts_kv: bool = False,
         clients: Endpoint | None = None,
+        record: Path | None = None,
+        record_bytes: int = 1 << 28,
     ) -> None:
         """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
@@ -124,6 +126,8 @@ class EngineProcess:
             adopts_kv=adopts_kv,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
+            record=None if record is None else str(record),
+            record_bytes=record_bytes,
         )
         path = self.runtime_dir / "scheduler.json"
         path.write_bytes(msgspec.json.encode(config))
