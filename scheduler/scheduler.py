@@ -261,8 +261,11 @@ class Scheduler:
             self.kv_cache.pool.expire_retained(now)
         if self.pins is not None:
             self.pins.begin_step(now)
-        plan_step = self._planner.plan_step if self._trace is None else self._trace.plan_step
-        plan = plan_step(now)
+        if self._trace is not None:
+            self._trace.begin_step(now)
+        plan = self._planner.plan_step(now)
+        if self._trace is not None:
+            self._trace.end_step(plan, now)
         if plan is not None:
             if self._forks.pending:
                 self._forks.planned()

@@ -118,16 +118,9 @@ class SchedulerTrace:
 
     # A step
 
-    def plan_step(self, now: float) -> SchedulerOutput | None:
-        """`planner.plan_step`, with the records of the step. If there is nothing to plan, the next
-        attempt has the same step number, and this one leaves no record."""
-        self._begin_step(now)
-        plan = self._planner.plan_step(now)
-        self._end_step(plan, now)
-        return plan
-
     @_harmless
-    def _begin_step(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
+        """The planner is about to be called."""
         planner = self._planner
         pool, config = planner.kv_cache.pool, planner.config
         self._lookups = {}
@@ -145,7 +138,9 @@ class SchedulerTrace:
         )
 
     @_harmless
-    def _end_step(self, plan: SchedulerOutput | None, now: float) -> None:
+    def end_step(self, plan: SchedulerOutput | None, now: float) -> None:
+        """The records of the step. If there is nothing to plan, the next attempt has the same step
+        number, and this one leaves no record."""
         snapshot, self._snapshot = self._snapshot, None
         lines, self._lines = self._lines, []
         if plan is not None and snapshot is not None:

@@ -131,6 +131,8 @@ class RecordedScheduler(Scheduler):
             given["encoder_connector"] = surroundings.record_encoder_connector(of_encoder, tape)
         if (grammars := given.get("grammars")) is not None:
             given["grammars"] = surroundings.record_grammars(grammars, tape)
+        if (decode := given.get("decode")) is not None:
+            given["decode"] = surroundings.record_decoder(decode, tape)
         for name_of in surroundings.SILENT:
             if given.get(name_of) is not None:
                 given[name_of] = surroundings.silence(given[name_of], tape, name_of)

@@ -5,6 +5,7 @@ A recorder passes every call on and notes the answer; a player returns the noted
 What a connector asks of the scheduler during a call, to hold blocks, is noted and played as well.
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,7 @@ from longshore.scheduler.features.grammar import (
     GrammarError,
     InvalidGrammar,
 )
+from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.queue.policies import (
     FCFSQueue,
     Order,
@@ -43,6 +45,7 @@ CONNECTOR: Final = "connector"
 ENCODER_CONNECTOR: Final = "encoder connector"
 GRAMMARS: Final = "grammars"
 GRAMMAR: Final = "grammar"
+DECODER: Final = "decoder"
 SILENT: Final = ("experts", "block_metrics", "trace")
 """Arguments of the scheduler that decide nothing."""
 
@@ -255,11 +258,34 @@ class _GrammarsRecorder(_Recorder):
 
 
 class _Silent(_Recorder):
-    """An object that decides nothing: in a replay it does nothing."""
+    """An object that decides nothing: in a replay it does nothing, so what it asks of others is not
+    noted."""
 
     def __init__(self, real: Any, tape: Tape, kind: str) -> None:
         super().__init__(real, tape)
         self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        return functools.partial(self._call, value) if callable(value) else value
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        tape = self._tape
+        was_open, tape.is_open = tape.is_open, False
+        try:
+            return method(*arguments, **named)
+        finally:
+            tape.is_open = was_open
+
+
+class _DecoderRecorder(_Recorder):
+    _kind = DECODER
+
+    def __call__(self, token_ids: list[int]) -> str:
+        return str(self._tape.ask(DECODER, self._decode, token_ids))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._real(token_ids))
 
 
 class PolicyRecorder(_Recorder, SchedulingPolicy):
@@ -332,6 +358,10 @@ def record_encoder_connector(connector: EncoderConnector, tape: Tape) -> Encoder
 
 def record_grammars(compiler: GrammarCompiler, tape: Tape) -> GrammarCompiler:
     return _GrammarsRecorder(compiler, tape)
+
+
+def record_decoder(decode: Decoder, tape: Tape) -> Decoder:
+    return _DecoderRecorder(decode, tape)
 
 
 def silence(given: Any, tape: Tape, kind: str) -> Any:
@@ -412,6 +442,8 @@ class Player:
                 return _GrammarsPlayer(self)
             case "grammar":
                 return _GrammarPlayer(self, number)
+            case "decoder":
+                return _DecoderPlayer(self)
             case "policy":
                 return PolicyPlayer(self, values)
             case kind if kind in SILENT:
@@ -474,6 +506,14 @@ class _GrammarsPlayer:
 
     def flush(self) -> None:
         pass
+
+
+class _DecoderPlayer:
+    def __init__(self, player: Player) -> None:
+        self._player = player
+
+    def __call__(self, token_ids: list[int]) -> str:
+        return str(self._player.answer(DECODER, "_decode"))
 
 
 class _SilentPlayer:

@@ -11,6 +11,7 @@ import pytest
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.scheduler.features.metrics import SampledBlockMetrics
+from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.queue.policies import OrderedPolicy, PolicyRequest
 from longshore.scheduler.recorder import entries, segments
 from longshore.scheduler.recorder import recorder as recorder_module
@@ -110,6 +111,45 @@ def test_swaps_loads_and_stores_of_a_connector_are_replayed(
     assert driver.connector.swaps_begun
     recorder.close()
     assert check_equal(tmp_path / "record").num_plans > 50
+
+
+def test_pins_are_replayed_with_the_names_of_tools_and_a_trace_asks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "CHUNK_ENTRIES", 20)
+    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)
+    asked: list[list[int]] = []
+    lines: list[bytes] = []
+
+    def decode(token_ids: list[int]) -> str:
+        asked.append(token_ids)
+        return f"<function=tool{token_ids[-1] % 2}>"
+
+    driver, recorder = recorded_driver(
+        tmp_path / "record",
+        monkeypatch,
+        rules={},
+        policy="continuum",
+        num_blocks=30,
+        scheduler={"decode": decode, "trace": SchedulerTrace(lines.append)},
+    )
+    for turn in range(8):
+        for job in range(3):
+            prompt = prompt_of(8 + 4 * turn, 50 * job)
+            driver.add(
+                f"{job}.{turn}", prompt, max_tokens=2, job_id=f"job{job}", is_last_step=False
+            )
+        driver.run()
+    recorder.close()
+    num_asked, num_lines = len(asked), len(lines)
+    assert driver.scheduler.pins is not None
+    assert driver.scheduler.pins.num_hits > 0
+    assert num_asked == 24
+    assert num_lines > 24
+    check_equal(tmp_path / "record")
+    for segment in segment_files(tmp_path / "record"):
+        check_equal(segment)
+    assert (len(asked), len(lines)) == (num_asked, num_lines)
 
 
 def test_a_child_process_writes_snapshots_while_the_scheduler_goes_on(
