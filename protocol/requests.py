@@ -114,15 +114,32 @@ class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 MAX_CACHE_TTL_S: Final = 86_400.0
 
 
+MAX_CACHE_PRIORITY: Final = 3
+MAX_CACHE_PREFIXES: Final = 8
+
+
+class CachePrefix(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The first `num_tokens` tokens of a request, for which a hint asks for more."""
+
+    num_tokens: int
+    ttl_s: float
+    priority: int = 1
+
+
 class CacheHint(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Asks to evict the KV of a request, once it has ended, after that of requests without a hint.
 
-    ttl_s:   seconds after the end of the request, above 0 and at most MAX_CACHE_TTL_S.
-    session: the next request of the tenant with this name replaces the hint by its own.
+    ttl_s:    seconds after the end of the request, at most MAX_CACHE_TTL_S; 0: only the prefixes.
+    session:  the next request of the tenant with this name replaces the hint by its own.
+    priority: 1..MAX_CACHE_PRIORITY; lower ones are evicted first.
+    prefixes: at most MAX_CACHE_PREFIXES. Tokens are of use only with all tokens before them, so
+              each prefix is kept as long, and has as high a priority, as any longer one.
     """
 
     ttl_s: float
     session: str | None = None
+    priority: int = 1
+    prefixes: tuple[CachePrefix, ...] = ()
 
 
 class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -130,10 +147,13 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     name:   of the API key; empty without keys.
     weight: its share, relative to those of the other tenants with requests.
+    cache_share: the share of the KV cache, and of each offload tier, that its cache hints retain at
+            most.
     """
 
     name: str = ""
     weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
+    cache_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
 
 
 NO_TENANT: Final = Tenant()
@@ -150,7 +170,7 @@ class AddRequest(
     priority:          lower is more urgent; only the priority policy reads it.
     age_s:             seconds since the request first arrived anywhere; a duration, because the
                        clocks of two hosts differ.
-    tenant:            whose request it is; only the fair policy reads it.
+    tenant:            whose request it is, for the fair policy and for cache hints.
     cache_salt:        only requests with the same salt share prefix blocks.
     cache_hint:        how long its KV is worth keeping.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.

@@ -263,7 +263,7 @@ class Lifecycle(SchedulerPart):
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
         if request.cache_hint is not None and blocks is not None:
-            self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant.name, now=now)
+            self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant, now=now)
         if self.pins is not None:
             self.pins.ended(request, blocks, now, ends_output=outcome.ends_output)
         kv_transfer_params = None

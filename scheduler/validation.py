@@ -9,10 +9,13 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.handshake import Feature
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
+    MAX_CACHE_PREFIXES,
+    MAX_CACHE_PRIORITY,
     MAX_CACHE_TTL_S,
     MAX_CONSTRAINT_BYTES,
     MAX_NAME_CHARACTERS,
     AddRequest,
+    CacheHint,
     ContinueSession,
     PromptEmbeds,
 )
@@ -148,11 +151,10 @@ class RequestValidator:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         if len(message.tenant.name) > MAX_NAME_CHARACTERS:
             return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
-        hint = message.cache_hint
-        if hint is not None and not 0 < hint.ttl_s <= MAX_CACHE_TTL_S:
-            return f"cache_hint.ttl_s={hint.ttl_s} is not in 0..{MAX_CACHE_TTL_S}"
-        if hint is not None and len(hint.session or "") > MAX_NAME_CHARACTERS:
-            return f"cache_hint.session is longer than {MAX_NAME_CHARACTERS} characters"
+        if message.cache_hint is not None:
+            reason = _bad_hint(message.cache_hint)
+            if reason is not None:
+                return reason
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         spec = message.structured_output
@@ -227,6 +229,24 @@ def _bad_embeds(embeds: PromptEmbeds, message: AddRequest) -> str | None:
         )
     if message.sampling.prompt_logprobs is not None:
         return "prompt_logprobs are not possible with prompt_embeds, which have no token ids"
+    return None
+
+
+def _bad_hint(hint: CacheHint) -> str | None:
+    if not 0 <= hint.ttl_s <= MAX_CACHE_TTL_S or not (hint.ttl_s or hint.prefixes):
+        return f"cache_hint.ttl_s={hint.ttl_s} is not in 0..{MAX_CACHE_TTL_S}"
+    if len(hint.session or "") > MAX_NAME_CHARACTERS:
+        return f"cache_hint.session is longer than {MAX_NAME_CHARACTERS} characters"
+    if len(hint.prefixes) > MAX_CACHE_PREFIXES:
+        return f"cache_hint has more than {MAX_CACHE_PREFIXES} prefixes"
+    for prefix in hint.prefixes:
+        if prefix.num_tokens < 1:
+            return f"cache_hint: a prefix of {prefix.num_tokens} tokens has no token"
+        if not 0 < prefix.ttl_s <= MAX_CACHE_TTL_S:
+            return f"cache_hint: ttl_s={prefix.ttl_s} of a prefix is not in 0..{MAX_CACHE_TTL_S}"
+    for priority in (hint.priority, *(prefix.priority for prefix in hint.prefixes)):
+        if not 1 <= priority <= MAX_CACHE_PRIORITY:
+            return f"cache_hint.priority={priority} is not in 1..{MAX_CACHE_PRIORITY}"
     return None
 
 

@@ -30,6 +30,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight:     its share, relative to the weights of the other keys that have requests.
     max_live_requests: limit of its running and waiting requests, in all gateways; None: no limit.
     tokens_per_minute: limit of prompt and generated tokens within a minute, in all gateways.
+    cache_share: the share of the KV cache that its cache hints retain at most.
     min_priority: the most urgent priority that its requests may have; None: any.
     """
 
@@ -39,12 +40,13 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight: int = 1
     max_live_requests: int | None = None
     tokens_per_minute: int | None = None
+    cache_share: float = 0.25
     min_priority: int | None = None
 
     @property
     def tenant(self) -> Tenant:
         """Whose requests these are, for the scheduler."""
-        return Tenant(self.name, self.weight)
+        return Tenant(self.name, self.weight, self.cache_share)
 
     def cache_salt(self, given: str | None) -> str | None:
         """The cache salt of a request for which the client sent the salt `given`.

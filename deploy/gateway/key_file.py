@@ -6,6 +6,7 @@
     weight = 2
     max_live_requests = 64
     tokens_per_minute = 200_000
+    cache_share = 0.1
     min_priority = -5
 
 It is read once, when the server starts.
@@ -40,6 +41,7 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     max_live_requests: _Limit | None = None
     tokens_per_minute: _Limit | None = None
+    cache_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     min_priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] = 0
 
 
@@ -76,6 +78,7 @@ def read_key_file(path: Path, sharing: CacheSharing) -> tuple[ApiKey, ...]:
                 weight=entry.weight,
                 max_live_requests=entry.max_live_requests,
                 tokens_per_minute=entry.tokens_per_minute,
+                cache_share=entry.cache_share,
                 min_priority=entry.min_priority,
             )
         )

@@ -21,14 +21,14 @@ from longshore.protocol.arrays import (
 )
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.protocol.requests import CacheHint
+from longshore.protocol.requests import MAX_CACHE_PRIORITY, CacheHint, Tenant
+from longshore.protocol.retention import RetainedPrefixes
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, FEW_FREED_BLOCKS, BlockIds
 from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue
 from longshore.scheduler.kv_cache.hash_map import BlockHashMap
-from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 
 
 class BlockPool:
@@ -191,10 +191,19 @@ class BlockPool:
 
     # Retained prefixes
 
-    def retain(self, block_ids: Int32Array, hint: CacheHint, *, tenant: str, now: float) -> None:
-        """Retain those of these held blocks of a prefix that are cached; see `RetainedPrefixes`."""
-        cached = block_ids[self._is_cached[block_ids] != 0]
-        self.free_queue.move_to_tail(self.retained.add(cached, hint, tenant=tenant, now=now))
+    def retain(
+        self,
+        block_ids: Int32Array,
+        hint: CacheHint,
+        prefixes: Sequence[Int32Array] = (),
+        *,
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        """Retain those of these held blocks that are cached; see `RetainedPrefixes.add`."""
+        cached, *others = [ids[self._is_cached[ids] != 0] for ids in (block_ids, *prefixes)]
+        ended = self.retained.add(cached, hint, others, tenant=tenant, now=now)
+        self.free_queue.move_to_tail(ended)
 
     def expire_retained(self, now: float) -> None:
         """End the hints whose time to live has passed."""
@@ -202,7 +211,11 @@ class BlockPool:
 
     def _set_aside_retained(self, block_ids: Int32Array) -> None:
         """Of these blocks, in this order, allocate those that are retained after all others."""
-        self.free_queue.move_to_retained(block_ids[self.retained.is_retained(block_ids)])
+        priorities = self.retained.priorities(block_ids)
+        for priority in range(1, MAX_CACHE_PRIORITY + 1):
+            retained = block_ids[priorities == priority]
+            if len(retained):
+                self.free_queue.move_to_retained(retained, priority)
 
     # The prefix cache
 
@@ -385,11 +398,11 @@ class BlockPool:
                 raise LongshoreError(f"block {block_id} is not found under its hash")
         if np.flatnonzero(self._is_cached).tolist() != cached:
             raise LongshoreError("the column of cached blocks differs from their hashes")
-        is_retained = self.retained.is_retained(int32_array(free))
-        if (is_retained[:-1] > is_retained[1:]).any():
-            raise LongshoreError("a retained block is reused before another cached one")
+        priorities = self.retained.priorities(int32_array(free))
+        if (priorities[:-1] > priorities[1:]).any():
+            raise LongshoreError("a retained block is reused before one of a lower priority")
         uncached = int32_array(np.flatnonzero(self._is_cached == 0))
-        if self.retained.is_retained(uncached).any():
+        if self.retained.priorities(uncached).any():
             raise LongshoreError("a block is retained that is not cached")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(cached):

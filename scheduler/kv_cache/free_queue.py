@@ -1,6 +1,6 @@
 """The order in which free blocks are allocated: first those without a hash, which nobody can find,
-the last freed first; then the cached ones, least recently freed first; then retained ones, in the
-same order.
+the last freed first; then the cached ones, least recently freed first; then retained ones of each
+priority from the lowest, in the same order.
 
 Blocks without a hash form a stack at the head. A request frees its tail first, so its blocks come
 from the stack in ascending order of position, and the next request gets the same contiguous run.
@@ -10,8 +10,8 @@ A log of block ids with lazy deletion, instead of a linked list: `ring[position]
 blocks takes a few vector operations instead of n changes of links, and removing one from the middle
 takes one store. When an end of the log is reached, its live entries move to the middle; it is three
 times as long as the number of blocks, so this costs O(1) per block. There are no links to repair
-and no sentinel nodes, hence no edge cases for them. Retained blocks have a part of their own behind
-it, which only grows at its end.
+and no sentinel nodes, hence no edge cases for them. Retained blocks of each priority have a part of
+their own behind it, which only grows at its end.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ import numpy as np
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.requests import MAX_CACHE_PRIORITY
 
 TAKEN: Final = -1
 PINNED: Final = -2
@@ -39,6 +40,16 @@ class NotInFreeQueue(LongshoreError):
 
 class NotTaken(LongshoreError):
     """A block to be freed has no reference; nothing has changed."""
+
+
+class _Retained:
+    """The part of the log for one priority: positions [head, tail) of [first, end)."""
+
+    __slots__ = ("end", "first", "head", "tail")
+
+    def __init__(self, first: int, end: int) -> None:
+        self.first = self.head = self.tail = first
+        self.end = end
 
 
 class FreeQueue:
@@ -67,8 +78,11 @@ class FreeQueue:
         self.position_item = memoryview(self.position)
         self._middle, self._capacity = num_blocks, 3 * num_blocks
         self._head = self._tail = num_blocks
-        self._retained_head = self._retained_tail = self._capacity
-        self._ring: Int32Array = np.zeros(self._capacity + 2 * num_blocks, np.int32)
+        end = self._capacity + 2 * num_blocks * MAX_CACHE_PRIORITY
+        firsts = range(self._capacity, end, 2 * num_blocks)
+        self._retained = [_Retained(first, first + 2 * num_blocks) for first in firsts]
+        self._has_retained = False  # whether some part of them has an entry, live or not
+        self._ring: Int32Array = np.zeros(end, np.int32)
         self._ring_item = memoryview(self._ring)
         ascending = np.arange(first, num_blocks, dtype=np.int32)
         self._fill(ascending if block_ids is None else block_ids)
@@ -82,7 +96,7 @@ class FreeQueue:
 
     def chunks(self) -> Iterator[Int32Array]:
         """The queue from its head, in pieces; it must not change during the iteration."""
-        parts = (self._head, self._tail), (self._retained_head, self._retained_tail)
+        parts = [(self._head, self._tail), *((each.head, each.tail) for each in self._retained)]
         for head, tail in parts:
             for start in range(head, tail, _CHUNK):
                 entries, live = self._live(start, min(start + _CHUNK, tail))
@@ -93,23 +107,13 @@ class FreeQueue:
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
         self.num_free -= count
-        pieces: list[Int32Array] = []
-        missing = count
-        while missing:
-            is_retained = self._head == self._tail
-            start = self._retained_head if is_retained else self._head
-            tail = self._retained_tail if is_retained else self._tail
-            end = min(start + max(missing, _CHUNK), tail)
-            entries, live = self._live(start, end)
-            if len(live) >= missing:
-                live = live[:missing]
-                end = start + int(live[-1]) + 1
-            pieces.append(entries[live])
-            missing -= len(live)
-            if is_retained:
-                self._retained_head = end
-            else:
-                self._head = end
+        self._head, pieces = self._first_n(self._head, self._tail, count)
+        if self._has_retained:
+            for part in self._retained:
+                missing = count - sum(map(len, pieces))
+                part.head, more = self._first_n(part.head, part.tail, missing)
+                pieces += more
+            self._look_for_retained()
         popped = np.concatenate(pieces) if pieces else EMPTY_INT32
         self.position[popped.astype(np.int64)] = TAKEN
         return popped
@@ -118,7 +122,7 @@ class FreeQueue:
         """`popleft_n`, one by one: 50 times faster for one block, twice for 16."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
-        if self._retained_head != self._retained_tail:
+        if self._has_retained:
             return self.popleft_n(count).tolist()
         self.num_free -= count
         ring, position, head = self._ring_item, self.position_item, self._head
@@ -216,14 +220,16 @@ class FreeQueue:
             self.remove(block_id)
         self.release_few(free)
 
-    def move_to_retained(self, block_ids: Int32Array) -> None:
-        """Of these cached blocks, those that are free become the last of the retained ones."""
+    def move_to_retained(self, block_ids: Int32Array, priority: int) -> None:
+        """Of these cached blocks, those that are free become the last of the retained ones of this
+        priority."""
+        part = self._retained[priority - 1]
         free = block_ids[self.position[block_ids] >= 0]
-        if self._retained_tail + len(free) > len(self._ring):
-            entries, live = self._live(self._retained_head, self._retained_tail)
-            self._retained_head = self._retained_tail = self._capacity
-            self._append_retained(entries[live])
-        self._append_retained(free)
+        if part.tail + len(free) > part.end:
+            entries, live = self._live(part.head, part.tail)
+            part.head = part.tail = part.first
+            self._append_retained(part, entries[live])
+        self._append_retained(part, free)
 
     def move_to_tail(self, block_ids: Int32Array) -> None:
         """Of these blocks, all different and cached, those that are free become the last ones
@@ -233,10 +239,11 @@ class FreeQueue:
         free = block_ids[order[np.count_nonzero(positions < 0) :]]
         self.remove_n(free)
         self.release_n(free)
-        ring, position, head = self._ring_item, self.position_item, self._retained_head
-        while head < self._retained_tail and position[ring[head]] != head:
-            head += 1
-        self._retained_head = head
+        ring, position = self._ring_item, self.position_item
+        for part in self._retained:
+            while part.head < part.tail and position[ring[part.head]] != part.head:
+                part.head += 1
+        self._look_for_retained()
 
     def acquire_few(self, block_ids: list[int]) -> None:
         """Add one reference each; a block that had none is removed."""
@@ -281,6 +288,24 @@ class FreeQueue:
         self.position[index] = TAKEN
         self.num_free -= len(index)
 
+    def _first_n(self, head: int, tail: int, count: int) -> tuple[int, list[Int32Array]]:
+        """The first live entries of [head, tail), at most `count`, in pieces, and the position
+        after the last of them."""
+        pieces: list[Int32Array] = []
+        while count and head < tail:
+            end = min(head + max(count, _CHUNK), tail)
+            entries, live = self._live(head, end)
+            if len(live) >= count:
+                live = live[:count]
+                end = head + int(live[-1]) + 1
+            pieces.append(entries[live])
+            count -= len(live)
+            head = end
+        return head, pieces
+
+    def _look_for_retained(self) -> None:
+        self._has_retained = any([part.head < part.tail for part in self._retained])
+
     def _live(self, start: int, end: int) -> tuple[Int32Array, Int64Array]:
         """The entries at positions [start, end), and which of them are live."""
         entries = self._ring[start:end]
@@ -297,9 +322,10 @@ class FreeQueue:
         self._ring[self._head : self._tail] = block_ids
         self.position[block_ids] = np.arange(self._head, self._tail, dtype=np.int32)
 
-    def _append_retained(self, block_ids: Int32Array) -> None:
-        tail = self._retained_tail
-        self._retained_tail = end = tail + len(block_ids)
+    def _append_retained(self, part: _Retained, block_ids: Int32Array) -> None:
+        tail = part.tail
+        part.tail = end = tail + len(block_ids)
+        self._has_retained |= tail < end
         self._ring[tail:end] = block_ids
         # Of a repeated block, the last one remains.
         self.position[block_ids] = np.arange(tail, end, dtype=np.int32)

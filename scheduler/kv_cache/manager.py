@@ -20,7 +20,7 @@ from longshore.protocol.kv_cache_spec import (
     sink_block_ids,
 )
 from longshore.protocol.plan import AppendedBlocks
-from longshore.protocol.requests import CacheHint
+from longshore.protocol.requests import CacheHint, Tenant
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
@@ -293,10 +293,12 @@ class KVCacheManager:
         tables = list(map(self._tail_first, held))
         self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
-    def retain(self, held: HeldBlocks, hint: CacheHint, *, tenant: str, now: float) -> None:
+    def retain(self, held: HeldBlocks, hint: CacheHint, *, tenant: Tenant, now: float) -> None:
         """Evict the cached blocks of these tables after those of other prefixes; see
-        `RetainedPrefixes`."""
-        self.pool.retain(self._tail_first(held)[::-1], hint, tenant=tenant, now=now)
+        `RetainedPrefixes`. A prefix that ends within a block has all of it."""
+        tables = [held, *(self.cut(held, prefix.num_tokens)[0] for prefix in hint.prefixes)]
+        block_ids, *prefixes = [self._tail_first(table)[::-1] for table in tables]
+        self.pool.retain(block_ids, hint, prefixes, tenant=tenant, now=now)
 
     def _tail_first(self, held: HeldBlocks) -> Int32Array:
         if len(self._managers) == 1:

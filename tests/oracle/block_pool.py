@@ -121,7 +121,9 @@ class TextbookBlockPool:
         elif block.retention is None:
             self.free_queue.append(block)
         else:
-            self.retained_queue.append(block)
+            queue = self.retained_queue  # the lowest priority first
+            queue.append(block)
+            queue.sort(key=lambda each: each.retention.priority if each.retention else 0)
 
     def _dequeue(self, block: Block) -> None:
         (self.free_queue if block in self.free_queue else self.retained_queue).remove(block)
@@ -168,8 +170,8 @@ class TextbookBlockPool:
         assert len(free) == len(set(free)), "a block is free twice"
         is_named = [block.name is not None for block in free]
         assert is_named == sorted(is_named), "a block with a name is taken before one without"
-        is_retained = [block.retention is not None for block in free]
-        assert is_retained == sorted(is_retained), "a retained block is taken before another"
+        ranks = [block.retention.priority if block.retention else 0 for block in free]
+        assert ranks == sorted(ranks), "a retained block is taken before one of a lower priority"
         assert all(block.name is not None for block in self.blocks if block.retention is not None)
         not_held = {block for block, count in num_holders.items() if count == 0}
         assert set(free) == not_held - {null_block}, "a block is lost"

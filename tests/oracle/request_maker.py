@@ -13,6 +13,7 @@ from longshore.protocol.requests import (
     NO_TENANT,
     AddRequest,
     CacheHint,
+    CachePrefix,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -182,8 +183,18 @@ class RequestMaker:
             extras["tenant"] = rng.choice((NO_TENANT, Tenant("a"), Tenant("b", 2), Tenant("c", 5)))
         if "hints" in self._features and rng.random() < 0.6:
             ttl_s = rng.choice((0.5, 2.0, 10.0, 1000.0, 1000.0, 1000.0))
-            extras["cache_hint"] = CacheHint(ttl_s, rng.choice((None, "s", "s", "t")))
-            extras.setdefault("tenant", rng.choice((NO_TENANT, NO_TENANT, Tenant("a"))))
+            session, priority = rng.choice((None, "s", "s", "t")), rng.choice((1, 1, 2, 3))
+            prefixes = tuple(
+                CachePrefix(
+                    rng.randrange(1, 30), rng.choice((1.0, 5.0, 1000.0)), rng.choice((1, 2))
+                )
+                for _ in range(rng.choice((0, 0, 1, 2)))
+            )
+            if prefixes and rng.random() < 0.3:
+                ttl_s, priority = 0.0, 1
+            extras["cache_hint"] = CacheHint(ttl_s, session, priority, prefixes)
+            tenants = (NO_TENANT, NO_TENANT, Tenant("a"), Tenant("b", cache_share=0.1))
+            extras.setdefault("tenant", rng.choice(tenants))
         kinds = [kind for kind in ("pooling", "grammar", "session") if kind in self._features]
         kind = rng.choice(kinds) if kinds and rng.random() < 0.6 else None
         if kind == "pooling":

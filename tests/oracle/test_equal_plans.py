@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from longshore.protocol import retention
 from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.errors import LongshoreError
-from longshore.scheduler.kv_cache import retention
+from longshore.protocol.retention import RetainedPrefixes
 from longshore.scheduler.kv_cache.free_queue import FreeQueue
-from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 from tests.oracle.driver import Surroundings, drive, first_difference
 from tests.oracle.fast_adapter import FastAdapter
 from tests.oracle.textbook import TextbookScheduler
@@ -78,10 +78,19 @@ def compare_with_hints(seeds: range) -> None:
 def ignore_sessions(patch: pytest.MonkeyPatch) -> None:
     add = RetainedPrefixes.add
 
-    def add_without_session(self: Any, block_ids: Any, hint: Any, **fields: Any) -> Any:
-        return add(self, block_ids, replace(hint, session=None), **fields)
+    def add_without_session(self: Any, block_ids: Any, hint: Any, *args: Any, **kw: Any) -> Any:
+        return add(self, block_ids, replace(hint, session=None), *args, **kw)
 
     patch.setattr(RetainedPrefixes, "add", add_without_session)
+
+
+def ignore_prefixes(patch: pytest.MonkeyPatch) -> None:
+    add = RetainedPrefixes.add
+
+    def add_whole(self: Any, block_ids: Any, hint: Any, *_: Any, **fields: Any) -> Any:
+        return add(self, block_ids, replace(hint, prefixes=()), **fields)
+
+    patch.setattr(RetainedPrefixes, "add", add_whole)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +100,12 @@ def ignore_sessions(patch: pytest.MonkeyPatch) -> None:
         lambda patch: patch.setattr(RetainedPrefixes, "evicted", lambda *_: None),
         lambda patch: patch.setattr(FreeQueue, "move_to_retained", lambda *_: None),
         lambda patch: patch.setattr(FreeQueue, "move_to_tail", lambda *_: None),
-        lambda patch: patch.setattr(retention, "MAX_SHARE_OF_TENANT", 1.0),
+        lambda patch: patch.setattr(RetainedPrefixes, "_max_blocks", lambda *_: 1 << 30),
+        lambda patch: patch.setattr(retention, "_rank", lambda prefix: prefix.expires_at_s),
         ignore_sessions,
+        ignore_prefixes,
     ],
-    ids=["expiry", "eviction", "order", "end", "bound", "sessions"],
+    ids=["expiry", "eviction", "order", "end", "bound", "rank", "sessions", "prefixes"],
 )
 def test_a_wrong_treatment_of_hints_is_found(
     damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

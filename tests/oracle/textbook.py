@@ -225,8 +225,13 @@ class TextbookScheduler:
         hint = request.message.cache_hint
         is_loading = request.load is not None and not request.load_is_over
         if hint is not None and request.blocks and not is_loading:
-            tenant = request.message.tenant.name
-            self.retentions.add(request.blocks, hint, tenant=tenant, now=self._now)
+            self.retentions.add(
+                request.blocks,
+                self.tables.block_size,
+                hint,
+                owner=request.message.tenant,
+                now=self._now,
+            )
         if self.connector is not None:
             self._finish_transfers(request)
         self._vacate(request)

@@ -63,6 +63,7 @@ from longshore.protocol.requests import (
     AbortRequests,
     AddRequest,
     CacheHint,
+    CachePrefix,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -314,7 +315,14 @@ adds = st.builds(
     age_s=st.floats(0, 100),
     tenant=st.builds(Tenant, texts, st.integers(1, MAX_WEIGHT)),
     cache_salt=st.none() | texts,
-    cache_hint=st.none() | st.builds(CacheHint, st.floats(0, 9), st.none() | texts),
+    cache_hint=st.none()
+    | st.builds(
+        CacheHint,
+        st.floats(0, 9),
+        st.none() | texts,
+        st.integers(1, 3),
+        st.tuples(st.builds(CachePrefix, st.integers(1, 99), st.floats(0, 9), st.integers(1, 3))),
+    ),
     skip_reading_prefix_cache=st.booleans(),
     trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
     kv_transfer_params=st.none() | st.dictionaries(texts, st.lists(counts, max_size=2), max_size=2),

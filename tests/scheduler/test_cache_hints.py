@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
+from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
+from longshore.protocol.retention import RetainedPrefixes
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS
 from longshore.scheduler.kv_cache.free_queue import OutOfBlocks
-from longshore.scheduler.kv_cache.retention import RetainedPrefixes
 from tests.harness.driver import Driver
 from tests.harness.tokens import prompt_of
 
@@ -59,10 +59,8 @@ def test_a_prefix_of_many_blocks_is_retained_up_to_the_limit() -> None:
     driver = Driver(num_blocks=2 * num_blocks, max_model_len=4 * num_blocks)
     driver.add("long", prompt_of(4 * num_blocks - 4), max_tokens=1, cache_hint=HINT)
     driver.run()
-    (retained,) = driver.scheduler.kv_cache.pool.retained.is_retained(
-        np.arange(2 * num_blocks)
-    ).nonzero()
-    assert len(retained) == num_blocks // 2
+    priorities = driver.scheduler.kv_cache.pool.retained.priorities(np.arange(2 * num_blocks))
+    assert np.count_nonzero(priorities) == num_blocks // 2
 
 
 def test_pressure_wins_over_a_hint() -> None:
@@ -98,47 +96,58 @@ def test_the_next_request_of_a_session_replaces_the_hint() -> None:
 def test_a_tenant_retains_a_share_and_its_oldest_prefix_goes_first() -> None:
     retained = RetainedPrefixes(40)
     for first in (1, 11, 21):
-        retained.add(np.arange(first, first + 4, dtype=np.int32), HINT, tenant="a", now=0.0)
-    assert retained.is_retained(ids(1, 11, 21)).tolist() == [False, True, True]
-    retained.add(np.arange(1, 40, dtype=np.int32), HINT, tenant="b", now=0.0)
-    assert retained.is_retained(ids(10, 30)).tolist() == [True, False]  # the first quarter
+        retained.add(np.arange(first, first + 4, dtype=np.int32), HINT, tenant=Tenant("a"), now=0.0)
+    assert (retained.priorities(ids(1, 11, 21)) > 0).tolist() == [False, True, True]
+    retained.add(np.arange(1, 40, dtype=np.int32), HINT, tenant=Tenant("b"), now=0.0)
+    assert (retained.priorities(ids(10, 30)) > 0).tolist() == [True, False]  # the first quarter
 
 
 def test_blocks_that_a_later_prefix_shares_are_retained_as_long_as_it() -> None:
     retained = RetainedPrefixes(100)
-    retained.add(ids(1, 2, 3), CacheHint(10.0), tenant="", now=0.0)
-    retained.add(ids(1, 2, 4), CacheHint(20.0), tenant="", now=0.0)
+    retained.add(ids(1, 2, 3), CacheHint(10.0), tenant=NO_TENANT, now=0.0)
+    retained.add(ids(1, 2, 4), CacheHint(20.0), tenant=NO_TENANT, now=0.0)
     retained.expire(15.0)
-    assert retained.is_retained(ids(1, 2, 3, 4)).tolist() == [True, True, False, True]
+    assert (retained.priorities(ids(1, 2, 3, 4)) > 0).tolist() == [True, True, False, True]
     retained.expire(20.0)
     assert not retained.prefixes
-    assert not retained.is_retained(ids(1, 2, 3, 4)).any()
+    assert not retained.priorities(ids(1, 2, 3, 4)).any()
 
 
 def test_a_later_hint_does_not_shorten_the_time_of_an_earlier_one() -> None:
     retained = RetainedPrefixes(100)
-    retained.add(ids(1, 2, 3), CacheHint(20.0), tenant="", now=0.0)
-    retained.add(ids(1, 2, 4), CacheHint(10.0), tenant="", now=0.0)
+    retained.add(ids(1, 2, 3), CacheHint(20.0), tenant=NO_TENANT, now=0.0)
+    retained.add(ids(1, 2, 4), CacheHint(10.0), tenant=NO_TENANT, now=0.0)
     assert retained.expire(15.0).tolist() == [4]
-    assert retained.is_retained(ids(1, 2, 3)).all()
+    assert retained.priorities(ids(1, 2, 3)).all()
 
 
 def test_evicted_blocks_do_not_count_against_the_bound_of_their_tenant() -> None:
     retained = RetainedPrefixes(40)
-    retained.add(np.arange(1, 9, dtype=np.int32), HINT, tenant="a", now=0.0)
+    retained.add(np.arange(1, 9, dtype=np.int32), HINT, tenant=Tenant("a"), now=0.0)
     retained.evicted([8, 7, 6])
-    retained.add(ids(11, 12, 13, 14, 15), HINT, tenant="a", now=0.0)
-    assert retained.is_retained(ids(1, 5, 11, 15)).all()
+    retained.add(ids(11, 12, 13, 14, 15), HINT, tenant=Tenant("a"), now=0.0)
+    assert retained.priorities(ids(1, 5, 11, 15)).all()
     retained.evicted([1, 2, 3, 4, 5])
     assert len(retained.prefixes) == 1
 
 
 class Hinted:
-    """A hint of the reference."""
+    """A hint of the reference, for the first blocks of a request."""
 
-    def __init__(self, tenant: str, session: str | None, expires_at: float) -> None:
-        self.tenant, self.session, self.expires_at = tenant, session, expires_at
-        self.blocks: set[int] = set()
+    def __init__(
+        self, tenant: str, session: str | None, priority: int, expires_at: float, blocks: list[int]
+    ) -> None:
+        self.tenant, self.session = tenant, session
+        self.priority, self.expires_at = priority, expires_at
+        self.asked, self.blocks = blocks, set[int]()
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        return self.priority, self.expires_at
+
+
+PRIORITIES = st.integers(1, 3)
+TTLS_S = st.sampled_from([1.0, 2.0, 5.0])
 
 
 class RetainedPrefixesMachine(RuleBasedStateMachine):
@@ -157,28 +166,52 @@ class RetainedPrefixesMachine(RuleBasedStateMachine):
 
     @rule(
         block_ids=st.lists(st.integers(1, NUM_BLOCKS - 1), unique=True, max_size=8),
-        ttl_s=st.sampled_from([1.0, 2.0, 5.0]),
+        ttl_s=TTLS_S,
         session=st.sampled_from([None, "s", "t"]),
-        tenant=st.sampled_from(["", "a"]),
+        priority=PRIORITIES,
+        prefixes=st.lists(
+            st.builds(CachePrefix, st.integers(1, 8), TTLS_S, PRIORITIES),
+            max_size=2,
+            unique_by=lambda prefix: prefix.num_tokens,
+        ),
+        tenant=st.sampled_from([Tenant(), Tenant("a"), Tenant("b", cache_share=0.1)]),
     )
-    def add(self, block_ids: list[int], ttl_s: float, session: str | None, tenant: str) -> None:
-        before, new = self.blocks(), Hinted(tenant, session, self.now + ttl_s)
-        same = [h for h in self.hints if session and (h.tenant, h.session) == (tenant, session)]
+    def add(
+        self,
+        block_ids: list[int],
+        ttl_s: float,
+        session: str | None,
+        priority: int,
+        prefixes: list[CachePrefix],
+        tenant: Tenant,
+    ) -> None:
+        before, name = self.blocks(), tenant.name
+        same = [h for h in self.hints if session and (h.tenant, h.session) == (name, session)]
         self.hints = [hint for hint in self.hints if hint not in same]
-        limit = self.NUM_BLOCKS // 4
-        for block_id in block_ids[:limit]:
-            others = [hint for hint in self.hints if block_id in hint.blocks]
-            if not any(other.expires_at > new.expires_at for other in others):
-                for other in others:
-                    other.blocks.remove(block_id)
-                new.blocks.add(block_id)
-        self.hints = [hint for hint in [*self.hints, new] if hint.blocks]
-        mine = [hint for hint in self.hints if hint.tenant == tenant]
+        limit = int(self.NUM_BLOCKS * tenant.cache_share)
+        asked = [*prefixes, CachePrefix(99, ttl_s, priority)]
+        for part in sorted(asked, key=lambda each: -each.num_tokens):
+            longer = [each for each in asked if each.num_tokens >= part.num_tokens]
+            highest = max(each.priority for each in longer)
+            expires_at = self.now + max(each.ttl_s for each in longer)
+            new = Hinted(name, session, highest, expires_at, block_ids[: part.num_tokens])
+            for block_id in new.asked[:limit]:
+                others = [hint for hint in self.hints if block_id in hint.blocks]
+                if not any(other.rank > new.rank for other in others):
+                    for other in others:
+                        other.blocks.remove(block_id)
+                    new.blocks.add(block_id)
+            self.hints.append(new)
+        self.hints = [hint for hint in self.hints if hint.blocks]
+        mine = [hint for hint in self.hints if hint.tenant == name]
+        mine.sort(key=lambda hint: hint.priority)
         while sum(len(hint.blocks) for hint in mine) > limit:
             self.hints.remove(mine.pop(0))
-        hint = CacheHint(ttl_s, session)
-        ended = self.retained.add(ids(*block_ids), hint, tenant=tenant, now=self.now)
-        assert sorted(ended.tolist()) == sorted(before - self.blocks())
+        hint = CacheHint(ttl_s, session, priority, tuple(prefixes))
+        leading = [ids(*block_ids[: prefix.num_tokens]) for prefix in prefixes]
+        ended = self.retained.add(ids(*block_ids), hint, leading, tenant=tenant, now=self.now)
+        assert before - self.blocks() <= set(ended.tolist()) <= before | set(block_ids)
+        assert self.blocks().isdisjoint(ended.tolist())
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def expire(self, seconds: float) -> None:
@@ -203,7 +236,9 @@ class RetainedPrefixesMachine(RuleBasedStateMachine):
     @invariant()
     def they_retain_the_same_blocks(self) -> None:
         everything = np.arange(self.NUM_BLOCKS, dtype=np.int32)
-        assert set(np.flatnonzero(self.retained.is_retained(everything))) == self.blocks()
+        priorities = {b: hint.priority for hint in self.hints for b in hint.blocks}
+        found = self.retained.priorities(everything).tolist()
+        assert found == [priorities.get(block_id, 0) for block_id in range(self.NUM_BLOCKS)]
         assert len(self.retained.prefixes) == len(self.hints)
         next_expiry_s = min((hint.expires_at for hint in self.hints), default=math.inf)
         assert self.retained.next_expiry_s <= next_expiry_s
@@ -213,7 +248,7 @@ def test_retained_prefixes_behave_like_a_list_of_hints() -> None:
     run_state_machine_as_test(
         RetainedPrefixesMachine,
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+            max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
         ),
     )
 
@@ -223,7 +258,7 @@ def num_lines_of_an_event(num_prefixes: int) -> float:
     retained = RetainedPrefixes(20_000)
     for index in range(num_prefixes):
         hint = CacheHint(50_000.0 + index, f"{index}")
-        retained.add(ids(1 + 2 * index, 2 + 2 * index), hint, tenant="", now=0.0)
+        retained.add(ids(1 + 2 * index, 2 + 2 * index), hint, tenant=NO_TENANT, now=0.0)
     assert len(retained.prefixes) == num_prefixes
     num_lines = 0
 
@@ -238,7 +273,7 @@ def num_lines_of_an_event(num_prefixes: int) -> float:
         index = turn % num_prefixes
         hint = CacheHint(1.0, "new") if turn % 2 else CacheHint(50_000.0, f"{index}")
         block_id = 10_000 if turn % 2 else 1 + 2 * index
-        retained.add(ids(block_id, block_id + 1), hint, tenant="", now=float(turn))
+        retained.add(ids(block_id, block_id + 1), hint, tenant=NO_TENANT, now=float(turn))
         retained.expire(float(turn))
         retained.evicted([block_id + 1])
     sys.settrace(before)
@@ -253,13 +288,13 @@ def test_retained_blocks_are_allocated_last_and_evicted_ones_are_not_retained() 
     pool = BlockPool(41)
     taken = np.asarray(pool.get_new_blocks(40), np.int32)
     pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
-    pool.retain(taken[:5], HINT, tenant="", now=0.0)
+    pool.retain(taken[:5], HINT, tenant=NO_TENANT, now=0.0)
     pool.free_blocks(taken)
     assert not set(taken[:5].tolist()) & set(np.asarray(pool.get_new_blocks(20)).tolist())
     assert pool.free_block_ids()[-5:] == taken[:5].tolist()
     rest = np.asarray(pool.get_new_blocks(17)).tolist()
     assert rest[-2:] == taken[:2].tolist()
-    assert pool.retained.is_retained(taken[:5]).tolist() == [False, False, True, True, True]
+    assert (pool.retained.priorities(taken[:5]) > 0).tolist() == [False, False, True, True, True]
     with pytest.raises(OutOfBlocks):
         pool.get_new_blocks(4)
 
@@ -268,7 +303,7 @@ def test_loads_take_retained_blocks_last() -> None:
     pool = BlockPool(9)
     taken = np.asarray(pool.get_new_blocks(8), np.int32)
     pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
-    pool.retain(taken[:2], HINT, tenant="", now=0.0)
+    pool.retain(taken[:2], HINT, tenant=NO_TENANT, now=0.0)
     pool.free_blocks(taken)
     nothing = ids()
     first = pool.get_settled_blocks(6, 0, nothing)
@@ -282,7 +317,7 @@ def test_retained_blocks_are_evicted_in_the_order_in_which_they_were_freed() -> 
     taken = np.asarray(pool.get_new_blocks(40), np.int32)
     pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
     for session, prefix in (("s", taken[:3]), ("t", taken[3:6])):
-        pool.retain(prefix, CacheHint(1000.0, session), tenant="", now=0.0)
+        pool.retain(prefix, CacheHint(1000.0, session), tenant=NO_TENANT, now=0.0)
     pool.free_blocks(taken[2::-1])  # tails first, between others
     pool.free_blocks(taken[6:])
     pool.free_blocks(taken[5:2:-1])
@@ -292,18 +327,60 @@ def test_retained_blocks_are_evicted_in_the_order_in_which_they_were_freed() -> 
     assert pool.free_block_ids()[-6:] == [3, 2, 1, 6, 5, 4]
     held = pool.get_new_blocks(1)
     pool.cache_blocks(held, [b"new"])
-    pool.retain(np.array(held, np.int32), CacheHint(5.0, "s"), tenant="", now=0.0)
+    pool.retain(np.array(held, np.int32), CacheHint(5.0, "s"), tenant=NO_TENANT, now=0.0)
     pool.free_blocks(held)
     assert pool.free_block_ids()[-7:] == [3, 2, 1, 6, 5, 4, held[0]]
     pool.expire_retained(5.0)
     assert pool.free_block_ids()[-4:] == [held[0], 6, 5, 4]
 
 
+def test_lower_priorities_are_evicted_first() -> None:
+    pool = BlockPool(41)
+    taken = np.asarray(pool.get_new_blocks(40), np.int32)
+    pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
+    for priority, first in ((3, 0), (1, 3), (2, 6)):
+        hint = CacheHint(10.0 + priority, priority=priority)
+        pool.retain(taken[first : first + 3], hint, tenant=NO_TENANT, now=0.0)
+    pool.free_blocks(taken)
+    assert pool.free_block_ids()[-9:] == [4, 5, 6, 7, 8, 9, 1, 2, 3]
+    pool.expire_retained(12.0)
+    assert pool.free_block_ids()[-9:] == [4, 5, 6, 7, 8, 9, 1, 2, 3]
+    pool.free_blocks(pool.get_new_blocks(1))
+    assert list(pool.get_new_blocks(37))[-3:] == [7, 8, 9]
+    assert list(pool.get_new_blocks(2)) == [1, 2]
+
+
+def test_a_prefix_is_kept_in_place_of_the_whole_request() -> None:
+    driver = Driver(num_blocks=41)
+    prefixes = (CachePrefix(7, 1000.0),)  # half of the second block
+    answer(driver, "hinted", CacheHint(0.0, prefixes=prefixes))
+    crowd_out(driver)
+    assert answer(driver, "hinted") == 8
+
+
+def test_a_prefix_lasts_as_long_as_the_longest_one_that_needs_it() -> None:
+    retained = RetainedPrefixes(100)
+    hint = CacheHint(20.0, priority=2, prefixes=(CachePrefix(1, 5.0), CachePrefix(2, 30.0, 3)))
+    retained.add(ids(1, 2, 3), hint, [ids(1), ids(1, 2)], tenant=NO_TENANT, now=0.0)
+    assert retained.priorities(ids(1, 2, 3)).tolist() == [3, 3, 2]
+    retained.expire(20.0)
+    assert retained.priorities(ids(1, 2, 3)).tolist() == [3, 3, 0]
+
+
+def test_a_tenant_has_the_share_of_its_key() -> None:
+    retained = RetainedPrefixes(40)
+    everything = np.arange(1, 40, dtype=np.int32)
+    retained.add(everything, HINT, tenant=Tenant("a", cache_share=0.1), now=0.0)
+    assert np.count_nonzero(retained.priorities(everything)) == 4
+    retained.add(everything, HINT, tenant=Tenant("none", cache_share=0.0), now=0.0)
+    assert np.count_nonzero(retained.priorities(everything)) == 4
+
+
 def test_a_reset_of_the_prefix_cache_ends_all_hints() -> None:
     pool = BlockPool(9)
     taken = np.asarray(pool.get_new_blocks(8), np.int32)
     pool.cache_blocks(taken.tolist(), [b"%d" % block_id for block_id in taken])
-    pool.retain(taken[:2], HINT, tenant="", now=0.0)
+    pool.retain(taken[:2], HINT, tenant=NO_TENANT, now=0.0)
     pool.free_blocks(taken[::-1])
     assert pool.reset_prefix_cache()
     held = pool.get_new_blocks(4)

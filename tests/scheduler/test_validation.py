@@ -12,6 +12,7 @@ from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
     AddRequest,
     CacheHint,
+    CachePrefix,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
@@ -70,6 +71,26 @@ def refused(
         ({"prompt": [1], "handle": 2**63}, FinishReason.ERROR, "handle"),
         ({"prompt": [1], "cache_salt": "s" * 2000}, FinishReason.ERROR, "cache_salt is longer"),
         ({"prompt": [1], "cache_hint": CacheHint(0.0)}, FinishReason.ERROR, "cache_hint.ttl_s=0"),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(1.0, priority=4)},
+            FinishReason.ERROR,
+            "cache_hint.priority=4 is not in 1..3",
+        ),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(0.0, prefixes=(CachePrefix(0, 1.0),))},
+            FinishReason.ERROR,
+            "a prefix of 0 tokens",
+        ),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(0.0, prefixes=(CachePrefix(1, 1e9),))},
+            FinishReason.ERROR,
+            "ttl_s=1000000000.0 of a prefix",
+        ),
+        (
+            {"prompt": [1], "cache_hint": CacheHint(1.0, prefixes=(CachePrefix(1, 1.0),) * 9)},
+            FinishReason.ERROR,
+            "more than 8 prefixes",
+        ),
         (
             {"prompt": [1], "cache_hint": CacheHint(1.0, "s" * 2000)},
             FinishReason.ERROR,

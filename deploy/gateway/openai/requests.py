@@ -6,7 +6,11 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
-from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions, cache_hint
+from longshore.deploy.gateway.openai.cache_hints import (
+    KVCacheRetention,
+    PromptCacheOptions,
+    cache_hint,
+)
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.chat_tools import tool_use
 from longshore.deploy.gateway.openai.errors import invalid
@@ -52,7 +56,8 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as in vLLM.
     routed_experts_prompt_start: prompt tokens whose experts are not returned, as in vLLM.
-    prompt_cache_key, prompt_cache_retention, prompt_cache_options: see `cache_hint`.
+    prompt_cache_key, prompt_cache_retention, prompt_cache_options, kv_cache_retention: see
+                `cache_hint`.
     job_id, is_last_step: the agent's job of which this request is a turn, and whether no other turn
                 follows; for the scheduling policy `continuum`.
     user:       names a session for routing, if nothing else does.
@@ -97,6 +102,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     prompt_cache_options: PromptCacheOptions | None = None
     job_id: JobId | None = None
     is_last_step: bool | None = None
+    kv_cache_retention: KVCacheRetention | None = None
     user: str | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
@@ -116,7 +122,10 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
     def cache_hint(self) -> CacheHint | None:
         """Whether the prompt's KV is worth keeping. Raises ApiError."""
         return cache_hint(
-            self.prompt_cache_key, self.prompt_cache_retention, self.prompt_cache_options
+            self.prompt_cache_key,
+            self.prompt_cache_retention,
+            self.prompt_cache_options,
+            self.kv_cache_retention,
         )
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.cache_hints import PromptCacheOptions
+from longshore.deploy.gateway.openai.cache_hints import KVCacheRetention, PromptCacheOptions
 from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES, ChatMessage
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
@@ -91,6 +91,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+    kv_cache_retention: KVCacheRetention | None = None
     user: str | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
@@ -182,6 +183,7 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         user=request.user,
         prompt_cache_retention=request.prompt_cache_retention,
         prompt_cache_options=request.prompt_cache_options,
+        kv_cache_retention=request.kv_cache_retention,
         deadline_s=request.deadline_s,
         no_store=request.no_store,
         priority=request.priority,

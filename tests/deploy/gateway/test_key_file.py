@@ -30,6 +30,7 @@ def test_keys_have_their_names_shares_and_limits(tmp_path: Path) -> None:
         max_live_requests = 8
         tokens_per_minute = 10_000
         min_priority = -2
+        cache_share = 0.5
 
         [[key]]
         name = "bob"
@@ -41,6 +42,7 @@ def test_keys_have_their_names_shares_and_limits(tmp_path: Path) -> None:
     assert find_key(keys, b"of-bob") is bob
     assert (alice.name, alice.weight, alice.max_live_requests) == ("alice", 3, 8)
     assert (alice.tokens_per_minute, alice.min_priority) == (10_000, -2)
+    assert (alice.tenant.cache_share, bob.tenant.cache_share) == (0.5, 0.25)
     assert (bob.weight, bob.max_live_requests, bob.tokens_per_minute) == (1, None, None)
     assert bob.min_priority == 0  # nothing more urgent than the default
     assert "of-alice" not in repr(keys)

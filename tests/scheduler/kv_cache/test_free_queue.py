@@ -35,7 +35,7 @@ def all_cached(num_blocks: int) -> bytearray:
 
 class FreeQueueMachine(RuleBasedStateMachine):
     """Every operation on the queue and on a list, with the holders of each taken block beside; each
-    operation one by one or in bulk. The last `num_retained` blocks of the list are retained."""
+    operation one by one or in bulk. The last blocks of the list are retained, with a priority."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         self.queue = FreeQueue(self.is_cached)
         self.model = list(range(1, NUM_BLOCKS))
         self.taken: list[int] = []
-        self.num_retained = 0
+        self.priorities: dict[int, int] = {}  # of retained blocks
 
     @rule(count=st.integers(0, NUM_BLOCKS - 1), few=st.booleans())
     def popleft(self, count: int, few: bool) -> None:
@@ -55,12 +55,18 @@ class FreeQueueMachine(RuleBasedStateMachine):
         assert list(pop(count)) == self.model[:count]
         self.taken += self.model[:count]
         del self.model[:count]
-        self.num_retained = min(self.num_retained, len(self.model))
+        self.priorities = {b: self.priorities[b] for b in self.priorities if b in self.model}
 
     def take(self, block_id: int) -> None:
-        index = self.model.index(block_id)
-        self.num_retained -= index >= len(self.model) - self.num_retained
-        del self.model[index]
+        self.model.remove(block_id)
+        self.priorities.pop(block_id, None)
+
+    def insert(self, block_id: int, priority: int = 0) -> None:
+        """As the last block of this priority."""
+        below = [b for b in self.model if self.priorities.get(b, 0) <= priority]
+        self.model.insert(len(below), block_id)
+        if priority:
+            self.priorities[block_id] = priority
 
     @rule(data=st.data(), few=st.booleans())
     def release(self, data: st.DataObject, few: bool) -> None:
@@ -71,8 +77,10 @@ class FreeQueueMachine(RuleBasedStateMachine):
         else:
             assert self.queue.release_n(ids(NULL_BLOCK, *block_ids))
         for block_id in block_ids:
-            tail = len(self.model) - self.num_retained
-            self.model.insert(tail if self.is_cached[block_id] else 0, block_id)
+            if self.is_cached[block_id]:
+                self.insert(block_id)
+            else:
+                self.model.insert(0, block_id)
         self.taken = [block_id for block_id in self.taken if block_id not in block_ids]
 
     @rule(block_id=st.integers(1, NUM_BLOCKS - 1))
@@ -90,17 +98,16 @@ class FreeQueueMachine(RuleBasedStateMachine):
             self.take(block_id)
         self.model = free[::-1] + self.model
 
-    @rule(data=st.data())
-    def move_to_retained(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), priority=st.integers(1, 3))
+    def move_to_retained(self, data: st.DataObject, priority: int) -> None:
         block_ids = data.draw(st.permutations(range(1, NUM_BLOCKS)))[:3]
         for block_id in block_ids:
             self.is_cached[block_id] = 1
-        self.queue.move_to_retained(ids(*block_ids))
+        self.queue.move_to_retained(ids(*block_ids), priority)
         for block_id in block_ids:
             if block_id in self.model:
                 self.take(block_id)
-                self.model.append(block_id)
-                self.num_retained += 1
+                self.insert(block_id, priority)
 
     @rule(data=st.data())
     def move_to_tail(self, data: st.DataObject) -> None:
@@ -110,7 +117,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         self.queue.move_to_tail(ids(*block_ids))
         for block_id in [block_id for block_id in self.model if block_id in block_ids]:
             self.take(block_id)
-            self.model.insert(len(self.model) - self.num_retained, block_id)
+            self.insert(block_id)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), few=st.booleans())

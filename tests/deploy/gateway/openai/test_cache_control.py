@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.requests import AddRequest, CacheHint
+from longshore.protocol.requests import AddRequest, CacheHint, CachePrefix
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
@@ -92,6 +92,14 @@ async def test_what_contradicts_is_rejected_by_name(
         ({"prompt_cache_key": "s", "prompt_cache_retention": "24h"}, CacheHint(86_400.0, "s")),
         ({"prompt_cache_options": {"ttl": "30m", "mode": "implicit"}}, CacheHint(1800.0)),
         ({"prompt_cache_options": {}}, None),
+        (
+            {"kv_cache_retention": {"ttl_s": 60, "priority": 2}, "prompt_cache_key": "s"},
+            CacheHint(60.0, "s", 2),
+        ),
+        (
+            {"kv_cache_retention": {"prefixes": [{"num_tokens": 9, "ttl_s": 5, "priority": 3}]}},
+            CacheHint(0.0, prefixes=(CachePrefix(9, 5.0, 3),)),
+        ),
         ({"prompt_cache_key": "s", "no_store": True}, None),
     ],
 )
@@ -134,6 +142,13 @@ async def test_the_longest_cache_control_is_the_hint(start_gateway: StartGateway
         {"prompt_cache_retention": "48h"},
         {"prompt_cache_options": {"prewarm": True}},
         {"prompt_cache_options": {"ttl": "2h"}},
+        {"kv_cache_retention": {}},
+        {"kv_cache_retention": {"priority": 2, "prefixes": [{"num_tokens": 9, "ttl_s": 5}]}},
+        {"kv_cache_retention": {"ttl_s": 0}},
+        {"kv_cache_retention": {"ttl_s": 1e9}},
+        {"kv_cache_retention": {"ttl_s": 60, "priority": 4}},
+        {"kv_cache_retention": {"prefixes": [{"num_tokens": 0, "ttl_s": 5}]}},
+        {"kv_cache_retention": {"ttl_s": 60}, "prompt_cache_retention": "24h"},
     ],
 )
 async def test_hints_out_of_bounds_are_rejected(
