@@ -66,6 +66,15 @@ class RetainedPrefixes:
         self._expiries: list[tuple[float, int]] = []  # a heap; some prefixes have ended
         self.next_expiry_s = math.inf
 
+    @property
+    def all_priorities(self) -> UInt8Array:
+        """(num_blocks,) `priorities` of all blocks, always up to date. Not to be changed."""
+        return self._priority
+
+    def num_retained(self, priority: int) -> int:
+        """Number of blocks that are retained with at least this priority."""
+        return int(np.count_nonzero(self._priority >= priority))
+
     def priorities(self, block_ids: Int32Array) -> UInt8Array:
         """With which priority each block is retained; 0: not."""
         priorities: UInt8Array = self._priority[block_ids]

@@ -268,7 +268,7 @@ class Lifecycle(SchedulerPart):
             self.pins.ended(request, blocks, now, ends_output=outcome.ends_output)
         kv_transfer_params = None
         if self.transfers is not None:
-            action = self.transfers.finish(request, blocks, outcome.reason)
+            action = self.transfers.finish(request, blocks, outcome.reason, now)
             kv_transfer_params = action.params
             if action.delay_free:
                 blocks = None

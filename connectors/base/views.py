@@ -11,7 +11,13 @@ from longshore.protocol.events import Medium
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import MultimodalFeature, PromptEmbeds
+from longshore.protocol.requests import (
+    NO_TENANT,
+    CacheHint,
+    MultimodalFeature,
+    PromptEmbeds,
+    Tenant,
+)
 from longshore.protocol.statistics import PullStats, TierStats
 
 CONTRACT_VERSION: Final = 1
@@ -65,6 +71,9 @@ class RequestView:
                   tokens. Do not keep it: it grows.
     waiting_s:    in a lookup, time since the request arrived.
     finish_reason: in `request_finished`, why it ends.
+    finished_s:    in `request_finished`, the time by the scheduler's clock.
+    cache_hint, tenant: how long its KV is worth keeping once it has ended, and whose share of a
+                  tier that takes.
     multimodal, prompt_embeds: what the KV was computed from in addition to the tokens, or in place
                   of them.
     """
@@ -79,6 +88,9 @@ class RequestView:
     job_id: str | None = None
     waiting_s: float = 0.0
     finish_reason: FinishReason | None = None
+    finished_s: float = 0.0
+    cache_hint: CacheHint | None = None
+    tenant: Tenant = NO_TENANT
     multimodal: Sequence[MultimodalFeature] = ()
     prompt_embeds: PromptEmbeds | None = None
 

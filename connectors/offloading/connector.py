@@ -8,6 +8,7 @@ connector of vLLM.
 
 import logging
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.events import KVEvent, Medium
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.requests import CacheHint, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,17 @@ class _Load:
     keys: list[bytes]
     failed: set[int] = field(default_factory=set)
     is_awaited: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedRequest:
+    """A request that has ended; its blocks, by group, are stored when `last_step` is answered."""
+
+    last_step: int
+    keys: list[list[bytes]]
+    finished_s: float
+    hint: CacheHint | None
+    tenant: Tenant
 
 
 class OffloadingConnector(SchedulerConnector):
@@ -95,7 +108,7 @@ class OffloadingConnector(SchedulerConnector):
         self._found: dict[str, tuple[int, SwappedRequest | None]] = {}
         self._loads: dict[str, _Load] = {}
         self._loading: Counter[bytes] = Counter()
-        self._ended: deque[tuple[int, list[bytes]]] = deque()  # last step, keys
+        self._ended: deque[_EndedRequest] = deque()
         self._new_loads: list[LoadJob] = []
 
     def bind_blocks(self, holds: BlockHolds) -> None:
@@ -243,8 +256,8 @@ class OffloadingConnector(SchedulerConnector):
         if step.uncached:
             self._stores.drop(set(step.uncached))
         self._stores.begin(step.answered_step)
-        while self._ended and self._ended[0][0] <= step.answered_step:
-            self._manager.refresh(self._ended.popleft()[1])
+        while self._ended and self._ended[0].last_step <= step.answered_step:
+            self._settle(self._ended.popleft())
         if step.cached:
             self._stores.hold(step.step, step.cached)
         tier_jobs = self._manager.take_jobs(self._jobs.begin_tier_job)
@@ -254,6 +267,22 @@ class OffloadingConnector(SchedulerConnector):
         commands = Commands(self._new_loads, self._jobs.take_stores(), tier_jobs)
         self._new_loads = []
         return msgspec.msgpack.encode(commands)
+
+    def _settle(self, ended: _EndedRequest) -> None:
+        """The blocks of an ended request are in their tiers, or on their way there."""
+        for keys in ended.keys:
+            self._manager.refresh(keys)
+        self._manager.expire(ended.finished_s)
+        if ended.hint is not None:
+            placed = sorted(
+                (index * group.block_size, key)
+                for group, keys in zip(self._groups.groups, ended.keys, strict=True)
+                for index, key in enumerate(keys)
+            )
+            starts = [start for start, _ in placed]
+            prefixes = [bisect_left(starts, part.num_tokens) for part in ended.hint.prefixes]
+            keys = [key for _, key in placed]
+            self._manager.retain(keys, ended.hint, prefixes, ended.tenant, ended.finished_s)
 
     # Swapped requests
 
@@ -322,10 +351,14 @@ class OffloadingConnector(SchedulerConnector):
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
-        last_step = self._stores.last_step
-        for group in self._groups.groups:
-            num_blocks = len(request.block_hashes) // group.hash_step
-            self._ended.append((last_step, group.keys(request.block_hashes, 0, num_blocks)))
+        keys = [
+            group.keys(request.block_hashes, 0, len(request.block_hashes) // group.hash_step)
+            for group in self._groups.groups
+        ]
+        hint, tenant = request.cache_hint, request.tenant
+        self._ended.append(
+            _EndedRequest(self._stores.last_step, keys, request.finished_s, hint, tenant)
+        )
         self._stores.gaps.request_finished(request.request_id)
         self._manager.end_read_ahead(request.request_id, is_over=True)
         self._touched.discard(request.request_id)

@@ -18,6 +18,7 @@ from longshore.connectors.offloading.ledger import (
 )
 from longshore.connectors.offloading.tiers import TierFaults
 from longshore.protocol.events import Locality, Medium
+from longshore.protocol.requests import CacheHint, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,21 @@ class DiskTier:
     def refresh(self, keys: Sequence[bytes]) -> None:
         if self._ledger is not None:
             self._ledger.refresh(keys)
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        if self._ledger is not None:
+            self._ledger.retain(keys, hint, prefixes, tenant, now)
+
+    def expire(self, now: float) -> None:
+        if self._ledger is not None:
+            self._ledger.expire(now)
 
     def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
         return self._opened.prepare_load(keys)

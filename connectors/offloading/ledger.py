@@ -7,7 +7,7 @@ choice. An illegal call raises LedgerError and changes nothing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse, repeat
 from operator import indexOf
@@ -18,7 +18,10 @@ from longshore.connectors.offloading.policies.policy import (
     PolicyError,
     Protected,
 )
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError, LongshoreError
+from longshore.protocol.requests import MAX_CACHE_PRIORITY, CacheHint, Tenant
+from longshore.protocol.retention import RetainedPrefixes
 
 
 class LedgerError(LongshoreError):
@@ -68,6 +71,26 @@ def capacity_blocks(size_bytes: int, block_bytes: int) -> int:
     return size_bytes // block_bytes
 
 
+class _RetainedKeys(Collection[bytes]):
+    """The entries that cache hints retain with at least this priority."""
+
+    def __init__(self, slots: dict[bytes, int], retained: RetainedPrefixes, priority: int) -> None:
+        self._slots = slots
+        self._priorities = memoryview(retained.all_priorities)
+        self._lowest = priority
+        self._num_keys = retained.num_retained(priority)
+
+    def __contains__(self, key: object) -> bool:
+        slot = self._slots.get(key)  # type: ignore[call-overload]  # any object can be asked for
+        return slot is not None and self._priorities[slot] >= self._lowest
+
+    def __iter__(self) -> Iterator[bytes]:
+        return filter(self.__contains__, self._slots)
+
+    def __len__(self) -> int:
+        return self._num_keys
+
+
 class OffloadLedger:
     """
     A key is a block hash with its group, `bytes`; it is opaque here. Calls take keys of one prefix
@@ -93,6 +116,7 @@ class OffloadLedger:
         self._unwanted: set[bytes] = set()  # stores in flight whose contents are not to be kept
         self._pins: Counter[bytes] = Counter()
         self._protected = Protected(self._loads, self._storing, self._pins)
+        self._retained = RetainedPrefixes(capacity)  # by slot
         self._free = list(range(capacity - 1, -1, -1))  # the last one is used first
         self._events: list[LedgerEvent] = []
 
@@ -168,6 +192,34 @@ class OffloadLedger:
         block is of use only with those before it. Not another use; unknown keys are ignored."""
         self._policy.refresh(list(filter(self._slots.__contains__, keys)))
 
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        """A request with a hint has ended: evict those of its keys that are entries after all
+        others, by the rules of `RetainedPrefixes`.
+
+        prefixes: the number of leading keys of each of the hint's prefixes.
+        """
+        self._retained.expire(now)
+        slots = list(map(self._slots.get, keys, repeat(-1)))
+        parts = [[slot for slot in slots[:end] if slot >= 0] for end in (len(keys), *prefixes)]
+        whole, *leading = map(int32_array, parts)
+        self._retained.add(whole, hint, leading, tenant=tenant, now=now)
+
+    def expire(self, now: float) -> None:
+        """End the hints whose time to live has passed."""
+        if now >= self._retained.next_expiry_s:
+            self._retained.expire(now)
+
+    def priority(self, key: bytes) -> int:
+        """With which priority an entry is retained; 0: not."""
+        return int(self._retained.all_priorities[self._slots[key]])
+
     def has_slots(self, keys: Iterable[bytes]) -> bool:
         """Whether all of these keys are stored, or being stored."""
         return all(map(self._slots.__contains__, keys))
@@ -204,12 +256,12 @@ class OffloadLedger:
         """Remove entries by the policy, at most `num_blocks`, of which the content is still to be
         read: their keys and slots. The slots are free after `complete_load`."""
         num_blocks = min(num_blocks, self.num_evictable)
-        evicted = self._policy.evict(num_blocks, self._protected) if num_blocks > 0 else []
+        evicted = self._evict(num_blocks, self._protected) if num_blocks > 0 else []
         if not evicted:
             return [], []
         if len(list(self._protected.evictable(evicted))) != num_blocks:
             raise self._wrong_policy(evicted, num_blocks)
-        slots = list(map(self._slots.pop, evicted))
+        slots = self._vacate(evicted)
         self._leaving.update(zip(evicted, slots, strict=True))
         self._loads.update(dict.fromkeys(evicted, 1))
         self._events.append(KeysRemoved(evicted))
@@ -303,7 +355,7 @@ class OffloadLedger:
         if unwanted:
             self._unwanted.difference_update(unwanted)
             self._policy.remove(unwanted)
-            self._free += map(self._slots.pop, unwanted)
+            self._free += self._vacate(unwanted)
         if stored:
             self._events.append(KeysStored(stored))
 
@@ -339,8 +391,7 @@ class OffloadLedger:
         if not removed:
             return
         self._policy.remove(removed)
-        for key in removed:
-            slot = self._slots.pop(key)
+        for key, slot in zip(removed, self._vacate(removed), strict=True):
             if key in self._loads:
                 self._leaving[key] = slot
             else:
@@ -381,6 +432,9 @@ class OffloadLedger:
             raise LedgerError("a load is in flight of a key that has no slot")
         if not self._leaving.keys() <= self._loads.keys():
             raise LedgerError("a removed entry without a load keeps its slot")
+        unused = int32_array([*self._free, *self._leaving.values()])
+        if self._retained.priorities(unused).any():
+            raise LedgerError("a slot is retained that has no entry")
         if not self._unwanted <= self._storing:
             raise LedgerError("a store that has ended is still to be removed")
         self._policy.check()
@@ -395,17 +449,48 @@ class OffloadLedger:
         num_evict = max(0, num_new - len(self._free))
         if num_evict > self.num_ready:
             return None
-        evicted = self._policy.admit_each(runs, num_evict, protected)
+        if num_evict and self._retained.prefixes:
+            evicted = self._evict(num_evict, protected)
+            if evicted is not None and self._policy.admit_each(runs, 0, protected) is None:
+                raise self._wrong_policy([], 0)
+        else:
+            evicted = self._policy.admit_each(runs, num_evict, protected)
         if not evicted and (evicted is None or not num_evict):
             return evicted
         if len(list(protected.evictable(evicted))) != num_evict:
             raise self._wrong_policy(evicted, num_evict)
-        freed = list(map(self._slots.pop, evicted, repeat(-1)))
-        if -1 in freed:
+        if not all(map(self._slots.__contains__, evicted)) or len(set(evicted)) != num_evict:
             raise self._wrong_policy(evicted, num_evict)
-        self._free += freed
+        self._free += self._vacate(evicted)
         self._events.append(KeysRemoved(evicted))
         return evicted
+
+    def _evict(self, num_blocks: int, protected: Protected) -> list[bytes] | None:
+        """As the policy's `evict`, but what cache hints retain is evicted last, the lowest priority
+        first."""
+        policy = self._policy
+        if not self._retained.prefixes:
+            return policy.evict(num_blocks, protected)
+        if not policy.can_evict(num_blocks, protected):
+            return None
+        evicted: list[bytes] = []
+        for priority in range(1, MAX_CACHE_PRIORITY + 1):
+            spared = Protected.union(
+                protected, _RetainedKeys(self._slots, self._retained, priority)
+            )
+            missing = num_blocks - len(evicted)
+            if not policy.can_evict(missing, spared):
+                missing = sum(1 for _ in spared.evictable(policy))
+            evicted += (missing and policy.evict(missing, spared)) or []
+        missing = num_blocks - len(evicted)
+        return evicted + ((missing and policy.evict(missing, protected)) or [])
+
+    def _vacate(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of entries that are removed."""
+        slots = list(map(self._slots.pop, keys))
+        if self._retained.prefixes:
+            self._retained.evicted(slots)
+        return slots
 
     def _wrong_policy(self, evicted: list[bytes], num_evict: int) -> PolicyError:
         return PolicyError(

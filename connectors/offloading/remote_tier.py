@@ -16,6 +16,7 @@ from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
 from longshore.connectors.offloading.tiers import TierFaults
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.events import Locality, Medium
+from longshore.protocol.requests import CacheHint, Tenant
 
 MAX_QUERY_KEYS: Final = 16_384
 
@@ -111,6 +112,19 @@ class RemoteTier:
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         self._forget(keys)
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        pass
+
+    def expire(self, now: float) -> None:
+        pass
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

@@ -23,6 +23,7 @@ from longshore.connectors.offloading.messages import LoadJob, StoreJob, TierJob
 from longshore.connectors.offloading.options import DEFAULT_SPEC, OffloadingOptions
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
+from longshore.protocol.requests import CacheHint, Tenant
 from longshore.protocol.statistics import TransferOperation
 
 ENTRY_POINT_GROUP: Final = "longshore.offload_tiers"
@@ -71,6 +72,20 @@ class OffloadingManager(Protocol):
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         """A request with these keys has ended: of them, evict the last ones first."""
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        """A request with a cache hint has ended, and its keys were refreshed; see
+        `OffloadLedger.retain`. The keys are those of all groups, in order of position."""
+
+    def expire(self, now: float) -> None:
+        """A request has ended at this time: so have the hints whose time to live has passed."""
 
     def prepare_load(self, keys: Sequence[bytes]) -> PreparedLoad:
         """Pin keys that `lookup` has found, until `complete_load`."""

@@ -45,6 +45,7 @@ from longshore.protocol.events import (
     Locality,
     Medium,
 )
+from longshore.protocol.requests import CacheHint, Tenant
 from longshore.protocol.statistics import TierStats
 
 
@@ -127,6 +128,23 @@ class TieredManager:
         self._host.refresh(keys)
         for below in self._below:
             below.tier.refresh(keys)
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        self._host.retain(keys, hint, prefixes, tenant, now)
+        for below in self._below:
+            below.tier.retain(keys, hint, prefixes, tenant, now)
+
+    def expire(self, now: float) -> None:
+        self._host.expire(now)
+        for below in self._below:
+            below.tier.expire(now)
 
     def prepare_load(self, keys: Sequence[bytes]) -> PreparedLoad:
         sources: dict[int, int] = {}  # tier by index

@@ -14,6 +14,7 @@ import numpy as np
 
 from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
 from longshore.protocol.events import Locality, Medium
+from longshore.protocol.requests import CacheHint, Tenant
 
 if TYPE_CHECKING:  # only workers need its libraries
     from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, Outcome
@@ -49,6 +50,19 @@ class LowerTier(Protocol):
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         """As `OffloadingManager.refresh`."""
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        hint: CacheHint,
+        prefixes: Sequence[int],
+        tenant: Tenant,
+        now: float,
+    ) -> None:
+        """As `OffloadingManager.retain`. Does nothing in a tier that evicts by rules of its own."""
+
+    def expire(self, now: float) -> None:
+        """As `OffloadingManager.expire`."""
 
     def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
         """Keep blocks that the tier has until `end_reads`. Returns their slots; 0 in a tier without

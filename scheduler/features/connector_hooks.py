@@ -76,6 +76,7 @@ def view_of(
     token_ids: Int32Array | None = None,
     waiting_s: float = 0.0,
     finish_reason: FinishReason | None = None,
+    finished_s: float = 0.0,
 ) -> RequestView:
     """A connector's view of a request. token_ids: of a running one."""
     token_ids = (request.token_ids if token_ids is None else token_ids).view()
@@ -91,6 +92,9 @@ def view_of(
         job_id=request.job_id,
         waiting_s=waiting_s,
         finish_reason=finish_reason,
+        finished_s=finished_s,
+        cache_hint=request.cache_hint,
+        tenant=request.tenant,
         multimodal=request.multimodal,
         prompt_embeds=request.prompt_embeds,
     )

@@ -154,13 +154,13 @@ class Transfers:
         request.num_external_tokens = num_external
 
     def finish(
-        self, request: Request, blocks: HeldBlocks | None, reason: FinishReason
+        self, request: Request, blocks: HeldBlocks | None, reason: FinishReason, now: float
     ) -> FinishAction:
         """The request ends with these blocks. A send may take them over."""
         block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
         if blocks is not None:
             block_ids = blocks.block_ids
-        view = view_of(request, finish_reason=reason)
+        view = view_of(request, finish_reason=reason, finished_s=now)
         action = self.hooks.call(self.connector.request_finished, view, block_ids)
         if action.delay_free and blocks is not None:
             self._sends[request.request_id] = _Transfer(blocks)

@@ -325,7 +325,7 @@ def test_the_ledger_needs_neither_torch_nor_the_scheduler() -> None:
         "import sys, longshore.connectors.offloading.ledger as ledger\n"
         "import longshore.connectors.offloading.policies.registry\n"
         "names = {name.partition('.')[0] for name in sys.modules}\n"
-        "assert not names & {'torch', 'numpy', 'zmq'}, names\n"
+        "assert not names & {'torch'}, names\n"
         "assert 'longshore.scheduler' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,112 @@
+"""Offload tiers evict what clients have asked to keep after everything else."""
+
+from random import Random
+
+import pytest
+
+from longshore.connectors.offloading.ledger import OffloadLedger
+from longshore.connectors.offloading.policies.registry import POLICIES, load_eviction_policy
+from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
+from tests.connectors.offloading.offload_driver import OffloadDriver
+from tests.harness.tokens import prompt_of
+
+ALL: Tenant = Tenant("all", cache_share=1.0)
+
+
+def make(capacity: int, policy: str = "lru") -> OffloadLedger:
+    return OffloadLedger(capacity, load_eviction_policy(policy, capacity))
+
+
+def keys_of(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def store(ledger: OffloadLedger, text: str) -> list[bytes]:
+    """Store these keys; returns the evicted ones."""
+    ledger.touch(keys_of(text))
+    prepared = ledger.prepare_store(keys_of(text))
+    assert prepared is not None
+    ledger.complete_store(prepared.keys)
+    ledger.check()
+    return prepared.evicted_keys
+
+
+def test_hinted_entries_are_evicted_last_and_lower_priorities_first() -> None:
+    ledger = make(6)
+    store(ledger, "abcdef")
+    ledger.retain(keys_of("ab"), CacheHint(10.0, priority=2), [], ALL, 0.0)
+    ledger.retain(keys_of("cd"), CacheHint(10.0, priority=1), [], ALL, 0.0)
+    assert store(ledger, "x") == keys_of("f")
+    assert sorted(store(ledger, "yz")) == keys_of("ex")
+    assert sorted(store(ledger, "uvw")) == sorted(keys_of("yz") + keys_of("d"))
+
+
+def test_pressure_wins_over_hints_in_a_tier() -> None:
+    ledger = make(4)
+    store(ledger, "abcd")
+    ledger.retain(keys_of("abcd"), CacheHint(10.0, priority=3), [], ALL, 0.0)
+    assert sorted(store(ledger, "wxyz")) == keys_of("abcd")
+
+
+def test_a_hint_of_a_tier_ends_in_time_and_with_the_next_one_of_its_session() -> None:
+    ledger = make(6)
+    store(ledger, "abcdef")
+    ledger.retain(keys_of("ab"), CacheHint(10.0, "s"), [], ALL, 0.0)
+    ledger.retain(keys_of("cd"), CacheHint(5.0, "s"), [], ALL, 1.0)
+    assert [ledger.priority(key) for key in keys_of("abcd")] == [0, 0, 1, 1]
+    ledger.expire(6.0)
+    assert [ledger.priority(key) for key in keys_of("abcd")] == [0, 0, 0, 0]
+
+
+def test_prefixes_and_the_share_of_the_tenant_hold_in_a_tier() -> None:
+    ledger = make(8)
+    store(ledger, "abcdefgh")
+    hint = CacheHint(0.0, prefixes=(CachePrefix(3, 10.0, 2),))
+    ledger.retain(keys_of("abcd"), hint, [3], ALL, 0.0)
+    assert [ledger.priority(key) for key in keys_of("abcd")] == [2, 2, 2, 0]
+    ledger.retain(keys_of("efgh"), CacheHint(10.0), [], NO_TENANT, 0.0)
+    assert [ledger.priority(key) for key in keys_of("efgh")] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_evicts_an_entry_while_one_of_a_lower_priority_is_evictable(policy: str) -> None:
+    for seed in range(30):
+        random = Random(seed)
+        ledger = make(12, policy)
+        num_evicted = 0
+        for now in range(40):
+            first = random.randrange(30)
+            keys = [bytes((position,)) for position in range(first, first + random.randrange(1, 5))]
+            entries = {key: ledger.priority(key) for key in ledger}
+            ledger.touch(keys)
+            prepared = ledger.prepare_store(keys)
+            if prepared is not None:
+                evicted = prepared.evicted_keys
+                num_evicted += len(evicted)
+                spared = [entries[key] for key in entries if key not in (*evicted, *keys)]
+                highest = max([entries[key] for key in evicted], default=0)
+                assert highest <= min(spared, default=3)
+                ledger.complete_store(prepared.keys, success=random.random() < 0.9)
+            if random.random() < 0.5:
+                hint = CacheHint(random.choice((2.0, 20.0)), priority=random.randrange(1, 4))
+                ledger.retain(keys, hint, [], random.choice((ALL, NO_TENANT)), float(now))
+            if random.random() < 0.1:
+                ledger.remove(keys[:1])
+            ledger.expire(float(now))
+            ledger.check()
+        assert num_evicted
+
+
+def test_the_tiers_keep_the_blocks_of_a_request_with_a_hint() -> None:
+    """Requests that need all of host memory follow; what they evict depends on the hint."""
+    found = []
+    for hint in (None, CacheHint(1000.0), CacheHint(0.0, prefixes=(CachePrefix(9, 1000.0),))):
+        driver = OffloadDriver(num_slots=40, num_blocks=20)
+        driver.add("hinted", prompt_of(33), cache_hint=hint, max_tokens=1)
+        driver.settle()
+        keys = driver.stored_keys[:]
+        for index in range(6):
+            driver.ask(f"other-{index}", prompt_of(60, 100 * (index + 1)))
+        found.append(driver.offloading._manager.lookup(keys))
+    assert len(keys) == 8
+    assert found == [0, 8, 3]
