@@ -268,6 +268,7 @@ def test_nothing_is_adopted_from_a_worker_that_is_killed_before_it_sleeps() -> N
     with running_engine(outlives_workers=True, adopts_kv=True) as engine:
         client = started(engine)
         engine.send_command(Sleep(TIMEOUT_S))  # which waits for the requests
+        client.receive_until(lambda: bool(client.closed_reasons))
         engine.end_workers(WHY, were_killed=True)
         assert engine.start_worker() == BeginSleep()
         engine.worker.send(WorkerAsleep(0))
