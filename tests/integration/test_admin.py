@@ -269,7 +269,7 @@ class Load:
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("timeout_s", ["120", "0"])
+@pytest.mark.parametrize("timeout_s", ["120", pytest.param("0", marks=pytest.mark.slow)])
 def test_engines_restart_one_after_the_other_under_load_and_nothing_is_lost(
     shared: Deployment, timeout_s: str
 ) -> None:
@@ -295,6 +295,7 @@ def test_engines_restart_one_after_the_other_under_load_and_nothing_is_lost(
     assert list(lines(shared, "status")) == STATUS
 
 
+@pytest.mark.slow
 def test_the_only_engine_is_restarted_while_requests_wait(
     start_deployment: StartDeployment,
 ) -> None:

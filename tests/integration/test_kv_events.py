@@ -285,6 +285,7 @@ def answer(deployment: Deployment) -> None:
         client.completions.create(model=model, prompt="berth " * 20, max_tokens=40, temperature=0)
 
 
+@pytest.mark.slow
 @pytest.mark.req("HSH-07")
 def test_block_hashes_are_the_same_after_a_restart_and_differ_with_another_state(
     start_deployment: Callable[..., Deployment],

@@ -211,6 +211,7 @@ def test_prefill_and_decode_engines_are_replaced_under_load(
         deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_leaves_the_deployment_as_it_was(
     start_deployment: StartDeployment, tiny_model: tuple[Path, Any], tmp_path: Path
 ) -> None:

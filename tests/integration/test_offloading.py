@@ -306,7 +306,7 @@ def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> N
 
 
 @pytest.mark.req("TIE-04", "ERR-10")
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_server_swaps_requests_and_answers_as_without_pressure(
     start: Start, tensor_parallel_size: int
 ) -> None:

@@ -193,7 +193,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(["--tensor-parallel-size", "2"], 1, id="shard"),
         pytest.param(["--pipeline-parallel-size", "2"], 0, id="first stage", marks=slow),
-        pytest.param(["--pipeline-parallel-size", "2", *OFFLOADING], 1, id="last stage"),
+        pytest.param(
+            ["--pipeline-parallel-size", "2", *OFFLOADING], 1, id="last stage", marks=slow
+        ),
         pytest.param(["--tensor-parallel-size", "2"], 0, id="sampling shard", marks=slow),
     ],
 )

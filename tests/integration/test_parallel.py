@@ -242,12 +242,13 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.slow),
-        pytest.param(TENSOR_2, 1, id="shard 1", marks=pytest.mark.slow),
-        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 1, id="shard 1"),
+        pytest.param(STAGES_2, 0, id="stage 0"),
         pytest.param(STAGES_2, 1, id="stage 1"),
     ],
 )
@@ -273,7 +274,7 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards"),
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
         pytest.param(STAGES_2, id="2 stages"),
         pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
         pytest.param({**TENSOR_2, **OFFLOADING}, id="offloading", marks=pytest.mark.slow),
@@ -300,6 +301,7 @@ def test_streams_go_on_with_the_same_ranks_when_their_scheduler_is_killed(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_when_the_scheduler_dies_is_replaced(
     start_deployment: StartDeployment,
 ) -> None:
@@ -341,10 +343,11 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, id="2 shards"),
         pytest.param(STAGES_2, id="2 stages"),
     ],
 )

@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
+FAULTS = (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow))
+
 
 def open_stream(deployment: Deployment, max_tokens: int, api_key: str = "none") -> Any:
     """A stream whose first token has arrived."""
@@ -126,7 +128,7 @@ def assert_same(answer: list[tuple[int, float]], calm: list[tuple[int, float]]) 
             return
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
 def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     start_deployment: StartDeployment, victim: str, fault: signal.Signals
@@ -152,7 +154,7 @@ def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     deployment.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
     start_deployment: StartDeployment, fault: signal.Signals
 ) -> None:

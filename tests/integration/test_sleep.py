@@ -104,16 +104,16 @@ def test_streams_and_waiting_requests_go_on_after_a_sleep_with_the_same_tokens(
 SHARDS = ("--tensor-parallel-size", "2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [pytest.param((), id="alone"), pytest.param(SHARDS, id="shards", marks=pytest.mark.slow)],
+    ("flags", "num_tokens"), [((), NUM_TOKENS), (SHARDS, 300)], ids=["alone", "shards"]
 )
 def test_an_engine_whose_processes_die_while_it_sleeps_goes_on_sleeping(
-    start: Any, flags: tuple[str, ...]
+    start: Any, flags: tuple[str, ...], num_tokens: int
 ) -> None:
     running = start(*flags)
-    calm = rest_of(open_stream(running, NUM_TOKENS), NUM_TOKENS)
-    stream = open_stream(running, NUM_TOKENS)
+    calm = rest_of(open_stream(running, num_tokens), num_tokens)
+    stream = open_stream(running, num_tokens)
     assert post(running, "/sleep?mode=keep")[0] == 200
     for victim in ("worker-0", "scheduler"):
         running.members[victim].kill()
@@ -122,7 +122,7 @@ def test_an_engine_whose_processes_die_while_it_sleeps_goes_on_sleeping(
         running.find_members()
         assert post(running, "/is_sleeping", method="GET") == (200, {"is_sleeping": True}), log
     assert post(running, "/wake_up")[0] == 200
-    assert_same(rest_of(stream, NUM_TOKENS), calm)
+    assert_same(rest_of(stream, num_tokens), calm)
     assert running.stop() == 0, running.output
 
 

@@ -12,6 +12,7 @@ from tests.integration.test_worker_deaths import Answers
 
 FLAGS = ("--dtype", "float32", "--verify-plan", "--standby-workers", "1")
 STANDBY = "worker 0 standby"
+FAULTS = (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow))
 
 
 def ready_pids(deployment: Deployment) -> dict[str, int]:
@@ -31,7 +32,7 @@ def wait_for_standby(deployment: Deployment, name: str = STANDBY, *, other_than:
     return ready_pids(deployment)[name]
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_streams_go_on_when_a_standby_takes_the_place_of_their_worker(
     start_deployment: StartDeployment, fault: signal.Signals
 ) -> None:

@@ -243,6 +243,7 @@ def test_two_tensor_parallel_ranks_give_the_answers_of_one(
         assert answers(other) == answers(client)
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-01")
 def test_prefix_hits_and_preemptions_leave_constrained_answers_as_they_are() -> None:
     lines = StructuredOutputsParams(regex="([a-z]{3} [0-9]{2},){14}")

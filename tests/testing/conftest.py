@@ -1,13 +1,19 @@
 """Marks the tests of the conformance suite that repeat what others test as slow."""
 
+from typing import Final
+
 import pytest
 
-ONLY_ALL = ("one worker", "two stages", "evicted", "hook_that_raises")
+ONLY_ALL: Final = {  # parts of names, by class
+    "TestExample": ("one worker", "two stages"),
+    "TestExampleWithinTheStep": ("through_real_processes", "evicted", "hook_that_raises"),
+    "TestOffloading": ("one worker", "two stages"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "TestExampleWithinTheStep" in item.nodeid and any(
-            name in item.name for name in ONLY_ALL
-        ):
+        suite = item.parent
+        slow = () if suite is None else ONLY_ALL.get(suite.name, ())
+        if any(part in item.name for part in slow):
             item.add_marker(pytest.mark.slow)
