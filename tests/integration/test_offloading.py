@@ -117,6 +117,7 @@ def test_a_restarted_server_answers_a_long_prompt_from_disk(
     stop(second)
 
 
+@pytest.mark.slow
 def test_new_workers_load_from_host_memory_what_the_former_ones_have_stored(start: Start) -> None:
     """Its ledger is the scheduler's, which outlives them."""
     options = '{"cpu_bytes_to_use": "64MiB"}'
@@ -191,6 +192,7 @@ def test_the_metrics_show_what_moves_between_the_tiers(
     stop(server)
 
 
+@pytest.mark.slow
 def test_what_was_stored_under_another_seed_is_ignored_by_name(
     start: Start, flags: list[str], disk: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_what_was_stored_under_another_seed_is_ignored_by_name(
     stop(second)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_on_disk_is_a_miss_with_a_warning(
     start: Start, flags: list[str], disk: Path
 ) -> None:
@@ -243,7 +246,7 @@ def flip_host_memory(deployment: Deployment) -> None:
     raise AssertionError("the supervisor has no shared memory")
 
 
-@pytest.mark.parametrize("has_disk", [False, True])
+@pytest.mark.parametrize("has_disk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_flipped_bits_in_host_memory_are_misses_with_a_warning(
     start: Start, flags: list[str], has_disk: bool
 ) -> None:

@@ -102,6 +102,7 @@ def kill_scheduler(deployment: Deployment) -> None:
     process.wait(PATIENCE_S)  # it ends with its scheduler
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-01")
 @pytest.mark.parametrize(
     "flags",
@@ -110,7 +111,7 @@ def kill_scheduler(deployment: Deployment) -> None:
         pytest.param(
             ("--tensor-parallel-size", "2"),
             # Two ranks that wait for masks share the processors with everything else.
-            marks=[pytest.mark.slow, pytest.mark.timeout(900)],
+            marks=pytest.mark.timeout(900),
         ),
     ],
     ids=["one rank", "two ranks"],

@@ -18,6 +18,7 @@ from tests.oracle.workloads import FAIR, Workload
 
 NUM_WORKLOADS = 2_000
 NUM_SHARDS = 20
+NUM_QUICK_SHARDS = 10
 NUM_FAIR = 1_000
 
 
@@ -56,7 +57,13 @@ def compare(workload: Workload) -> None:
     assert difference is None, f"workload {seed} {features}: {difference}"
 
 
-@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+@pytest.mark.parametrize(
+    "shard",
+    [
+        pytest.param(shard, marks=() if shard < NUM_QUICK_SHARDS else pytest.mark.slow)
+        for shard in range(NUM_SHARDS)
+    ],
+)
 def test_plans_equal_the_textbook_on_random_workloads(shard: int) -> None:
     for seed in range(shard, NUM_WORKLOADS, NUM_SHARDS):
         compare(Workload.random(seed))

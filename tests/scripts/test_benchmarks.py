@@ -305,6 +305,7 @@ def test_an_overload_counts_the_tokens_that_each_engine_computes(tmp_path: Path)
     assert row["ttft_p50_ms"] > 0
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_step_grow_with_the_layers_and_not_with_the_rows(tmp_path: Path) -> None:
     for num_layers in (1, 2):  # a fresh process each
         size = ("--models", "Qwen3 0.6B", "--layers", str(num_layers))

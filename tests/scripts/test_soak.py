@@ -36,6 +36,7 @@ def test_growth_descriptors_and_blocks_are_found(
     assert found == faults
 
 
+@pytest.mark.slow
 def test_a_short_run_through_real_processes() -> None:
     flags = "--requests 1000 --demo-requests 100 --max-growth-percent 100"
     run = subprocess.run(

@@ -6,7 +6,6 @@ import pytest
 
 ONLY_ALL: Final = {  # parts of names, by class
     "TestExample": ("one worker", "two stages"),
-    "TestExampleWithinTheStep": ("through_real_processes", "evicted", "hook_that_raises"),
     "TestOffloading": ("one worker", "two stages"),
 }
 

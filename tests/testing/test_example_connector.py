@@ -18,6 +18,7 @@ class TestExample(ConnectorConformance):
         return {"path": str(tmp_path / "kv")}
 
 
+@pytest.mark.slow
 class TestExampleWithinTheStep(TestExample):
     connector = "tests.testing.sync_example:SyncExample"
 

@@ -3,6 +3,7 @@ of the compiled library, and Triton in its interpreter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +31,29 @@ def load_all() -> dict[str, Native]:
 
 NATIVE = load_all()
 
+OLDEST_AND_NEWEST = {name for place in (0, -1) for name in [*NATIVE][place:][:1]}
+
+
+def _marked(name: str, value: object) -> Any:
+    """The instruction sets between the oldest and the newest are slow."""
+    marks = pytest.mark.slow if name in NATIVE.keys() - OLDEST_AND_NEWEST else ()
+    return pytest.param(value, id=name, marks=marks)
+
+
 native_only = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(kernels, id=name) for name, kernels in NATIVE.items()]
+    [_marked(name, kernels) for name, kernels in NATIVE.items()]
     or [pytest.param(None, marks=pytest.mark.skip(reason="the CPU kernels are not built"))],
 )
 
 TRITON = "triton"
 
-every_variant = pytest.mark.parametrize("variant", ["torch", *NATIVE])
+_VARIANTS = [_marked(name, name) for name in ("torch", *NATIVE)]
+
+every_variant = pytest.mark.parametrize("variant", _VARIANTS)
 """Of kernels without a Triton source."""
 
-every_variant_and_triton = pytest.mark.parametrize("variant", ["torch", *NATIVE, TRITON])
+every_variant_and_triton = pytest.mark.parametrize("variant", [*_VARIANTS, TRITON])
 
 
 @contextmanager
