@@ -152,10 +152,10 @@ def test_passes_of_a_trace_with_shifted_ids_leave_the_ledger_consistent(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_24_passes_of_the_conversation_trace_leave_the_ledger_consistent(
+def test_6_passes_of_the_conversation_trace_leave_the_ledger_consistent(
     traces: dict[str, list[list[bytes]]], policy: str
 ) -> None:
-    repeat_shifted(traces["conversation"], policy, capacity=30_000, num_passes=24)
+    repeat_shifted(traces["conversation"], policy, capacity=30_000, num_passes=6)
 
 
 def repeat_shifted(

@@ -44,9 +44,11 @@ def settle_all(pair: Pair) -> None:
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CRG-03")
 @pytest.mark.req("CON-11")
-@pytest.mark.parametrize("kind", ["full", "latents", "states"])
+@pytest.mark.parametrize(
+    ("connector", "kind"),
+    [("nixl", "full"), ("nixl", "latents"), ("nixl", "states"), ("p2p_nccl", "latents")],
+)
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["tp1to2", "tp2to1"])
-@pytest.mark.parametrize("connector", ["nixl", "p2p_nccl"])
 def test_tensor_parallel_sizes_may_differ(
     connector: str, kind: str, sizes: tuple[int, int], model_of: ModelOf
 ) -> None:
