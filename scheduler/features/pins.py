@@ -7,7 +7,6 @@ time to live, and when blocks are short. After Continuum (arXiv 2511.02230); see
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -24,9 +23,6 @@ from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import ContinuumPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request
-
-ASSUMED_TOKENS_PER_S: Final = 10_000.0
-"""Prefill rate by which pins are compared before one has been measured."""
 
 
 class Pin(msgspec.Struct):
@@ -169,8 +165,8 @@ class Pins:
         if ttl.seconds <= 0:
             return
         self._kv_cache.share(kept)
-        if saved_s is None:
-            saved_s = num_tokens / ASSUMED_TOKENS_PER_S
+        if saved_s is None:  # as long as no prefill was measured, only their sizes are compared
+            saved_s = float(num_tokens)
         saved_s /= len(ids)
         self._pins[job_id] = Pin(
             request.request_id,

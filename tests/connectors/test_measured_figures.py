@@ -35,8 +35,9 @@ def constants() -> Iterator[tuple[str, str, object]]:
 
 @pytest.mark.req("ERR-01")
 def test_the_bandwidth_of_a_link_is_no_constant_of_the_code() -> None:
-    """The sources have 28, 50 and 64 GB/s for the same bus."""
-    found = list(constants())
+    """The sources have 28, 50 and 64 GB/s for the same bus. The cost models of the simulator are
+    those of machines that are not there."""
+    found = [each for each in constants() if "/deploy/simulator/" not in each[0]]
     assert len(found) > 1000
     for place, name, value in found:
         is_bandwidth = "bandwidth" in name or name.endswith(("_per_s", "_gbps"))
