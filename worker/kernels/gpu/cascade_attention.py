@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.decode_attention import add_splits, attend_to_own, new_parts
-from longshore.worker.kernels.gpu.paged import load_tile, parts_of, readable, store_part, visit
+from longshore.worker.kernels.gpu.paged import (
+    in_float16,
+    load_tile,
+    parts_of,
+    readable,
+    store_part,
+    value_parts_of,
+    visit,
+)
 from longshore.worker.kernels.gpu.prefill_attention import tiles
 from longshore.worker.kernels.operators import operator
 
@@ -32,6 +40,9 @@ def _attend_to_shared(
     block_stride,
     head_stride,
     token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
     table_stride,
     scale,
     softcap,
@@ -61,11 +72,14 @@ def _attend_to_shared(
     dtype = q_ptr.dtype.element_ty
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + indices[:, None] * q_row_stride + heads[:, None] * q_head_stride
-    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, dtype, False)
+    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, False)
     q_2 = q
     if SIZE > FIRST:
         q_end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, q_end, dtype, False)
+        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, q_end, False)
+    limits = tl.full([TILE_Q], 1.0, tl.float32)
+    if IS_FP8 and dtype == tl.bfloat16:
+        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
 
     shared = tl.load(shared_ptr).to(tl.int32)
     table_row = table_ptr + tl.load(rows_ptr) * table_stride  # of the first sequence
@@ -87,6 +101,7 @@ def _attend_to_shared(
         best, total, sums, sums_2 = visit(
             q,
             q_2,
+            limits,
             best,
             total,
             sums,
@@ -98,9 +113,11 @@ def _attend_to_shared(
             shared,
             table_row,
             k_ptr + kv_head * head_stride,
-            v_ptr + kv_head * head_stride,
+            v_ptr + kv_head * v_head_stride,
             block_stride,
             token_stride,
+            v_block_stride,
+            v_token_stride,
             scale,
             softcap,
             SIZE,
@@ -121,7 +138,18 @@ def _attend_to_shared(
         )
     lines = (indices * num_heads + heads) * NUM_PARTS + FIRST_PART + split
     store_part(
-        out_ptr, lse_ptr, lines, is_query, best, total, sums, sums_2, V_SIZE, V_FIRST, V_SECOND
+        out_ptr,
+        lse_ptr,
+        lines,
+        is_query,
+        best,
+        total,
+        sums,
+        sums_2,
+        V_SIZE,
+        V_FIRST,
+        V_SECOND,
+        IS_FP8,
     )
 
 
@@ -179,10 +207,10 @@ def cascade_attention(
         num_splits=num_splits,
         is_latent=is_latent,
     )
-    k_parts, v_parts = parts_of(size), parts_of(values.shape[3])
-    tile_q, tile, num_warps, num_stages = tiles(k_parts.first, num_rows * group, q.dtype)
+    k_parts, v_parts = parts_of(size), value_parts_of(values)
+    tile_q, tile, num_warps, num_stages = tiles(k_parts, v_parts, num_rows * group, q.dtype)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
-    keys, values = readable(keys), readable(values)
+    keys, values = readable(keys, values)
     _attend_to_shared[(triton.cdiv(num_rows * group, tile_q), num_kv_heads, num_shared_splits)](
         q,
         keys,
@@ -194,6 +222,7 @@ def cascade_attention(
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
+        *values.stride()[:3],
         block_table.stride(0),
         scale * key_scale,
         softcap,

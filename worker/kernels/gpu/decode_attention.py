@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
+    in_float16,
     load_tile,
     parts_of,
     readable,
     store_part,
+    value_parts_of,
     visit,
 )
 from longshore.worker.kernels.operators import operator
@@ -37,9 +39,13 @@ def _attend(
     block_stride,
     head_stride,
     token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
     table_stride,
     scale,
     softcap,
+    factor,
     num_heads,
     GROUP: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -61,7 +67,8 @@ def _attend(
     HAS_SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """HAS_SHARED: the tokens before `shared` are computed elsewhere, as parts after NUM_SPLITS."""
+    """factor: on the result. HAS_SHARED: the tokens before `shared` are computed elsewhere, as
+    parts after NUM_SPLITS."""
     index = tl.program_id(0).to(tl.int64)
     tiles_of_heads: tl.constexpr = (GROUP + TILE_H - 1) // TILE_H
     kv_head = tl.program_id(1) // tiles_of_heads
@@ -75,11 +82,14 @@ def _attend(
 
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + index * q_row_stride + heads[:, None] * q_head_stride
-    q = load_tile(q_places + columns, is_head, columns, SIZE, FIRST, dtype, False)
+    q = load_tile(q_places + columns, is_head, columns, SIZE, FIRST, False)
     q_2 = q
     if SIZE > FIRST:
         end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_head, columns_2, SIZE, end, dtype, False)
+        q_2 = load_tile(q_places + columns_2, is_head, columns_2, SIZE, end, False)
+    limits = tl.full([TILE_H], 1.0, tl.float32)
+    if IS_FP8 and dtype == tl.bfloat16:
+        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
 
     first_key = 0
     if WINDOW > 0:
@@ -96,6 +106,7 @@ def _attend(
     best, total, sums, sums_2 = visit(
         q,
         q_2,
+        limits,
         tl.full([TILE_H], float("-inf"), tl.float32),
         tl.zeros([TILE_H], tl.float32),
         tl.zeros([TILE_H, V_FIRST], tl.float32),
@@ -107,9 +118,11 @@ def _attend(
         length,
         table_ptr + row * table_stride,
         k_ptr + kv_head * head_stride,
-        v_ptr + kv_head * head_stride,
+        v_ptr + kv_head * v_head_stride,
         block_stride,
         token_stride,
+        v_block_stride,
+        v_token_stride,
         scale,
         softcap,
         SIZE,
@@ -131,7 +144,19 @@ def _attend(
 
     lines = (index * num_heads + heads) * NUM_PARTS + split
     store_part(
-        out_ptr, lse_ptr, lines, is_head, best, total, sums, sums_2, V_SIZE, V_FIRST, V_SECOND
+        out_ptr,
+        lse_ptr,
+        lines,
+        is_head,
+        best,
+        total,
+        sums,
+        sums_2,
+        V_SIZE,
+        V_FIRST,
+        V_SECOND,
+        IS_FP8,
+        factor,
     )
 
 
@@ -176,14 +201,16 @@ def _add_splits(
     tl.store(lse_ptr + line, tl.where(total > 0, base + tl.log(divisor), float("-inf")))
 
 
-def _tiles(first_part: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(heads, keys, warps, stages) of a program."""
+def _tiles(
+    first_part: int, group: int, dtype: torch.dtype, is_fp8: bool
+) -> tuple[int, int, int, int]:
+    """(heads, keys, warps, stages) of a program. The fastest on an H200 for heads of 128."""
     tile_h = min(max(16, triton.next_power_of_2(group)), 64)
     if first_part > 128:
         return tile_h, 32, 8, 2
     if dtype == torch.float32:
         return tile_h, 32, 8, 2
-    return tile_h, 64, 4, 3
+    return tile_h, 64, 2 if is_fp8 and tile_h == 16 else 4, 4
 
 
 def _fake(q: Tensor, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -221,7 +248,10 @@ def decode_attention(
     out, lse = _fake(q, keys, values)
     if len(q) == 0:
         return out, lse
-    parts = new_parts(q, values.shape[3], num_splits)
+    is_whole = num_splits == 1 and sinks is None
+    parts = out[:, :, None], lse[:, :, None]
+    if not is_whole:
+        parts = new_parts(q, values.shape[3], num_splits)
     attend_to_own(
         q,
         keys,
@@ -237,8 +267,10 @@ def decode_attention(
         softcap=softcap,
         num_splits=num_splits,
         is_latent=is_latent,
+        factor=value_scale if is_whole else 1.0,
     )
-    add_splits(parts, sinks, value_scale, out, lse)
+    if not is_whole:
+        add_splits(parts, sinks, value_scale, out, lse)
     return out, lse
 
 
@@ -268,16 +300,17 @@ def attend_to_own(
     softcap: float,
     num_splits: int,
     is_latent: bool,
+    factor: float = 1.0,
 ) -> None:
-    """Compute the first `num_splits` of `parts`: each sequence from the first `shared` tokens on,
-    (1,) int64; None: from the first token on."""
+    """Compute the first `num_splits` of `parts`, times `factor`: each sequence from the first
+    `shared` tokens on, (1,) int64; None: from the first token on."""
     num_rows, num_heads, size = q.shape
     num_kv_heads, block_size = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    k_parts, v_parts = parts_of(size), parts_of(values.shape[3])
-    tile_h, tile, num_warps, num_stages = _tiles(k_parts.first, group, q.dtype)
+    k_parts, v_parts = parts_of(size), value_parts_of(values)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
-    keys, values = readable(keys), readable(values)
+    tile_h, tile, num_warps, num_stages = _tiles(k_parts.first, group, q.dtype, is_fp8)
+    keys, values = readable(keys, values)
     _attend[(num_rows, num_kv_heads * triton.cdiv(group, tile_h), num_splits)](
         q,
         keys,
@@ -290,9 +323,11 @@ def attend_to_own(
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
+        *values.stride()[:3],
         block_table.stride(0),
         scale,
         softcap,
+        factor,
         num_heads,
         GROUP=group,
         TILE_H=tile_h,
@@ -344,7 +379,9 @@ def add_splits(
 
 
 def are_latents(keys: Tensor, values: Tensor) -> bool:
-    """Whether `values` are a part of `keys` that is loaded as one part anyway."""
+    """Whether `values` are a part of `keys` that is loaded as one part anyway. Values in fp8 are
+    loaded otherwise than keys."""
     is_same = keys.stride() == values.stride() and keys.storage_offset() == values.storage_offset()
     is_same = is_same and keys.untyped_storage()._cdata == values.untyped_storage()._cdata
+    is_same = is_same and keys.dtype != torch.float8_e4m3fn
     return is_same and values.shape[3] == parts_of(keys.shape[3]).first

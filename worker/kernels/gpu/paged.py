@@ -32,10 +32,27 @@ def parts_of(size: int) -> Parts:
     return Parts(size, first, max(MIN_PART, triton.next_power_of_2(max(size - first, 1))))
 
 
-def readable(cache: Tensor) -> Tensor:
+def value_parts_of(values: Tensor) -> Parts:
+    """The parts in which `visit` returns sums of values: of fp8, those of even and of odd elements,
+    otherwise as of keys."""
+    size = values.shape[3]
+    if values.dtype != torch.float8_e4m3fn:
+        return parts_of(size)
+    half = max(MIN_PART, triton.next_power_of_2((size + 1) // 2))
+    return Parts(size, half, half)
+
+
+def as_bytes(cache: Tensor) -> Tensor:
     """fp8 as bytes, which kernels convert themselves: not all of Triton's versions read a masked
     fp8 tensor."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def readable(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What `visit` reads. Values in fp8 are read in pairs, because an operand that is multiplied
+    along its lines has no fast way through shared memory if its elements are bytes."""
+    is_fp8 = values.dtype == torch.float8_e4m3fn
+    return as_bytes(keys), values.view(torch.int16) if is_fp8 else values
 
 
 @triton.jit
@@ -45,12 +62,12 @@ def load_tile(
     columns,
     SIZE: tl.constexpr,
     END: tl.constexpr,
-    DTYPE: tl.constexpr,
     IS_FP8: tl.constexpr,
     ALL_ROWS: tl.constexpr = False,
 ):
-    """A tile of keys, values or queries in DTYPE, 0 where it is not read: in rows that are not
-    `is_row`, unless ALL_ROWS, and in columns from SIZE on, if END, their end, exceeds it."""
+    """A tile of keys, values or queries, or of integers if IS_FP8, 0 where it is not read: in rows
+    that are not `is_row`, unless ALL_ROWS, and in columns from SIZE on, if END, their end, exceeds
+    it."""
     if ALL_ROWS and END <= SIZE:
         tile = tl.load(pointers)
     else:
@@ -58,9 +75,26 @@ def load_tile(
         if not ALL_ROWS:
             is_read = is_row[:, None] & is_read
         tile = tl.load(pointers, mask=is_read, other=0 if IS_FP8 else 0.0)
-    if IS_FP8:
-        tile = tile.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
     return tile
+
+
+@triton.jit
+def from_fp8(tile, DTYPE: tl.constexpr):
+    """Integers whose lowest bytes are fp8, as float16 or float32, which hold every such number."""
+    return tile.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def in_float16(q, q_2, SIZE: tl.constexpr, FIRST: tl.constexpr):
+    """bfloat16 queries as float16 of at most 1, and by what their scores are multiplied: the GPU
+    converts fp8 to float16 in one instruction per pair, and to bfloat16 in five."""
+    limits = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    if SIZE > FIRST:
+        limits = tl.maximum(limits, tl.max(tl.abs(q_2.to(tl.float32)), axis=1))
+    limits = tl.where(limits > 0, limits, 1.0)
+    q = (q.to(tl.float32) / limits[:, None]).to(tl.float16)
+    q_2 = (q_2.to(tl.float32) / limits[:, None]).to(tl.float16) if SIZE > FIRST else q
+    return q, q_2, limits
 
 
 @triton.jit
@@ -74,6 +108,7 @@ def capped(scores, softcap):
 def visit(
     q,
     q_2,
+    limits,
     best,
     total,
     sums,
@@ -88,6 +123,8 @@ def visit(
     v_ptr,
     block_stride,
     token_stride,
+    v_block_stride,
+    v_token_stride,
     scale,
     softcap,
     SIZE: tl.constexpr,
@@ -111,8 +148,11 @@ def visit(
     `first_key` and from `end_key` on are not read: they may belong to other sequences.
 
     q, q_2:    the two parts of the queries. table_row: the sequence's line of the block table.
+    limits:    factors on the scores of each query, if the keys are in fp8.
+    v_block_stride, v_token_stride: of values in fp8; others have those of keys.
     best:      the highest score of each query so far, in powers of two.
-    total, sums, sums_2: the sums of weights and of weighted values, relative to `best`.
+    total, sums, sums_2: the sums of weights and of weighted values, relative to `best`. The two
+               parts of values are those of `value_parts_of`.
     Returns the last four.
     """
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
@@ -129,9 +169,9 @@ def visit(
             blocks = tl.load(table_row + positions // BLOCK_SIZE)
         offsets = blocks.to(tl.int64) * block_stride + positions % BLOCK_SIZE * token_stride
         k_places = k_ptr + offsets[:, None]
-        k = load_tile(
-            k_places + columns, is_key, columns, SIZE, FIRST, dtype, IS_FP8, not IS_MASKED
-        )
+        k = load_tile(k_places + columns, is_key, columns, SIZE, FIRST, IS_FP8, not IS_MASKED)
+        if IS_FP8:
+            k = from_fp8(k, dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SIZE > FIRST:
             k_2 = load_tile(
@@ -140,11 +180,14 @@ def visit(
                 columns_2,
                 SIZE,
                 FIRST + SECOND,
-                dtype,
                 IS_FP8,
                 not IS_MASKED,
             )
+            if IS_FP8:
+                k_2 = from_fp8(k_2, dtype)
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+        if IS_FP8:
+            scores *= limits[:, None]
         factor = scale * LOG2_E
         if HAS_SOFTCAP:
             scores = capped(scores * scale, softcap)
@@ -168,29 +211,35 @@ def visit(
         if IS_LATENT:
             v = k
         else:
+            if IS_FP8:
+                offsets = blocks.to(tl.int64) * v_block_stride
+                offsets += positions % BLOCK_SIZE * v_token_stride
             v_places = v_ptr + offsets[:, None]
+            v_size: tl.constexpr = V_SIZE // 2 if IS_FP8 else V_SIZE
             v = load_tile(
                 v_places + v_columns,
                 is_key,
                 v_columns,
-                V_SIZE,
+                v_size,
                 V_FIRST,
-                dtype,
                 IS_FP8,
                 not IS_MASKED,
             )
-        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
-        if V_SIZE > V_FIRST:
+        if IS_FP8:  # pairs
+            v_2 = from_fp8(v >> 8, dtype)
+            v = from_fp8(v, dtype)
+        elif V_SIZE > V_FIRST:
             v_2 = load_tile(
                 v_places + v_columns_2,
                 is_key,
                 v_columns_2,
                 V_SIZE,
                 V_FIRST + V_SECOND,
-                dtype,
-                IS_FP8,
+                False,
                 not IS_MASKED,
             )
+        sums = tl.dot(weights, v, sums * decay[:, None], input_precision=PRECISION)
+        if IS_FP8 or V_SIZE > V_FIRST:
             sums_2 = tl.dot(weights, v_2, sums_2 * decay[:, None], input_precision=PRECISION)
     return best, total, sums, sums_2
 
@@ -208,18 +257,48 @@ def store_part(
     V_SIZE: tl.constexpr,
     V_FIRST: tl.constexpr,
     V_SECOND: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    factor=1.0,
 ):
-    """Store the result of `visit` as one of the parts that `add_splits` adds up. A part without
-    keys has the weight 0. lines: of each query, in parts of (..., V_SIZE) float32."""
+    """Store the result of `visit` times `factor`, as one of the parts that `add_splits` adds up, or
+    if there are no others, as the whole. A part without keys has the weight 0.
+    lines: of each query, in parts of (..., V_SIZE)."""
     has_keys = total > 0
-    inverse = tl.where(has_keys, 1.0 / tl.where(has_keys, total, 1.0), 0.0)
-    places = out_ptr + lines[:, None] * V_SIZE
-    columns, columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
-    is_stored = is_line[:, None] & (columns < V_SIZE)[None, :]
-    tl.store(places + columns, sums * inverse[:, None], is_stored)
-    if V_SIZE > V_FIRST:
-        is_stored = is_line[:, None] & (columns_2 < V_SIZE)[None, :]
-        tl.store(places + columns_2, sums_2 * inverse[:, None], is_stored)
+    inverse = tl.where(has_keys, factor / tl.where(has_keys, total, 1.0), 0.0)
+    store_sums(
+        out_ptr + lines[:, None] * V_SIZE,
+        is_line,
+        sums * inverse[:, None],
+        sums_2 * inverse[:, None],
+        V_SIZE,
+        V_FIRST,
+        V_SECOND,
+        IS_FP8,
+    )
     log_total = tl.log2(tl.where(has_keys, total, 1.0))
     lse = tl.where(has_keys, (best + log_total) / LOG2_E, float("-inf"))
     tl.store(lse_ptr + lines, lse, is_line)
+
+
+@triton.jit
+def store_sums(
+    places,
+    is_line,
+    sums,
+    sums_2,
+    V_SIZE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    V_SECOND: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """Store both parts of sums of values, as whole heads that begin at `places`, (lines, 1)."""
+    dtype = places.dtype.element_ty
+    if IS_FP8:
+        sums = tl.interleave(sums, sums_2)
+    end: tl.constexpr = 2 * V_FIRST if IS_FP8 else V_FIRST
+    columns = tl.arange(0, end)
+    tl.store(places + columns, sums.to(dtype), is_line[:, None] & (columns < V_SIZE)[None, :])
+    if end < V_SIZE:
+        columns_2 = V_FIRST + tl.arange(0, V_SECOND)
+        is_stored = is_line[:, None] & (columns_2 < V_SIZE)[None, :]
+        tl.store(places + columns_2, sums_2.to(dtype), is_stored)

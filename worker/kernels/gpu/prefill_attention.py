@@ -12,9 +12,13 @@ from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
     LOG2_E,
+    Parts,
+    in_float16,
     load_tile,
     parts_of,
     readable,
+    store_sums,
+    value_parts_of,
     visit,
 )
 from longshore.worker.kernels.operators import operator
@@ -36,6 +40,9 @@ def _attend(
     block_stride,
     head_stride,
     token_stride,
+    v_block_stride,
+    v_head_stride,
+    v_token_stride,
     table_stride,
     scale,
     softcap,
@@ -78,11 +85,14 @@ def _attend(
     tokens = first_token + within
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride
-    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, dtype, False)
+    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, False)
     q_2 = q
     if SIZE > FIRST:
         end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, end, dtype, False)
+        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, end, False)
+    limits = tl.full([TILE_Q], 1.0, tl.float32)
+    if IS_FP8 and dtype == tl.bfloat16:
+        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
 
     # `queries`: the last key of each token; `first_end`: how many keys the tile's first one has.
     if HAS_SEEN:
@@ -112,7 +122,7 @@ def _attend(
     sums = tl.zeros([TILE_Q, V_FIRST], tl.float32)
     sums_2 = tl.zeros([TILE_Q, V_SECOND], tl.float32)
     table_row = table_ptr + row * table_stride
-    k_head_ptr, v_head_ptr = k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride
+    k_head_ptr, v_head_ptr = k_ptr + kv_head * head_stride, v_ptr + kv_head * v_head_stride
     for part in tl.static_range(3):
         if part == 0:
             begin, end = first_tile, first_full
@@ -124,6 +134,7 @@ def _attend(
             best, total, sums, sums_2 = visit(
                 q,
                 q_2,
+                limits,
                 best,
                 total,
                 sums,
@@ -138,6 +149,8 @@ def _attend(
                 v_head_ptr,
                 block_stride,
                 token_stride,
+                v_block_stride,
+                v_token_stride,
                 scale,
                 softcap,
                 SIZE,
@@ -168,22 +181,28 @@ def _attend(
     total = tl.where(total > 0, total, 1.0)  # lines beyond the chunk, which are not stored
     factor = (value_scale / total)[:, None]
     line = tokens * num_heads + head
-    out_places = out_ptr + line[:, None] * V_SIZE
-    out_dtype = out_ptr.dtype.element_ty
-    v_columns, v_columns_2 = tl.arange(0, V_FIRST), V_FIRST + tl.arange(0, V_SECOND)
-    is_out = is_query[:, None] & (v_columns < V_SIZE)
-    tl.store(out_places + v_columns, (sums * factor).to(out_dtype), is_out)
-    if V_SIZE > V_FIRST:
-        is_out = is_query[:, None] & (v_columns_2 < V_SIZE)
-        tl.store(out_places + v_columns_2, (sums_2 * factor).to(out_dtype), is_out)
+    store_sums(
+        out_ptr + line[:, None] * V_SIZE,
+        is_query,
+        sums * factor,
+        sums_2 * factor,
+        V_SIZE,
+        V_FIRST,
+        V_SECOND,
+        IS_FP8,
+    )
     tl.store(lse_ptr + line, best + tl.log(total), is_query)
 
 
-def tiles(first_part: int, num_tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) of a program."""
-    most = triton.next_power_of_2(max(num_tokens, 16))
+def tiles(
+    parts: Parts, v_parts: Parts, num_tokens: int, dtype: torch.dtype
+) -> tuple[int, int, int, int]:
+    """(queries, keys, warps, stages) of a program. The fastest on an H200 for heads of 128."""
+    first_part, most = parts.first, triton.next_power_of_2(max(num_tokens, 16))
     if dtype == torch.float32:
         return min(32, most), 32 if first_part <= 128 else 16, 8, 1
+    if most >= 128 and max(parts.size, v_parts.size) <= 128 and parts.size == first_part:
+        return 128, 128, 8, 3
     if first_part <= 128:
         return min(128, most), 64, 8, 3
     if first_part <= 256:
@@ -224,10 +243,10 @@ def prefill_attention(
     out, lse = _fake(q, keys, values)
     num_heads = q.shape[1]
     num_kv_heads, block_size = keys.shape[1:3]
-    parts, v_parts = parts_of(q.shape[2]), parts_of(values.shape[3])
-    tile_q, tile, num_warps, num_stages = tiles(parts.first, max_tokens, q.dtype)
+    parts, v_parts = parts_of(q.shape[2]), value_parts_of(values)
+    tile_q, tile, num_warps, num_stages = tiles(parts, v_parts, max_tokens, q.dtype)
     is_fp8 = keys.dtype == torch.float8_e4m3fn
-    keys, values = readable(keys), readable(values)
+    keys, values = readable(keys, values)
     _attend[(triton.cdiv(max_tokens, tile_q), num_heads, len(chunks))](
         q,
         keys,
@@ -241,6 +260,7 @@ def prefill_attention(
         q.stride(0),
         q.stride(1),
         *keys.stride()[:3],
+        *values.stride()[:3],
         block_table.stride(0),
         scale * key_scale,
         softcap,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.worker.kernels.gpu.paged import readable
+from longshore.worker.kernels.gpu.paged import as_bytes
 from longshore.worker.kernels.gpu.rotary import (
     head_tiles,
     load_heads,
@@ -163,8 +163,8 @@ def write_kv(
         q,
         k,
         v,
-        readable(keys),
-        readable(values),
+        as_bytes(keys),
+        as_bytes(values),
         slots,
         positions,
         table,
