@@ -7,10 +7,9 @@ every call, which for the few rows of a decode step costs as much as the product
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.kernels import linear
+from longshore.worker.kernels import linear, one_row
 from longshore.worker.layers.placement import Placement
 
 
@@ -50,7 +49,7 @@ class Matrix:
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (n, columns); bias: (rows,) -> x M^T + bias, (n, rows)."""
         if self._packed is None:
-            return F.linear(x, self.stored, bias)
+            return one_row.linear(x, self.stored, bias)
         return self._packed.product(x, bias)
 
     def _pack(self) -> None:
