@@ -157,6 +157,8 @@ class FakeDevice(TorchDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace == NAMESPACE and func.overloadpacket.__name__ == "copy_arrays":
+            return self._copy_arrays(func, *args)
         if func is _aten.copy_.default and on_host:
             return self._copy(*args, **kwargs)
         if func is _aten._to_copy.default and (on_host or "cpu" in _device_types(leaves)):
@@ -210,18 +212,33 @@ class FakeDevice(TorchDispatchMode):
         self._check_copy(source, "a copy to the device", non_blocking)
         return func(source, **kwargs)
 
+    def _copy_arrays(self, func: Any, *arrays: Tensor) -> None:
+        """Our kernel, the only one that reads and writes the host's memory: it must be pinned."""
+        on_host = [x for x in arrays if not isinstance(x, FakeTensor) and x.numel()]
+        for memory in on_host:
+            self._check_host_memory(memory, "copy_arrays")
+        for counts in self._counting:
+            counts.num_kernels += num_launches("copy_arrays")
+        with unset_fake_temporarily():
+            for target in arrays[::2]:
+                if not isinstance(target, FakeTensor):
+                    target.zero_()
+
     def _check_copy(self, on_host: Tensor | None, name: str, non_blocking: bool) -> None:
         """on_host: the memory on the host that is read or written; None: it is pinned."""
         if on_host is not None and not on_host.numel():
             return
-        if self._is_capturing:
-            raise WaitsForDevice(f"{name} is captured in a graph, which would repeat it")
         if not non_blocking:
             self.wait(f"{name} without non_blocking=True")
-        if on_host is not None and not self._is_pinned(on_host):
-            self.wait(f"{name}, because its memory on the host is not pinned")
+        self._check_host_memory(on_host, name)
         for counts in self._counting:
             counts.num_copies += 1
+
+    def _check_host_memory(self, on_host: Tensor | None, name: str) -> None:
+        if self._is_capturing:
+            raise WaitsForDevice(f"{name} is captured in a graph, which would repeat it")
+        if on_host is not None and not self._is_pinned(on_host):
+            self.wait(f"{name}, because its memory on the host is not pinned")
 
     def wait(self, what: str, cause: Exception | None = None) -> None:
         """Raises WaitsForDevice, unless the host may wait."""

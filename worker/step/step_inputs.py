@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.outputs import TokenLogprobs
+from longshore.worker.kernels.copy_arrays import copy_arrays
 from longshore.worker.kernels.draw_tokens import FRACTION_BITS
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.extras import SamplingExtras, make_extras
@@ -149,8 +150,12 @@ class StepInputs:
         queue."""
         num_sampled = len(self.sampled_rows)
         tensors = self.staging.tensors
-        tensors["sampled"][:num_sampled].copy_(sampled, non_blocking=True)
-        tensors["non_finite"][:num_sampled].copy_(non_finite, non_blocking=True)
+        copy_arrays(
+            tensors["sampled"][:num_sampled],
+            sampled,
+            tensors["non_finite"][:num_sampled],
+            non_finite,
+        )
 
     def result(self) -> StepResult:
         """Call it after the step is complete and before its staging set is reused."""
@@ -167,12 +172,16 @@ class StepInputs:
         )
 
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The integers and the float32s on the device: two copies, on the compute queue."""
+        """The integers and the float32s on the device. On the compute queue."""
         ints = self.staging.tensors["ints"][: self.num_ints]
-        reals = self.staging.tensors["reals"][: self.num_reals].to(device, non_blocking=True)
+        reals = self.staging.tensors["reals"][: self.num_reals]
+        device_reals = torch.empty(self.num_reals, dtype=reals.dtype, device=device)
         if self.device_ints is None:
-            return ints.to(device, non_blocking=True), reals
-        return self.device_ints[: self.num_ints].copy_(ints, non_blocking=True), reals
+            device_ints = torch.empty(self.num_ints, dtype=ints.dtype, device=device)
+        else:
+            device_ints = self.device_ints[: self.num_ints]
+        copy_arrays(device_ints, ints, device_reals, reals)
+        return device_ints, device_reals
 
 
 class StepInputsBuilder:

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.carry_state import carry_state
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
+from longshore.worker.kernels.gpu.copy_arrays import copy_arrays
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
 from longshore.worker.kernels.gpu.embedding import embed_part
@@ -35,6 +36,7 @@ from longshore.worker.kernels.gpu.latents import latents
 from longshore.worker.kernels.gpu.layer_norm import layer_norm
 from longshore.worker.kernels.gpu.logits import logits
 from longshore.worker.kernels.gpu.logprobs import score
+from longshore.worker.kernels.gpu.one_row import one_row
 from longshore.worker.kernels.gpu.penalties import penalise
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
@@ -359,6 +361,20 @@ def compile_extras() -> None:
         forbid_tokens(logits, ints, bits, unedited)
 
 
+def compile_copies() -> None:
+    ints, reals = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    copy_arrays(ints, ints, reals, reals)
+    copy_arrays(ints.int(), ints, ints.int(), ints.int())
+
+
+def compile_one_row() -> None:
+    for dtype in DTYPES[1:]:
+        for size in (1024, 12_288, 2880):
+            weight = torch.zeros(4096, size, dtype=dtype)
+            for bias in (None, torch.zeros(4096, dtype=dtype)):
+                one_row(weight[:1], weight, bias)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret
     with compiling() as launches:
@@ -380,6 +396,8 @@ def main() -> None:
         compile_gated_norm()
         compile_draw_tokens()
         compile_extras()
+        compile_copies()
+        compile_one_row()
     check_attention(launches)
     print(*sorted(launches), sep="\n")
 
