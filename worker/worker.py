@@ -121,6 +121,7 @@ class Worker:
         self._device = open_device(config.device)
         selector.select(config.attention_backend, self._device)
         self._meter = meter_of(self._device)
+        self._budget: MemoryBudget | None = None  # None: the cache is not sized by a profile
         model_dir = Path(config.model)
         model_config = read_model_config(model_dir)
         self.model_config = model_config
@@ -235,6 +236,9 @@ class Worker:
         runner = self._runner = self._make_runner(cache, self._queue, epoch, experts)
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
+        if self._budget is not None and self._meter is not None:
+            # Steps of different sizes would leave pieces of memory that none of the next can use.
+            self._meter.limit(self._budget.step_bytes(self._meter.used_bytes()))
         if memory is not None and memory.adopted_block_ids is not None:
             logger.info("%d blocks are adopted", len(memory.adopted_block_ids))
             runner.verify_adopted(memory.adopted_block_ids)
@@ -384,6 +388,11 @@ class Worker:
         if self._runner is not None:
             self._runner.finish()
         self._runner = self._cache = None
+        self._end_limit()
+
+    def _end_limit(self) -> None:
+        if self._budget is not None and self._meter is not None:
+            self._meter.limit(None)
 
     def close(self) -> None:
         """End the epoch and all threads, and free the KV cache, unless a transfer may still write
@@ -394,6 +403,7 @@ class Worker:
         if self._queue is not None:
             self._queue.close()
         self._runner = self._queue = None
+        self._end_limit()
 
     def __enter__(self) -> "Worker":
         return self
@@ -449,7 +459,7 @@ class Worker:
         """The blocks that fit into the device's memory beside the largest steps, which are computed
         for that. All ranks call it together. Raises ConfigError, KVCacheTooSmall among them."""
         config = self._config
-        budget = MemoryBudget(
+        budget = self._budget = MemoryBudget(
             self._profile(groups, meter),
             config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
             self._weight_bytes,

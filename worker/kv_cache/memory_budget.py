@@ -56,6 +56,13 @@ class MemoryBudget:
         left = int(measured.total * self.utilization) - measured.used
         return left // self.num_ranks - measured.activations - measured.graphs
 
+    def step_bytes(self, used: int) -> int:
+        """What the steps of this rank may take, beside the `used` bytes that all ranks and other
+        processes use between steps: what is left of the share, but what the largest step needs in
+        any case."""
+        left = int(self.measured.total * self.utilization) - used
+        return max(left // self.num_ranks, self.measured.activations)
+
     def num_blocks(
         self,
         groups: Sequence[KVCacheGroup],

@@ -20,6 +20,10 @@ class MemoryMeter(Protocol):
         """Run `action`. Returns how many bytes it had in use at most, beside those that were in use
         before."""
 
+    def limit(self, num_bytes: int | None) -> None:
+        """From now on, this process takes at most `num_bytes` more than it uses now: before it
+        would take more, what it keeps for reuse is returned. None ends the limit."""
+
 
 class CudaMeter:
     """A GPU, as the driver and torch's allocator see it."""
@@ -45,6 +49,14 @@ class CudaMeter:
         action()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before
+
+    def limit(self, num_bytes: int | None) -> None:
+        share = 1.0
+        if num_bytes is not None:
+            torch.cuda.empty_cache()
+            most = torch.cuda.memory_reserved(self._device) + num_bytes
+            share = min(1.0, most / self.total_bytes())
+        torch.cuda.set_per_process_memory_fraction(share, self._device)
 
 
 def memory_meter(device: torch.device) -> MemoryMeter | None:

@@ -51,6 +51,12 @@ def test_ranks_that_share_a_device_share_what_is_left_and_each_needs_activations
     assert num_blocks(budget(both, ranks=2), short) == (20 - 3 - 1) * GIB // BLOCK_BYTES
 
 
+def test_steps_may_take_what_is_left_but_always_what_the_largest_needs() -> None:
+    assert budget().step_bytes(used=60 * GIB) == 12 * GIB
+    assert budget(ranks=2).step_bytes(used=60 * GIB) == 6 * GIB
+    assert budget().step_bytes(used=71 * GIB) == budget().step_bytes(used=80 * GIB) == 3 * GIB
+
+
 def test_the_log_says_what_takes_how_much() -> None:
     assert str(budget()) == (
         "gpu_memory_utilization=0.9 of 80.00 GiB: weights 15.00 GiB, other memory in use 2.00 GiB, "

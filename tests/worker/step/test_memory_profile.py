@@ -37,6 +37,7 @@ class ScriptedMeter:
     """Steps of n tokens need n MiB.
 
     sizes: tokens of the steps so far. measured: of each measurement. positions: of the last step.
+    limits: bytes beyond those in use; None: no limit.
     """
 
     positions: Tensor
@@ -46,6 +47,7 @@ class ScriptedMeter:
         self.used = 100 * MIB
         self.sizes: list[int] = []
         self.measured: list[list[int]] = []
+        self.limits: list[int | None] = []
 
     def total_bytes(self) -> int:
         return self.total
@@ -58,6 +60,9 @@ class ScriptedMeter:
         action()
         self.measured.append(self.sizes[num_before:])
         return MIB * max(self.measured[-1])
+
+    def limit(self, num_bytes: int | None) -> None:
+        self.limits.append(num_bytes)
 
 
 def observed(config: WorkerConfig, meter: ScriptedMeter) -> Worker:
@@ -270,6 +275,24 @@ def test_too_little_memory_for_one_request_is_told_before_anything_is_allocated(
         pytest.raises(KVCacheTooSmall, match=r"^gpu_memory_utilization=0\.9 of 164\.00 MiB"),
     ):
         assert worker.kv_cache
+
+
+def test_steps_are_limited_to_what_is_left_until_the_worker_sleeps(tmp_path: Path) -> None:
+    """The largest step needs 48 MiB; of 900 MiB, 880 or 100 are in use after the warm-up."""
+    make_tiny_model("Llama", tmp_path)
+    meter = ScriptedMeter()
+    with observed(WorkerConfig(model=str(tmp_path), **SETTINGS), meter) as worker:
+        assert worker.kv_cache.num_blocks > 0
+        assert meter.limits == []
+        meter.used = 880 * MIB
+        worker.start()
+        assert meter.limits[-1] == 48 * MIB
+        worker.sleep()
+        assert meter.limits[-1] is None
+        meter.used = 100 * MIB
+        worker.start(epoch=2)
+        assert meter.limits[-1] == 800 * MIB
+    assert meter.limits[-1] is None
 
 
 FAMILIES = {case.family: case for case in reversed(CASES)}
