@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.ceilings import copy_bytes_per_s, graph_kernel_s, matmul_flops_per_s
 from benchmarks.gpu.results import Run, at_least
-from benchmarks.gpu.timing import device_seconds, graph_seconds
+from benchmarks.gpu.timing import graph_seconds
 from longshore.worker.attention.selector import make_attention
 from longshore.worker.kernels.operators import num_launches
 
@@ -97,9 +97,8 @@ def _measure_prefill(
     run: Run, name: str, heads: tuple[int, int, int], batch: int, before: int, new: int
 ) -> None:
     case = _case(run, (*heads, 1), batch, before, new)
-    (attend,) = _layers(case)
     with torch.inference_mode():
-        seconds = device_seconds(attend, torch.device(run.device))
+        seconds = graph_seconds(_layers(case), torch.device(run.device))
     run.figure(
         name,
         case.flops / seconds / 1e12,

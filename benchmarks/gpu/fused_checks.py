@@ -10,6 +10,8 @@ from torch import Tensor
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.operator_checks import EPS, normal_in_float64, rotated_in_float64
 from benchmarks.gpu.results import Run
+from longshore.worker.kernels import one_row
+from longshore.worker.kernels.copy_arrays import copy_arrays
 from longshore.worker.kernels.embedding import embed_part
 from longshore.worker.kernels.latents import LatentNorm, LatentPlaces, prepare_latents
 from longshore.worker.kernels.layer_norm import add_layer_norm
@@ -22,6 +24,7 @@ BLOCK_SIZE: Final = 16
 
 
 def check(run: Run) -> None:
+    run.check("copies of a step's inputs and results", partial(_check_copies, run.device))
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         draw = partial(_draw, run.device, dtype)
@@ -30,6 +33,7 @@ def check(run: Run) -> None:
         run.check(f"logits, {name}", partial(_check_logits, draw, rows[:3]))
         run.check(f"norms of whole heads, {name}", partial(_check_wide_norm, draw, rows))
         run.check(f"embeddings of a part, {name}", partial(_check_embedding, draw, rows))
+        run.check(f"products of one row, {name}", partial(_check_one_row, draw, run.is_dry))
         sizes = ((5, 3, 48, 8),) if run.is_dry else ((5, 3, 48, 8), (300, 128, 512, 64))
         for size in sizes:
             run.check(f"latents of {size}, {name}", partial(_check_latents, draw, *size))
@@ -37,6 +41,34 @@ def check(run: Run) -> None:
 
 def _draw(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
+
+
+def _check_copies(device: str) -> None:
+    """To the device and back, through pinned memory."""
+    is_pinned = device == "cuda"
+    for num_ints, num_reals in ((1, 0), (3, 1), (0, 5), (40_000, 513)):
+        ints = torch.randint(1 << 40, (num_ints,), pin_memory=is_pinned)
+        reals = torch.randn(num_reals, pin_memory=is_pinned)
+        with poisoned_memory():
+            there = torch.empty_like(ints, device=device), torch.empty_like(reals, device=device)
+            back = (torch.empty_like(x, pin_memory=is_pinned) for x in (ints.int(), reals))
+        back_ints, back_reals = back
+        copy_arrays(there[0], ints, there[1], reals)
+        copy_arrays(back_ints, there[0], back_reals, there[1])
+        if is_pinned:
+            torch.cuda.synchronize()
+        assert torch.equal(there[0].cpu(), ints)
+        assert torch.equal(back_ints, ints.int())
+        assert torch.equal(back_reals, reals)
+
+
+def _check_one_row(draw: Any, is_dry: bool) -> None:
+    for size, width in ((40, 6),) if is_dry else ((40, 6), (1024, 2048), (12_288, 4096), (2880, 5)):
+        x, weight, bias = draw(1, size), draw(width, size), draw(width)
+        exact = F.linear(x.double(), weight.double())
+        with poisoned_memory():
+            assert_near(one_row.linear(x, weight), exact)
+            assert_near(one_row.linear(x, weight, bias), exact + bias.double())
 
 
 def _check_layer_norm(draw: Any, rows: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from benchmarks.gpu.ceilings import (
 from benchmarks.gpu.results import Run, at_least, at_most
 from benchmarks.gpu.shapes import QWEN_0_6B, QWEN_8B, QWEN_32B, TINY, ModelShape
 from benchmarks.gpu.stepped_worker import SteppedWorker
-from benchmarks.gpu.trace import device_spans, has_gpu, profiled, read_events, step_spans
+from benchmarks.gpu.trace import device_spans, has_gpu, profiled, read_events
 from longshore.connectors.offloading.cuda_copies import fastest
 
 ROOFLINE_SHARE: Final = 0.75
@@ -31,6 +31,7 @@ SLOWER_UNDER_COPIES: Final = 1.05
 MAX_GAP_US: Final = 100.0
 LARGEST_BATCH: Final = 256
 PAGE_BYTES: Final = 64 << 10
+COUNTED_STEPS: Final = (2, 6)
 
 
 def measure_0_6b(run: Run) -> None:
@@ -119,8 +120,8 @@ def _measure_decode(
     num_kernels: int,
 ) -> None:
     steps = worker.decode(batch, context, 8 if run.is_dry else 64)
-    num_bytes = shape.step_weight_bytes + batch * context * shape.token_kv_bytes
-    floor_s = num_bytes / copy_bytes_per_s(run) + num_kernels * graph_kernel_s(run)
+    floor_s = _products_s(run, shape, batch) + num_kernels * graph_kernel_s(run)
+    floor_s += batch * context * shape.token_kv_bytes / copy_bytes_per_s(run)
     run.figure(
         name,
         steps.step_s * 1e3,
@@ -143,22 +144,34 @@ def _measure_decode(
 def _count_kernels(run: Run, shape: ModelShape, worker: SteppedWorker, context: int) -> int:
     """Kernels, copies and fills on the device in one decode step, by torch's profiler; on a CPU,
     operators. 0 if the profiler does not see the GPU."""
+    name = f"launches per decode step of {shape.name}"
+    few, many = (_launched(run, worker, context, num_steps) for num_steps in COUNTED_STEPS)
+    if few is None or many is None:
+        run.not_verified(name, "torch's profiler sees no kernels here")
+        return 0
+    num_kernels = round((many - few) / (COUNTED_STEPS[1] - COUNTED_STEPS[0]))
+    run.figure(name, num_kernels, "kernels")
+    return num_kernels
+
+
+def _products_s(run: Run, shape: ModelShape, batch: int) -> float:
+    """The roofline of a decode step's products with weights: each weight of two bytes is read once,
+    and takes two operations per row."""
+    num_bytes = shape.step_weight_bytes
+    return max(num_bytes / copy_bytes_per_s(run), num_bytes * batch / matmul_flops_per_s(run))
+
+
+def _launched(run: Run, worker: SteppedWorker, context: int, num_steps: int) -> int | None:
+    """What runs on the device in decode steps and the steps before them; None: that is not seen."""
     activities = [ProfilerActivity.CPU]
     if run.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profiled(activities) as profiler:
-        worker.decode(1, context, 2)
+        worker.decode(1, context, num_steps)
     path = run.folder / "trace.json"
     profiler.export_chrome_trace(str(path))
     events = read_events(path)
-    name = f"launches per decode step of {shape.name}"
-    if run.device == "cuda" and not has_gpu(events):
-        run.not_verified(name, "torch's profiler sees no kernels here")
-        return 0
-    step, spans = step_spans(events)[-1], device_spans(events)
-    num_kernels = sum(step.start_us <= span.start_us <= step.end_us for span in spans)
-    run.figure(name, num_kernels, "kernels")
-    return num_kernels
+    return None if run.device == "cuda" and not has_gpu(events) else len(device_spans(events))
 
 
 def _measure_prefill(

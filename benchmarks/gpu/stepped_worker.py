@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch.profiler import record_function
 
 from longshore.connectors.base import QueueEvent
@@ -17,6 +16,7 @@ from longshore.protocol.outputs import ModelRunnerOutput, WorkerReport
 from longshore.protocol.plan import SchedulerOutput
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kv_cache.buffer import KVCache, KVMemory
+from longshore.worker.process.device import open_device
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue, open_compute_queue
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
@@ -94,7 +94,7 @@ class SteppedWorker:
             **settings,
         )
         self._worker = _RandomlyFilled(config)
-        queue = NamedQueue(open_compute_queue(torch.device(device)))
+        queue = NamedQueue(open_compute_queue(open_device(device)))
         self._runner = self._worker.start(queue=queue)
         self.num_blocks = self._worker.kv_cache.num_blocks
         self.max_rows = config.max_num_seqs
