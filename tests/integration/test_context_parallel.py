@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from longshore import LLM, SamplingParams
+from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.outputs import EngineOutputs
 from tests.integration.test_parallel import GREEDY, NO_GATES, NUM_TOKENS, generate, make_llm
 from tests.models import make_tiny_model
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
@@ -83,12 +86,27 @@ def test_ragged_batches_and_prefix_hits_equal_the_reference(
 
 @pytest.mark.req("FEA-06")
 def test_samples_that_share_a_block_in_part_are_those_of_one_rank(
-    shared: tuple[LLM, Checkpoint],
+    shared: tuple[LLM, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The scheduler sees no request before all are sent: a sample that arrives after the end of the
+    first one is no fork of it."""
     llm, checkpoint = shared
+    (scheduler,) = (
+        child
+        for child in psutil.Process().children()
+        if child.cmdline()[-1].endswith("scheduler.json")
+    )
+    receive = RemoteEngine.receive
+
+    def resume_and_receive(engine: RemoteEngine) -> EngineOutputs | None:
+        scheduler.resume()
+        return receive(engine)
+
+    monkeypatch.setattr(RemoteEngine, "receive", resume_and_receive)
     params = SamplingParams(temperature=0.8, seed=7, n=2, max_tokens=NUM_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in checkpoint.prompts[:7]]
     with make_llm(checkpoint.path, in_process=True, block_size=BLOCK_SIZE) as alone:
+        scheduler.suspend()
         samples, wanted = (
             [sample for output in outputs for sample in output.outputs]
             for outputs in (each.generate(prompts, params, use_tqdm=False) for each in (llm, alone))
