@@ -1,6 +1,7 @@
 """What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, the option
 --long, a state directory, and the order in which several processes start the test files."""
 
+import gc
 import os
 import shutil
 import signal
@@ -52,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
         state_home = tempfile.mkdtemp(prefix="state-of-tests-")
         os.environ["XDG_STATE_HOME"] = state_home
         config.add_cleanup(lambda: shutil.rmtree(state_home, ignore_errors=True))
+    gc.disable()  # until all modules are imported: what is loaded stays
+    config.add_cleanup(gc.unfreeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
