@@ -291,7 +291,14 @@ def long_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "IDENTITY", identity)
 
 
-@pytest.mark.parametrize("path", PATHS)
+ONLY_ALL: Final = ("/v1/messages/count_tokens", "/v1/score", "/detokenize")
+"""They read bodies as another path does."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path in ONLY_ALL else []) for path in PATHS],
+)
 async def test_no_parameter_of_any_size_blocks_the_event_loop(
     start_gateway: StartGateway, path: str
 ) -> None:
