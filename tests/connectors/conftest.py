@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 
+from longshore.deploy.llm import in_process_engine
 from tests.models import make_tiny_model
 from tests.worker.models.cases import LATENT
 
@@ -53,6 +54,13 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
 }
 """Models by kind of attention: family and settings."""
+
+
+@pytest.fixture(autouse=True)
+def idle_engines_return_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread drives several engines: while it waits for one that has nothing to do, the others
+    wait too."""
+    monkeypatch.setattr(in_process_engine, "TRANSFER_POLL_S", 0.002)
 
 
 @pytest.fixture(scope="session")

@@ -116,8 +116,14 @@ class Engine:
         while not is_over():
             self.receive()
 
+    @property
+    def must_be_driven(self) -> bool:
+        """Whether it goes on only in `receive`, or will have outputs."""
+        is_answering = any(answer.end is None for answer in self._answers)
+        return is_answering or isinstance(self.engine, InProcessEngine)
+
     def receive(self) -> None:
-        """Take the outputs of one step, if there are any."""
+        """Take the outputs of one step, if there are any; waits for them a moment."""
         outputs = self.engine.receive()
         if outputs is None:
             return

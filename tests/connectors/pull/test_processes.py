@@ -48,15 +48,17 @@ def settle_all(pair: Pair) -> None:
     ("connector", "kind"),
     [("nixl", "full"), ("nixl", "latents"), ("nixl", "states"), ("p2p_nccl", "latents")],
 )
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["tp1to2", "tp2to1"])
-def test_tensor_parallel_sizes_may_differ(
-    connector: str, kind: str, sizes: tuple[int, int], model_of: ModelOf
-) -> None:
+def test_tensor_parallel_sizes_may_differ(connector: str, kind: str, model_of: ModelOf) -> None:
+    """From one shard to two, and on the same engines from two shards to one."""
     model, _ = model_of(kind)
-    expected = wanted(model, *PROMPTS)
-    prefill, decode = ({"tensor_parallel_size": size} for size in sizes)
-    with processes(model, prefill=prefill, decode=decode, connector=connector) as pair:
-        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+    others = [prompt[::-1] for prompt in PROMPTS]
+    expected = wanted(model, *PROMPTS, *others)
+    settings = {"decode": {"tensor_parallel_size": 2}}
+    with processes(model, prefill={}, **settings, connector=connector) as pair:
+        for number, tokens in enumerate(expected):
+            if number == len(PROMPTS):
+                pair.prefill, pair.decode = pair.decode, pair.prefill
+            prompt = [*PROMPTS, *others][number]
             first = pair.begin(prompt)
             answer = pair.go_on(prompt, first)
             pair.until(lambda answer=answer: answer.end is not None)  # type: ignore[misc]

@@ -72,8 +72,9 @@ class Pair:
         deadline = time.monotonic() + LIMIT_S
         while not is_over():
             assert time.monotonic() < deadline
-            self.prefill.receive()
-            self.decode.receive()
+            for engine in (self.prefill, self.decode):
+                if engine.must_be_driven:
+                    engine.receive()
 
     def begin(self, prompt: list[int], **fields: Any) -> Answer:
         """The first leg; returns its answer."""
