@@ -29,6 +29,7 @@ from tests.models import make_tiny_llama
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
 
 NUM_TOKENS = 16
+NUM_STREAMED = 300  # so many that no stream ends before a process is killed
 RANK_TIMEOUT_S = 5.0  # longer than other work may delay a rank
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NO_GATES = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
@@ -256,11 +257,11 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
     start_deployment: StartDeployment, layout: dict[str, Any], victim: int
 ) -> None:
     deployment = start_deployment(*flags(layout), "--dtype", "float32").wait_until_ready()
-    expected = rest_of(open_stream(deployment, 600), 600)
-    stream = open_stream(deployment, 600)
+    expected = rest_of(open_stream(deployment, NUM_STREAMED), NUM_STREAMED)
+    stream = open_stream(deployment, NUM_STREAMED)
     former = dict(deployment.members)
     former[f"worker-{victim}"].kill()
-    assert_same(rest_of(stream, 600), expected)
+    assert_same(rest_of(stream, NUM_STREAMED), expected)
     assert f"worker {victim} was killed (SIGKILL)" in deployment.output
     deployment.find_members()
     members = deployment.members
@@ -286,12 +287,12 @@ def test_streams_go_on_with_the_same_ranks_when_their_scheduler_is_killed(
     """Tensor parallel ranks wait for each other in each layer, so they must lose it together."""
     deployment = start_deployment(*flags(layout), "--dtype", "float32", "--verify-plan")
     deployment.wait_until_ready()
-    expected = rest_of(open_stream(deployment, 600), 600)
-    streams = [open_stream(deployment, 600) for _ in range(4)]
+    expected = rest_of(open_stream(deployment, NUM_STREAMED), NUM_STREAMED)
+    streams = [open_stream(deployment, NUM_STREAMED) for _ in range(4)]
     former = dict(deployment.members)
     former["scheduler"].kill()
     for stream in streams:
-        assert_same(rest_of(stream, 600), expected)
+        assert_same(rest_of(stream, NUM_STREAMED), expected)
     deployment.find_members()
     members = deployment.members
     replaced = {name for name, member in members.items() if member.pid != former[name].pid}
@@ -307,12 +308,12 @@ def test_a_rank_that_hangs_when_the_scheduler_dies_is_replaced(
 ) -> None:
     deployment = start_deployment(*flags(TENSOR_2), "--dtype", "float32", "--hang-timeout-s", "8")
     deployment.wait_until_ready()
-    expected = rest_of(open_stream(deployment, 600), 600)
-    stream = open_stream(deployment, 600)
+    expected = rest_of(open_stream(deployment, NUM_STREAMED), NUM_STREAMED)
+    stream = open_stream(deployment, NUM_STREAMED)
     former = dict(deployment.members)
     former["worker-1"].suspend()
     former["scheduler"].kill()
-    assert_same(rest_of(stream, 600), expected)
+    assert_same(rest_of(stream, NUM_STREAMED), expected)
     deployment.find_members()
     members = deployment.members
     replaced = {name for name, member in members.items() if member.pid != former[name].pid}
