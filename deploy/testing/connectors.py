@@ -75,7 +75,8 @@ KINDS_OF_FAULTS: Final[Mapping[str, Faults]] = {
     "all": ALL_FAULTS,
 }
 SHORT_TIMEOUT: Final = {"load_timeout_s": 0.2}
-"""For engines whose loads may never be reported."""
+REMOTE_TIMEOUT: Final = {"load_timeout_s": 0.4}
+"""For engines whose loads may never be reported, in one process and in several."""
 
 NUM_REQUESTS: Final = 40
 
@@ -138,11 +139,10 @@ FEW_HOOKS: Final = [
 """Those at which the resources of a tier are half open, or in use."""
 
 RANKS: Final[Mapping[str, dict[str, int]]] = {
-    "one worker": {},
     "two shards": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
-"""Settings of engines with real processes."""
+"""Settings of engines with real processes. One worker has the same faults in one process."""
 
 
 _uncalled_hooks: dict[type, set[str]] = {}
@@ -336,7 +336,7 @@ class ConnectorConformance:
     def test_random_requests_through_real_processes(
         self, ranks: dict[str, int], prompts: list[KnownPrompt], tmp_path: Path
     ) -> None:
-        plan = self.plan(tmp_path, ALL_FAULTS, 0, load_timeout_s=1.0, **ranks)
+        plan = self.plan(tmp_path, ALL_FAULTS, 0, **REMOTE_TIMEOUT, **ranks)
         with opened(RemoteEngine(plan)) as engine:
             player = self.player(engine, prompts, seed=0)
             player.play(2 * NUM_REQUESTS)

@@ -58,9 +58,9 @@ def connector_settings(connector: str, options: Mapping[str, Any]) -> dict[str, 
 
 def seeded_delays(seed: int) -> Callable[[], None]:
     """Delays that make steps and transfers overlap in unusual ways: most are short, some so long
-    that several steps run meanwhile."""
+    that several steps of the demo model, of some 2 ms, run meanwhile."""
     chance = random.Random(seed)
-    return lambda: time.sleep(chance.choice((0.0, 0.0, 0.001, chance.uniform(0.0, 0.03))))
+    return lambda: time.sleep(chance.choice((0.0, 0.0, 0.001, chance.uniform(0.0, 0.01))))
 
 
 @contextmanager

@@ -31,6 +31,6 @@ def test_many_more_random_requests(
     kind: str, suite: type[ConnectorConformance], tmp_path: Path, long_run: bool
 ) -> None:
     more = suite()
-    more.num_seeds = 100 if long_run else 5  # type: ignore[misc]
+    more.num_seeds = 100 if long_run else 3  # type: ignore[misc]
     prompts = known_prompts(more.model, more.settings)
     more.test_random_requests_get_their_tokens_and_nothing_is_left(kind, prompts, tmp_path)
