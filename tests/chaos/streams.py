@@ -28,7 +28,7 @@ NUM_STREAMS: Final = 32
 NUM_PROMPTS: Final = 48
 NUM_PREFIXES: Final = 4
 PREFIX_TOKENS: Final = 96
-MAX_TOKENS: Final = 300
+MAX_TOKENS: Final = 200
 TOP_K: Final = 4
 """Number of tokens that are drawn from, at temperature 1."""
 
