@@ -33,6 +33,7 @@ from longshore.connectors.base import (
     SwapSize,
 )
 from longshore.connectors.offloading.jobs import Jobs
+from longshore.connectors.offloading.ledger import HintedKeys
 from longshore.connectors.offloading.messages import (
     BlockRows,
     Commands,
@@ -282,7 +283,9 @@ class OffloadingConnector(SchedulerConnector):
             starts = [start for start, _ in placed]
             prefixes = [bisect_left(starts, part.num_tokens) for part in ended.hint.prefixes]
             keys = [key for _, key in placed]
-            self._manager.retain(keys, ended.hint, prefixes, ended.tenant, ended.finished_s)
+            self._manager.retain(
+                HintedKeys(keys, prefixes, ended.hint, ended.tenant, ended.finished_s)
+            )
 
     # Swapped requests
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from longshore.connectors.offloading.ledger import (
+    HintedKeys,
     LedgerEvent,
     OffloadLedger,
     PreparedStore,
@@ -18,7 +19,6 @@ from longshore.connectors.offloading.ledger import (
 )
 from longshore.connectors.offloading.tiers import TierFaults
 from longshore.protocol.events import Locality, Medium
-from longshore.protocol.requests import CacheHint, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +81,9 @@ class DiskTier:
         if self._ledger is not None:
             self._ledger.refresh(keys)
 
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
+    def retain(self, hinted: HintedKeys) -> None:
         if self._ledger is not None:
-            self._ledger.retain(keys, hint, prefixes, tenant, now)
+            self._ledger.retain(hinted)
 
     def expire(self, now: float) -> None:
         if self._ledger is not None:

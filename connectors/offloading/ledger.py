@@ -13,6 +13,7 @@ from itertools import chain, filterfalse, repeat
 from operator import indexOf
 from typing import NamedTuple
 
+from longshore.connectors.base.retention import RetainedPrefixes
 from longshore.connectors.offloading.policies.policy import (
     EvictionPolicy,
     PolicyError,
@@ -21,7 +22,6 @@ from longshore.connectors.offloading.policies.policy import (
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.requests import MAX_CACHE_PRIORITY, CacheHint, Tenant
-from longshore.protocol.retention import RetainedPrefixes
 
 
 class LedgerError(LongshoreError):
@@ -35,6 +35,19 @@ class PreparedStore(NamedTuple):
     keys: list[bytes]
     slots: list[int]
     evicted_keys: list[bytes]
+
+
+class HintedKeys(NamedTuple):
+    """The keys of a request with a cache hint that has ended, of all groups, in order of position.
+
+    prefixes: the number of leading keys of each of the hint's prefixes.
+    """
+
+    keys: Sequence[bytes]
+    prefixes: Sequence[int]
+    hint: CacheHint
+    tenant: Tenant
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +205,10 @@ class OffloadLedger:
         block is of use only with those before it. Not another use; unknown keys are ignored."""
         self._policy.refresh(list(filter(self._slots.__contains__, keys)))
 
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
-        """A request with a hint has ended: evict those of its keys that are entries after all
-        others, by the rules of `RetainedPrefixes`.
-
-        prefixes: the number of leading keys of each of the hint's prefixes.
-        """
+    def retain(self, hinted: HintedKeys) -> None:
+        """Evict those of these keys that are entries after all others, by the rules of
+        `RetainedPrefixes`."""
+        keys, prefixes, hint, tenant, now = hinted
         self._retained.expire(now)
         slots = list(map(self._slots.get, keys, repeat(-1)))
         parts = [[slot for slot in slots[:end] if slot >= 0] for end in (len(keys), *prefixes)]

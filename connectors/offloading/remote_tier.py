@@ -13,10 +13,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
-from longshore.connectors.offloading.tiers import TierFaults
+from longshore.connectors.offloading.tiers import LowerTier, TierFaults
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.events import Locality, Medium
-from longshore.protocol.requests import CacheHint, Tenant
 
 MAX_QUERY_KEYS: Final = 16_384
 
@@ -57,8 +56,8 @@ class _Asked:
     answers: dict[int, bytes] = field(default_factory=dict)
 
 
-class RemoteTier:
-    """See LowerTier. A block is there when all ranks have said so.
+class RemoteTier(LowerTier):
+    """A block is there when all ranks have said so.
 
     An answer is of use to the requests that wait: it is forgotten when a later request is looked up
     first, or when one with these blocks has ended.
@@ -112,19 +111,6 @@ class RemoteTier:
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         self._forget(keys)
-
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
-        pass
-
-    def expire(self, now: float) -> None:
-        pass
 
     def _forget(self, keys: Sequence[bytes]) -> None:
         for key in keys:

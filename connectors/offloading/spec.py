@@ -19,11 +19,11 @@ from longshore.connectors.base import (
     WorkerConnectorConfig,
 )
 from longshore.connectors.offloading.groups import StoredGroups
+from longshore.connectors.offloading.ledger import HintedKeys
 from longshore.connectors.offloading.messages import LoadJob, StoreJob, TierJob
 from longshore.connectors.offloading.options import DEFAULT_SPEC, OffloadingOptions
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
-from longshore.protocol.requests import CacheHint, Tenant
 from longshore.protocol.statistics import TransferOperation
 
 ENTRY_POINT_GROUP: Final = "longshore.offload_tiers"
@@ -73,16 +73,9 @@ class OffloadingManager(Protocol):
     def refresh(self, keys: Sequence[bytes]) -> None:
         """A request with these keys has ended: of them, evict the last ones first."""
 
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
+    def retain(self, hinted: HintedKeys) -> None:
         """A request with a cache hint has ended, and its keys were refreshed; see
-        `OffloadLedger.retain`. The keys are those of all groups, in order of position."""
+        `OffloadLedger.retain`."""
 
     def expire(self, now: float) -> None:
         """A request has ended at this time: so have the hints whose time to live has passed."""

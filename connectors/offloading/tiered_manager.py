@@ -15,6 +15,7 @@ import msgspec
 from longshore.connectors.base import ConnectorStats
 from longshore.connectors.offloading.groups import StoredGroup, is_private
 from longshore.connectors.offloading.ledger import (
+    HintedKeys,
     KeysStored,
     LedgerEvent,
     OffloadLedger,
@@ -45,7 +46,6 @@ from longshore.protocol.events import (
     Locality,
     Medium,
 )
-from longshore.protocol.requests import CacheHint, Tenant
 from longshore.protocol.statistics import TierStats
 
 
@@ -129,17 +129,10 @@ class TieredManager:
         for below in self._below:
             below.tier.refresh(keys)
 
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
-        self._host.retain(keys, hint, prefixes, tenant, now)
+    def retain(self, hinted: HintedKeys) -> None:
+        self._host.retain(hinted)
         for below in self._below:
-            below.tier.retain(keys, hint, prefixes, tenant, now)
+            below.tier.retain(hinted)
 
     def expire(self, now: float) -> None:
         self._host.expire(now)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
+from longshore.connectors.offloading.ledger import HintedKeys, LedgerEvent, PreparedStore
 from longshore.protocol.events import Locality, Medium
-from longshore.protocol.requests import CacheHint, Tenant
 
 if TYPE_CHECKING:  # only workers need its libraries
     from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, Outcome
@@ -51,18 +50,13 @@ class LowerTier(Protocol):
     def refresh(self, keys: Sequence[bytes]) -> None:
         """As `OffloadingManager.refresh`."""
 
-    def retain(
-        self,
-        keys: Sequence[bytes],
-        hint: CacheHint,
-        prefixes: Sequence[int],
-        tenant: Tenant,
-        now: float,
-    ) -> None:
-        """As `OffloadingManager.retain`. Does nothing in a tier that evicts by rules of its own."""
+    def retain(self, hinted: HintedKeys) -> None:
+        """As `OffloadingManager.retain`. By default, a tier ignores hints."""
+        return
 
     def expire(self, now: float) -> None:
         """As `OffloadingManager.expire`."""
+        return
 
     def begin_reads(self, keys: Sequence[bytes]) -> list[int]:
         """Keep blocks that the tier has until `end_reads`. Returns their slots; 0 in a tier without

@@ -11,6 +11,7 @@ from itertools import compress
 
 import numpy as np
 
+from longshore.connectors.base.retention import RetainedPrefixes
 from longshore.protocol.arrays import (
     EMPTY_INT32,
     BoolArray,
@@ -22,7 +23,6 @@ from longshore.protocol.arrays import (
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.requests import MAX_CACHE_PRIORITY, CacheHint, Tenant
-from longshore.protocol.retention import RetainedPrefixes
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from longshore.protocol import retention
+from longshore.connectors.base import retention
+from longshore.connectors.base.retention import RetainedPrefixes
 from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.retention import RetainedPrefixes
 from longshore.scheduler.kv_cache.free_queue import FreeQueue
 from tests.oracle.driver import Surroundings, drive, first_difference
 from tests.oracle.fast_adapter import FastAdapter

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from longshore.connectors.base.retention import RetainedPrefixes
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
-from longshore.protocol.retention import RetainedPrefixes
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS
 from longshore.scheduler.kv_cache.free_queue import OutOfBlocks

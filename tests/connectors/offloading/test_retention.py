@@ -1,10 +1,11 @@
 """Offload tiers evict what clients have asked to keep after everything else."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
-from longshore.connectors.offloading.ledger import OffloadLedger
+from longshore.connectors.offloading.ledger import HintedKeys, OffloadLedger
 from longshore.connectors.offloading.policies.registry import POLICIES, load_eviction_policy
 from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
 from tests.connectors.offloading.offload_driver import OffloadDriver
@@ -31,11 +32,22 @@ def store(ledger: OffloadLedger, text: str) -> list[bytes]:
     return prepared.evicted_keys
 
 
+def retain(
+    ledger: OffloadLedger,
+    keys: Sequence[bytes],
+    hint: CacheHint,
+    *prefixes: int,
+    tenant: Tenant = ALL,
+    now: float = 0.0,
+) -> None:
+    ledger.retain(HintedKeys(keys, prefixes, hint, tenant, now))
+
+
 def test_hinted_entries_are_evicted_last_and_lower_priorities_first() -> None:
     ledger = make(6)
     store(ledger, "abcdef")
-    ledger.retain(keys_of("ab"), CacheHint(10.0, priority=2), [], ALL, 0.0)
-    ledger.retain(keys_of("cd"), CacheHint(10.0, priority=1), [], ALL, 0.0)
+    retain(ledger, keys_of("ab"), CacheHint(10.0, priority=2))
+    retain(ledger, keys_of("cd"), CacheHint(10.0, priority=1))
     assert store(ledger, "x") == keys_of("f")
     assert sorted(store(ledger, "yz")) == keys_of("ex")
     assert sorted(store(ledger, "uvw")) == sorted(keys_of("yz") + keys_of("d"))
@@ -44,15 +56,15 @@ def test_hinted_entries_are_evicted_last_and_lower_priorities_first() -> None:
 def test_pressure_wins_over_hints_in_a_tier() -> None:
     ledger = make(4)
     store(ledger, "abcd")
-    ledger.retain(keys_of("abcd"), CacheHint(10.0, priority=3), [], ALL, 0.0)
+    retain(ledger, keys_of("abcd"), CacheHint(10.0, priority=3))
     assert sorted(store(ledger, "wxyz")) == keys_of("abcd")
 
 
 def test_a_hint_of_a_tier_ends_in_time_and_with_the_next_one_of_its_session() -> None:
     ledger = make(6)
     store(ledger, "abcdef")
-    ledger.retain(keys_of("ab"), CacheHint(10.0, "s"), [], ALL, 0.0)
-    ledger.retain(keys_of("cd"), CacheHint(5.0, "s"), [], ALL, 1.0)
+    retain(ledger, keys_of("ab"), CacheHint(10.0, "s"))
+    retain(ledger, keys_of("cd"), CacheHint(5.0, "s"), now=1.0)
     assert [ledger.priority(key) for key in keys_of("abcd")] == [0, 0, 1, 1]
     ledger.expire(6.0)
     assert [ledger.priority(key) for key in keys_of("abcd")] == [0, 0, 0, 0]
@@ -62,9 +74,9 @@ def test_prefixes_and_the_share_of_the_tenant_hold_in_a_tier() -> None:
     ledger = make(8)
     store(ledger, "abcdefgh")
     hint = CacheHint(0.0, prefixes=(CachePrefix(3, 10.0, 2),))
-    ledger.retain(keys_of("abcd"), hint, [3], ALL, 0.0)
+    retain(ledger, keys_of("abcd"), hint, 3)
     assert [ledger.priority(key) for key in keys_of("abcd")] == [2, 2, 2, 0]
-    ledger.retain(keys_of("efgh"), CacheHint(10.0), [], NO_TENANT, 0.0)
+    retain(ledger, keys_of("efgh"), CacheHint(10.0), tenant=NO_TENANT)
     assert [ledger.priority(key) for key in keys_of("efgh")] == [1, 1, 0, 0]
 
 
@@ -89,7 +101,8 @@ def test_no_policy_evicts_an_entry_while_one_of_a_lower_priority_is_evictable(po
                 ledger.complete_store(prepared.keys, success=random.random() < 0.9)
             if random.random() < 0.5:
                 hint = CacheHint(random.choice((2.0, 20.0)), priority=random.randrange(1, 4))
-                ledger.retain(keys, hint, [], random.choice((ALL, NO_TENANT)), float(now))
+                tenant = random.choice((ALL, NO_TENANT))
+                retain(ledger, keys, hint, tenant=tenant, now=float(now))
             if random.random() < 0.1:
                 ledger.remove(keys[:1])
             ledger.expire(float(now))
