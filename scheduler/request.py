@@ -211,6 +211,7 @@ class Request:
         self.tenant = message.tenant
         self.cache_hint = message.cache_hint
         self.cache_salt = message.cache_salt
+        self.no_store = message.no_store
         self.wants_no_hits = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers
         self.kv_transfer_params = message.kv_transfer_params
@@ -240,9 +241,11 @@ class Request:
             or message.prompt_embeds is not None
             or message.lora is not None
             or message.cache_salt is not None
+            or message.no_store
         ):
             self.extra_keys = ExtraKeys(
                 cache_salt=message.cache_salt,
+                no_store=message.no_store,
                 lora_name=self.lora_name,
                 multimodal=message.multimodal,
                 prompt_embeds=message.prompt_embeds,

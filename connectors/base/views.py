@@ -68,7 +68,7 @@ class RequestView:
 
     token_ids:    (num_tokens,) prompt and output so far; read-only.
     block_hashes: hashes of its full blocks known so far, one per `ConnectorConfig.hash_block_size`
-                  tokens. Do not keep it: it grows.
+                  tokens. Do not keep it: it grows. Empty if the request's KV must not be stored.
     waiting_s:    in a lookup, time since the request arrived.
     finish_reason: in `request_finished`, why it ends.
     finished_s:    in `request_finished`, the time by the scheduler's clock.

@@ -180,13 +180,15 @@ class BeamSearch:
         on_change: Callable[[], None],
         priority: int = 0,
         cache_salt: str | None = None,
+        no_store: bool = False,
         tenant: Tenant = NO_TENANT,
     ) -> None:
         self._client = client
         self._request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._on_change = on_change
-        self._priority, self._cache_salt, self._tenant = priority, cache_salt, tenant
+        self._priority, self._tenant = priority, tenant
+        self._cache_salt, self._no_store = cache_salt, no_store
         self._sampling = SamplingParams(
             temperature=0.0,
             seed=0,
@@ -248,6 +250,7 @@ class BeamSearch:
                     on_change=self._on_change,
                     priority=self._priority,
                     cache_salt=self._cache_salt,
+                    no_store=self._no_store,
                     tenant=self._tenant,
                     fork_of=parents[beam.parent] if parents else None,
                     keeps_blocks=True,

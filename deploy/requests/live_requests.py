@@ -137,6 +137,7 @@ class RequestFields(TypedDict, total=False):
     pooling: PoolingParams | None
     structured_output: StructuredOutput | None
     cache_hint: CacheHint | None
+    no_store: bool
     job_id: str | None
     is_last_step: bool
     kv_transfer_params: dict[str, Any] | None
@@ -185,6 +186,7 @@ class LiveRequests:
         pooling: PoolingParams | None = None,
         structured_output: StructuredOutput | None = None,
         cache_hint: CacheHint | None = None,
+        no_store: bool = False,
         job_id: str | None = None,
         is_last_step: bool = False,
         kv_transfer_params: dict[str, Any] | None = None,
@@ -196,6 +198,7 @@ class LiveRequests:
         pooling:      it returns an embedding and no tokens.
         structured_output: constrains its output.
         cache_hint:   how long its KV is worth keeping.
+        no_store:     its KV is not stored by a connector. Give it a salt that no other request has.
         job_id, is_last_step: the job of its tenant of which it is a turn, and whether no other turn
                       follows.
         skips_reading: it does not look up the prefix cache.
@@ -225,6 +228,7 @@ class LiveRequests:
             pooling=pooling,
             structured_output=structured_output,
             cache_hint=cache_hint,
+            no_store=no_store,
             job_id=job_id if job_id is None or not tenant.name else f"{tenant.name}/{job_id}",
             is_last_step=job_id is None or is_last_step,
             kv_transfer_params=kv_transfer_params,

@@ -85,7 +85,7 @@ def view_of(
         request_id=request.request_id,
         token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
-        block_hashes=request.block_hashes,
+        block_hashes=() if request.no_store else request.block_hashes,
         kv_transfer_params=request.kv_transfer_params,
         cache_salt=request.cache_salt,
         lora_name=request.lora_name,

@@ -240,4 +240,6 @@ def fork_problem(message: AddRequest, parent: Request | None) -> str | None:
         return "a fork and its parent must have the same adapter, or both none"
     if message.cache_salt != parent.cache_salt:
         return "a fork and its parent must have the same cache_salt, or both none"
+    if message.no_store != parent.no_store:
+        return "a fork and its parent must both have no_store, or both not"
     return None

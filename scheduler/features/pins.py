@@ -141,7 +141,7 @@ class Pins:
         elif ends_output:
             output_ids = request.token_ids[request.num_prompt_tokens :].tolist()
             self._calls.turn_ended(job_id, output_ids, now)
-            if blocks is not None:
+            if blocks is not None and not request.no_store:  # no later turn finds it
                 self._pin(job_id, request, blocks, now)
 
     def _pin(self, job_id: str, request: Request, blocks: HeldBlocks, now: float) -> None:

@@ -40,6 +40,7 @@ class ExtraKeys:
         self,
         *,
         cache_salt: str | None = None,
+        no_store: bool = False,
         lora_name: str | None = None,
         multimodal: Sequence[MultimodalFeature] = (),
         prompt_embeds: PromptEmbeds | None = None,
@@ -49,6 +50,8 @@ class ExtraKeys:
             self._first_block += [b"lora", lora_name.encode()]
         if cache_salt is not None:
             self._first_block += [b"salt", cache_salt.encode()]
+        if no_store:  # what others find, a connector must be able to have
+            self._first_block.append(b"no store")
         self._items = sorted(multimodal, key=lambda item: item.offset)
         self._item_ends = [item.offset + item.num_tokens for item in self._items]
         self._embeds = prompt_embeds

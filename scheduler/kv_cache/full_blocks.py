@@ -27,7 +27,8 @@ class FullBlocks:
 
     caching: their managers.
     events:  receives each hash with its first block.
-    record_cached: keep newly cached blocks for `take_cached`.
+    record_cached: keep newly cached blocks for `take_cached`, except those of requests with
+             `no_store`.
     recorded: these blocks, some of which may have been evicted.
     """
 
@@ -173,7 +174,7 @@ class FullBlocks:
         for index, is_kept in enumerate(manager.serves_hits(first, num_full)):
             if not is_kept:
                 block_ids[index] = NULL_BLOCK
-        if self._record_cached:
+        if self._record_cached and not request.no_store:
             record = CachedBlocks(request.request_id, group, block_ids, hashes, positions)
             self.recorded.append(record)
         if self._events is None:

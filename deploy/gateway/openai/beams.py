@@ -52,6 +52,7 @@ class BeamGeneration:
                 on_change=self._changed.set,
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
+                no_store=spec.no_store,
                 tenant=spec.tenant,
             )
             for number, prompt in enumerate(spec.prompts)

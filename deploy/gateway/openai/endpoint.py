@@ -238,6 +238,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             ),
             skips_reading=bool(request.skip_reading_prefix_cache),
             cache_hint=None if request.no_store else request.cache_hint(),
+            no_store=bool(request.no_store),
             job_id=request.job_id,
             is_last_step=bool(request.is_last_step),
             kv_transfer_params=request.kv_transfer_params,

@@ -97,6 +97,7 @@ class GeneratedAnswer:
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
             cache_hint=spec.cache_hint,
+            no_store=spec.no_store,
             job_id=spec.job_id,
             is_last_step=spec.is_last_step,
             session_key=spec.session_key,

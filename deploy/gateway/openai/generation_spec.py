@@ -36,6 +36,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     session_key: names its session, for routing.
     cache_hint: how long the KV of the answers is worth keeping.
+    no_store: a connector does not store it.
     job_id, is_last_step: the agent's job of which it is a turn, and whether no other turn follows.
     kv_transfer_params: for the connector.
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
@@ -56,6 +57,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     skips_reading: bool = False
     cache_hint: CacheHint | None = None
+    no_store: bool = False
     job_id: str | None = None
     is_last_step: bool = False
     kv_transfer_params: dict[str, Any] | None = None

@@ -62,7 +62,7 @@ class GenerationRequest(ConstrainedRequest, kw_only=True, forbid_unknown_fields=
                 follows; for the scheduling policy `continuum`.
     user:       names a session for routing, if nothing else does.
     deadline_s: an answer that is not complete this long after the request's arrival is aborted.
-    no_store:   the request neither reads nor fills the prefix cache.
+    no_store:   the request neither reads nor fills the prefix cache and the offload tiers.
     skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
     request_id: used as `x-request-id` if that header is missing.
     add_special_tokens: whether the prompt begins with the tokenizer's special tokens. Default: for

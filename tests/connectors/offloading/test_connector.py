@@ -519,3 +519,29 @@ def test_blocks_that_a_paused_session_no_longer_has_are_not_stored() -> None:
     assert keys.isdisjoint(driver.stored_keys), "they may be anything"
     driver.abort(session)
     driver.settle()
+
+
+def test_a_request_with_no_store_leaves_nothing_in_the_tiers_and_takes_nothing() -> None:
+    """One before it and one after it with the same prompt store and load all of their blocks."""
+    driver = small(num_disk_slots=40)
+    for name, num_loaded, num_stored in (("a", 0, 8), ("b", 8, 0)):
+        driver.ask(f"{name} private", prompt_of(33), max_tokens=1, no_store=True)
+        assert not driver.stored_keys
+        assert not driver.loaded
+        driver.ask(name, prompt_of(33), max_tokens=1)
+        assert (len(driver.loaded), len(driver.stored_keys)) == (num_loaded, num_stored)
+        assert len(driver.tiers[0].disk) == 8
+        driver.ask(f"{name} other", OTHER, max_tokens=1, no_store=True)
+        driver.loaded.clear()
+        driver.stored_keys.clear()
+
+
+def test_a_block_of_a_request_with_no_store_is_not_found_by_one_that_stores() -> None:
+    """Else the second one would begin with blocks that no tier has."""
+    driver = small(num_blocks=41)
+    driver.ask("private", prompt_of(33), max_tokens=1, no_store=True)
+    driver.ask("again", prompt_of(33), max_tokens=1, no_store=True)
+    driver.ask("public", prompt_of(33), max_tokens=1)
+    names = ("private", "again", "public")
+    assert [driver.requests[name].num_cached_tokens for name in names] == [0, 32, 0]
+    assert len(driver.stored_keys) == 8

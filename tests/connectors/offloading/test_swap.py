@@ -480,3 +480,18 @@ class SwapRun(RandomRun):
 def test_random_swaps_change_no_token_and_leave_nothing_behind(part: int) -> None:
     whats = ("swapped out", "swapped in", "refused", "failed loads", "epochs", "reset")
     run_until_seen(lambda seed: SwapRun(seed).play(), range(part, 40, 4), dict.fromkeys(whats, 1))
+
+
+def test_requests_with_no_store_are_swapped_under_private_keys() -> None:
+    """They stay in host memory, and end with the swap."""
+    driver = swapping(num_disk_slots=40)
+    keys = [
+        driver.add(name, prompt, no_store=True)
+        for name, prompt in (("one", prompt_of(17)), ("two", prompt_of(18, 50)))
+    ]
+    swapped_out(driver)
+    driver.settle()
+    driver.check_complete(*keys)
+    assert driver.loaded
+    assert all(map(is_private, [*driver.loaded, *driver.stored_keys]))
+    assert not driver.tiers[0].disk

@@ -1342,3 +1342,21 @@ def test_a_fork_that_loads_gets_no_blocks_of_a_parent_that_ends() -> None:
     driver.run()
     driver.check_idle()
     driver.check_complete(fork)
+
+
+def test_a_connector_knows_no_blocks_of_a_request_with_no_store() -> None:
+    driver = connected(rules={})
+    seen: dict[str, int] = {}
+
+    def depart(request: RequestView) -> FinishAction:
+        seen[request.request_id] = len(request.block_hashes)
+        return FinishAction()
+
+    driver.scheduler._transfers.connector._depart = depart
+    for name in ("private", "public"):
+        driver.add(name, prompt_of(20), no_store=name == "private", max_tokens=1)
+    settle(driver)
+    assert seen == {"private": 0, "public": 5}
+    cached = [each for view in driver.connector.steps for each in view.cached]
+    assert {each.request_id for each in cached} == {"public"}
+    assert sum(len(each.block_ids) for each in cached) == 5

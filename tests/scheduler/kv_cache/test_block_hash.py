@@ -107,6 +107,15 @@ def test_same_tokens_after_another_prefix_have_another_name() -> None:
     assert names_of([9, 9, 9, 9])[0] != names_of([1, 2, 3, 4, 9, 9, 9, 9])[1]
 
 
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_requests_that_are_not_stored_have_hashes_of_their_own(salt: str | None) -> None:
+    names = [
+        names_of(list(range(12)), cache_salt=salt, no_store=value) for value in (False, True, True)
+    ]
+    assert set(names[0]).isdisjoint(names[1])
+    assert names[1] == names[2]
+
+
 def test_a_salt_changes_all_hashes_and_enters_only_the_first_block() -> None:
     tokens = list(range(12))
     plain = names_of(tokens)

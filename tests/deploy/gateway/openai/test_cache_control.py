@@ -49,6 +49,19 @@ async def test_no_store_shares_with_nobody_not_even_with_another_of_its_kind(
         assert salts[1] is not None
         assert salts[2] is not None
         assert salts[1] != salts[2]
+        stored = [not request.no_store for request in gateway.engine.requests]
+        assert stored == [True, False, False, True]
+
+
+async def test_the_beams_of_a_request_with_no_store_are_not_stored(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway(never_answer) as gateway:
+        body = {"prompt": "p", "max_tokens": 2, "temperature": 0, "use_beam_search": True}
+        await gateway.post(
+            "/v1/completions", {**body, "best_of": 2, "no_store": True, "deadline_s": 0.2}
+        )
+        assert [request.no_store for request in gateway.engine.requests] == [True]
 
 
 async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> None:
