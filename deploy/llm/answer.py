@@ -88,6 +88,8 @@ class Answer:
             job_id=self.job_id,
             is_last_step=self.is_last_step,
             cache_salt=self.prompt.cache_salt,
+            cache_hint=self.prompt.cache_hint,
+            no_store=self.prompt.no_store,
         )
 
     def note_change(self) -> None:

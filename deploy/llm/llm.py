@@ -182,7 +182,8 @@ class LLM:
         """Answer one or more prompts, all at once; returns outputs in the order of the prompts.
 
         prompts:         texts, lists of token ids, `{"prompt": ...}` or
-                         `{"prompt_token_ids": [...]}`, the latter two also with `cache_salt`.
+                         `{"prompt_token_ids": [...]}`, the latter two also with the keys of
+                         `CachedPrompt`.
         sampling_params: for all prompts, or one per prompt. None: the model's defaults.
         use_tqdm:        show a progress bar, or how to make one: a class like `tqdm`.
         lora_request:    None: LoRA adapters are not supported.
@@ -473,7 +474,15 @@ class LLM:
             )
             request_id = next(self._request_ids)
             searches.append(
-                BeamSearch(self._client, request_id, ids, search_params, on_change=lambda: None)
+                BeamSearch(
+                    self._client,
+                    request_id,
+                    ids,
+                    search_params,
+                    on_change=lambda: None,
+                    cache_salt=prompt.cache_salt,
+                    no_store=prompt.no_store,
+                )
             )
         with self._cleaned_up():
             max_live = max(1, MAX_LIVE_REQUESTS // params.beam_width)

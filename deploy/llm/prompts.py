@@ -1,38 +1,65 @@
 """Prompts of `LLM` and `AsyncLLM`: texts or token ids, in the forms that vLLM takes."""
 
 import operator
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NotRequired, TypeAlias, TypedDict
 
+import msgspec
 import numpy as np
 
+from longshore.deploy.gateway.openai.cache_hints import KVCacheRetention, cache_hint
+from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.prompt_cut import PromptCut
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.requests.validation import prompt_problem
+from longshore.protocol.requests import CacheHint
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
-class TextPrompt(TypedDict):
-    """A text; see `Prompt`."""
+class CachedPrompt(TypedDict, total=False):
+    """What a prompt that is a dict may say about its KV, as over HTTP.
+
+    cache_salt: only prompts with the same salt share cached prefixes.
+    kv_cache_retention: how long it is kept: `ttl_s`, `priority` and `prefixes`.
+    prompt_cache_key: names a session: its next prompt replaces the hint. Alone, it asks for 300 s.
+    no_store:   the prefix cache and offload tiers are neither read nor filled.
+    """
+
+    cache_salt: str
+    kv_cache_retention: Mapping[str, Any]
+    prompt_cache_key: str
+    no_store: bool
+
+
+class TextPrompt(CachedPrompt):
+    """A text."""
 
     prompt: str
-    cache_salt: NotRequired[str]
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(CachedPrompt):
     """Token ids. prompt: their text, which outputs repeat."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
+
+
+class _CacheSettings(msgspec.Struct, frozen=True):
+    """See `CachedPrompt`."""
+
+    cache_salt: str | None = None
+    kv_cache_retention: KVCacheRetention | None = None
+    prompt_cache_key: str | None = None
+    no_store: bool = False
 
 
 FORMS: Final = 'a text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
-_KEYS: Final = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
+_KEYS: Final = {*TextPrompt.__annotations__, *TokensPrompt.__annotations__}
 _UNSUPPORTED: Final = {
     "multi_modal_data": "this method takes no images, audio or video; audio goes to LLM.transcribe",
     "mm_processor_kwargs": "this method takes no images, audio or video",
@@ -46,12 +73,14 @@ class PromptInput:
     """A prompt that has been parsed.
 
     text:       None if only its token ids were given.
-    cache_salt: only prompts with the same salt share cached prefixes.
+    other fields: see `LiveRequests.open`.
     """
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
+    cache_hint: CacheHint | None = None
+    no_store: bool = False
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -86,16 +115,16 @@ class PromptParser:
         """The prompt's tokens. where: name of the prompt in errors. gives_tokens: at least one
         output token must fit too. Raises ValueError."""
         text: str | None = None
-        salt: str | None = None
+        settings: Mapping[str, Any] = {}
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Mapping):
             for name in sorted(prompt.keys() - _KEYS):
                 reason = _UNSUPPORTED.get(name, f"a prompt is {FORMS}")
                 raise ValueError(f"{where}: {name} is not supported; {reason}")
-            text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-            if not isinstance(text, str | None) or not isinstance(salt, str | None):
-                raise ValueError(f"{where}: prompt and cache_salt must be texts")
+            text, settings = prompt.get("prompt"), prompt
+            if not isinstance(text, str | None):
+                raise ValueError(f"{where}: prompt must be a text")
         elif not isinstance(prompt, Sequence | np.ndarray):
             raise ValueError(f"{where} must be {FORMS}, not a {type(prompt).__name__}")
         given = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
@@ -108,7 +137,8 @@ class PromptParser:
             ids = _as_ids(given, where)
             cut = self._cut(tokenization, gives_tokens)
             ids = ids if cut is None else cut.token_ids(ids)
-        return self.checked(PromptInput(ids, text, salt), where, gives_tokens=gives_tokens)
+        parsed = PromptInput(ids, text, *_cache_fields(settings, where))
+        return self.checked(parsed, where, gives_tokens=gives_tokens)
 
     def parse_rendered(
         self, text: str, where: str, tokenization: Tokenization = AS_USUAL
@@ -149,6 +179,22 @@ class PromptParser:
             return cut.encode(text, self.tokenizer, with_special=with_special)
         encode = self.tokenizer.encode if with_special else self.tokenizer.encode_rendered
         return encode(text)
+
+
+def _cache_fields(
+    prompt: Mapping[str, Any], where: str
+) -> tuple[str | None, CacheHint | None, bool]:
+    """The salt, the hint and `no_store` of a prompt. Raises ValueError."""
+    try:
+        given = msgspec.convert(prompt, _CacheSettings)
+        hint = cache_hint(given.prompt_cache_key, None, None, given.kv_cache_retention)
+    except (msgspec.ValidationError, ApiError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not given.no_store:
+        return given.cache_salt, hint, False
+    if given.cache_salt is not None or hint is not None:
+        raise ValueError(f"{where}: no_store cannot be combined with a salt or a cache hint")
+    return uuid.uuid4().hex, None, True  # a salt that no other prompt has
 
 
 def _as_ids(values: Any, where: str) -> list[int]:

@@ -339,3 +339,31 @@ def test_a_server_swaps_requests_and_answers_as_without_pressure(
     assert metric(swapping, "scheduler_preemptions_total") >= num_out > 0
     assert metric(swapping, "scheduler_swapped_out_blocks_total") > num_out
     stop(swapping)
+
+
+def test_a_prompt_with_no_store_is_in_no_tier_and_one_with_a_hint_is(
+    tiny_model: tuple[Path, Any], disk: Path
+) -> None:
+    """The disk gets blocks in the order in which they were computed, so when it has those of the
+    second prompt, those of the first would be there."""
+    options = {"cpu_bytes_to_use": "8MiB", "disk_path": str(disk), "disk_bytes": "32MiB"}
+    settings: dict[str, Any] = {
+        "num_blocks": 200,
+        "threads": 1,
+        "kv_connector": "offloading",
+        "kv_connector_config": json.dumps(options),
+    }
+    params = SamplingParams(temperature=0, max_tokens=1)
+    num_full = len(LONG) // BLOCK_SIZE
+    with LLM(tiny_model[0], **settings) as llm:
+
+        def ask(**prompt: Any) -> int:
+            (output,) = llm.generate({"prompt": LONG, **prompt}, params, use_tqdm=False)
+            return output.num_cached_tokens or 0
+
+        assert ask(no_store=True) == 0
+        assert ask(no_store=True) == 0
+        assert ask(kv_cache_retention={"ttl_s": 60}) == 0
+        assert ask() >= (num_full - 1) * BLOCK_SIZE
+        wait_until(lambda: num_entries(disk) >= num_full)
+    assert num_entries(disk) == num_full

@@ -9,10 +9,14 @@ from tokenizers.processors import TemplateProcessing
 
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.llm.answer import Answer
 from longshore.deploy.llm.chats import as_chats, chat_options, other_template, rendered_chat
 from longshore.deploy.llm.prompts import PromptInput, PromptParser, as_prompts
 from longshore.deploy.llm.tokenization import as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
+from longshore.deploy.requests.live_requests import LiveRequests
+from longshore.protocol.requests import CacheHint, CachePrefix
+from longshore.protocol.sampling import SamplingParams
 from tests.deploy.tiny_tokenizer import BOS_ID, byte_level_tokenizer
 
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
@@ -62,6 +66,26 @@ def test_a_prompt_is_a_text_or_token_ids(parser: PromptParser, tokenizer: ModelT
     assert parser.parse(both, "prompt") == PromptInput(ids, "shown", "s")
 
 
+def test_a_prompt_says_how_long_its_kv_is_kept(parser: PromptParser) -> None:
+    retention = {"ttl_s": 60, "prefixes": [{"num_tokens": 9, "ttl_s": 600, "priority": 3}]}
+    prompt = {"prompt_token_ids": [5], "kv_cache_retention": retention, "prompt_cache_key": "s"}
+    hint = CacheHint(60.0, "s", prefixes=(CachePrefix(9, 600.0, 3),))
+    assert parser.parse(prompt, "prompt").cache_hint == hint
+    session = {"prompt_token_ids": np.array([5]), "prompt_cache_key": "s"}
+    assert parser.parse(session, "prompt").cache_hint == CacheHint(300.0, "s")
+
+
+def test_a_prompt_that_is_not_stored_has_a_salt_of_its_own(parser: PromptParser) -> None:
+    prompt = {"prompt_token_ids": [5], "no_store": True}
+    one, other = (parser.parse(prompt, "prompt") for _ in range(2))
+    assert one.no_store
+    assert one.cache_salt != other.cache_salt
+    answer = Answer("a", one, SamplingParams())
+    _, message = LiveRequests().open("a", [5], answer.sampling, **answer.fields())
+    assert message.no_store
+    assert message.cache_salt == one.cache_salt
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -71,7 +95,14 @@ def test_a_prompt_is_a_text_or_token_ids(parser: PromptParser, tokenizer: ModelT
         ([400], "token id 400, outside the vocabulary"),
         ([5] * 64, "maximum context length is 64 tokens"),
         ({}, "prompt must be a text"),
-        ({"prompt": 3}, "prompt and cache_salt must be texts"),
+        ({"prompt": 3}, "prompt must be a text"),
+        (
+            {"prompt": "x", "cache_salt": 3},
+            r"Expected `str \| null`, got `int` - at `\$.cache_salt`",
+        ),
+        ({"prompt": "x", "kv_cache_retention": {}}, "neither ttl_s nor prefixes"),
+        ({"prompt": "x", "kv_cache_retention": {"ttl_s": 0}}, r"at `\$.kv_cache_retention.ttl_s`"),
+        ({"prompt": "x", "no_store": True, "cache_salt": "s"}, "no_store cannot be combined"),
         ({"prompt": "x", "multi_modal_data": {}}, "multi_modal_data is not supported; .*images"),
         ({"text": "x"}, "text is not supported; a prompt is a text"),
         ("\ud800", "surrogates not allowed"),
