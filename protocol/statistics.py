@@ -284,6 +284,7 @@ class EngineReport(
     waiting: at most MAX_REPORTED waiting requests, the head of the queue first.
     idle_s:  seconds since any request last made progress.
     pause:   value of the `PauseState`.
+    num_pins, num_pinned_blocks: see SchedulerStats.
     """
 
     engine_id: str
@@ -296,6 +297,8 @@ class EngineReport(
     idle_s: float
     pause: str
     waiting: tuple[WaitingReport, ...] = ()
+    num_pins: int = 0
+    num_pinned_blocks: int = 0
 
 
 MIN_INTERVAL_S: Final = 0.25

@@ -525,6 +525,8 @@ class Scheduler:
             idle_s=self.idle_s(now),
             pause=self._planner.pause.value,
             waiting=self._reasons.describe(now, MAX_REPORTED),
+            num_pins=0 if self.pins is None else len(self.pins),
+            num_pinned_blocks=0 if self.pins is None else self.pins.num_blocks,
         )
 
     def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:

@@ -195,6 +195,9 @@ def tables(report: EngineReport) -> list[Table]:
         ("pause", _pause(report)),
     ):
         state.add_row(name, Text(value))
+    if report.num_pins:
+        pinned = f"{report.num_pinned_blocks:,} blocks of {report.num_pins:,} jobs"
+        state.add_row("pinned for next turns", Text(pinned))
     if not report.waiting:
         return [state]
     shown = report.waiting[:MAX_SHOWN]

@@ -44,6 +44,8 @@ class EngineView(msgspec.Struct, frozen=True):
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
+    num_pins: int
+    num_pinned_blocks: int
     kv_usage: float
     steps_in_flight: float
     steps_per_s: float | None
@@ -97,6 +99,14 @@ class Overview(msgspec.Struct, frozen=True):
     @property
     def num_waiting(self) -> int:
         return sum(engine.num_waiting for engine in self.engines)
+
+    @property
+    def num_pins(self) -> int:
+        return sum(engine.num_pins for engine in self.engines)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return sum(engine.num_pinned_blocks for engine in self.engines)
 
     @property
     def kv_usage(self) -> float:
@@ -169,6 +179,8 @@ def _engine(window: Window, engine: str) -> EngineView:
         num_waiting=int(now("waiting_requests")),
         num_blocks=int(now("blocks")),
         num_free_blocks=int(now("free_blocks")),
+        num_pins=int(now("pins")),
+        num_pinned_blocks=int(now("pinned_blocks")),
         kv_usage=now("kv_usage_ratio"),
         steps_in_flight=now("steps_in_flight"),
         steps_per_s=rate("steps"),

@@ -133,6 +133,10 @@ def _blocks(view: Overview) -> Table:
     num_free = sum(engine.num_free_blocks for engine in view.engines)
     used = view.kv_usage
     grid.add_row(_bar(used), f"{used:.1%} of {num_usable:,}, {num_free:,} free")
+    if view.num_pins:
+        share = view.num_pinned_blocks / max(num_usable, 1)
+        blocks = f"{share:.1%}, {view.num_pinned_blocks:,} blocks of {view.num_pins:,} jobs"
+        grid.add_row("pinned for next turns", blocks)
     if len(view.engines) == 1:
         (engine,) = view.engines
         hits = f"prefix cache hits {_share(engine.prefix_hit_share)}"

@@ -59,11 +59,14 @@ def _num_rejected(window: Window, status: str) -> float:
 def _text(view: Overview, rejected: dict[str, int]) -> str:
     each = ", ".join(f"{number:,} with {status}" for status, number in rejected.items())
     hits = "-" if view.prefix_hit_share is None else f"{view.prefix_hit_share:.1%}"
+    pins = ""
+    if view.num_pins:
+        pins = f" ({view.num_pinned_blocks:,} blocks pinned for {view.num_pins:,} jobs)"
     return (
         f"last {view.window_s or 0.0:.0f} s: "
         f"{view.prompt_tokens_per_s or 0.0:,.1f} prompt tokens/s, "
         f"{view.generated_tokens_per_s or 0.0:,.1f} output tokens/s; "
         f"{view.num_running:,} running, {view.num_waiting:,} waiting; "
-        f"KV cache {view.kv_usage:.1%} in use, prefix cache hits {hits}; "
+        f"KV cache {view.kv_usage:.1%} in use{pins}, prefix cache hits {hits}; "
         f"{sum(rejected.values()):,} rejected{f' ({each})' if each else ''}"
     )

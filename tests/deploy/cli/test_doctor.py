@@ -83,6 +83,17 @@ async def test_table_names_every_waiting_request_and_what_it_waits_for(
     assert printed.endswith("serving: 3 running, 2 waiting.")
 
 
+@pytest.mark.parametrize("num_pins", [0, 3])
+async def test_table_has_a_row_for_pins_if_there_are_some(
+    start_gateway: StartGateway, capsys: pytest.CaptureFixture[str], num_pins: int
+) -> None:
+    async with start_gateway() as gateway:
+        gateway.engine.report = replace(REPORT, num_pins=num_pins, num_pinned_blocks=12)
+        await doctor(gateway)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("pinned for next turns │ 12 blocks of 3 jobs" in printed) == bool(num_pins)
+
+
 async def test_long_queue_is_cut_and_the_rest_is_counted(
     start_gateway: StartGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:

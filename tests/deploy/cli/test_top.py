@@ -147,6 +147,17 @@ def test_tiers_are_shown_where_there_is_room() -> None:
         assert "host memory" not in "\n".join(lines)
 
 
+def test_pins_are_shown_with_the_blocks_of_all_engines() -> None:
+    metrics = busy_metrics()
+    for engine, num_pins in (("0", 2), ("1", 1)):
+        stats = msgspec.structs.replace(STATS, num_pins=num_pins, num_pinned_blocks=9)
+        metrics.observe_scheduler(engine, stats)
+    text = "\n".join(drawn(overview(Window(sample(metrics, 1.0))), height=30))
+    assert "pinned for next turns" in text
+    assert "9.1%, 18 blocks of 3 jobs" in text
+    assert "pinned" not in "\n".join(drawn(two_samples()))
+
+
 def test_workers_that_do_not_fit_are_counted() -> None:
     view = two_samples(num_workers=9)
     assert len(drawn(view, height=24)) == 24

@@ -53,6 +53,12 @@ def test_engines_are_added_up() -> None:
     line = log.line(110.0)
     assert line is not None
     assert "; 6 running, 2 waiting; KV cache 24.2% in use, prefix cache hits 40.0%; 0 rej" in line
+    metrics.observe_scheduler(
+        "1", msgspec.structs.replace(STATS, num_pins=2, num_pinned_blocks=1200)
+    )
+    line = log.line(120.0)
+    assert line is not None
+    assert "KV cache 24.2% in use (1,200 blocks pinned for 2 jobs), prefix" in line
 
 
 def test_an_idle_server_is_silent_after_the_line_with_its_last_request() -> None:

@@ -58,6 +58,15 @@ def test_the_full_blocks_of_a_turn_are_kept_and_its_request_ends() -> None:
     assert num_held(driver) == 4  # the KV of 16 of 17 tokens
     stats = driver.scheduler.make_stats()
     assert (stats.num_pins, stats.num_pinned_blocks) == (1, 4)
+    report = driver.scheduler.make_report(driver.now, "engine")
+    assert (report.num_pins, report.num_pinned_blocks) == (1, 4)
+
+
+def test_a_turn_that_is_not_stored_leaves_no_pin() -> None:
+    driver = continuum()
+    turn(driver, "job", prompt_of(16), no_store=True)
+    assert pinned(driver) == []
+    assert num_held(driver) == 0
 
 
 @pytest.mark.req("CTM-02")
