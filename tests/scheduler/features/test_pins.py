@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from longshore.connectors.base import FinishAction
+from longshore.connectors.base import FinishAction, RequestView, SwapSize
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.statistics import TransferOperation
 from longshore.scheduler.queue.policies import POLICIES
 from tests.harness.clients import RequestKey
 from tests.harness.driver import Driver
@@ -260,3 +261,65 @@ def test_a_send_and_a_pin_both_hold_the_blocks() -> None:
     for request_id in list(driver.transfers.sending):
         driver.ranks.end_send(request_id, 0)
     assert num_held(driver) == 0
+
+
+# What host memory has
+
+
+def with_host_memory(bandwidth: float, num_blocks: int = 13) -> Driver:
+    """All KV of jobs whose name begins with `stored` is in host memory; a turn's KV has a megabyte.
+    The driver has measured this bandwidth, and a prefill of 16 tokens per second."""
+    driver = connected(
+        policy="continuum",
+        num_blocks=num_blocks,
+        max_model_len=48,
+        max_steps_in_flight=1,
+        cache={"watermark": 0.0, "preempt_threshold": 1.0},
+    )
+
+    def swap_size(request: RequestView, block_ids: Any, num_tokens: int) -> SwapSize:
+        if request.job_id is not None and request.job_id.startswith("stored"):
+            return SwapSize(0, 10**6, num_found_tokens=num_tokens, found_bytes=10**6)
+        return SwapSize(10**6, 10**6)
+
+    driver.adversary.swap_size = swap_size  # type: ignore[method-assign]
+    operation = TransferOperation("CPU", "GPU", 1, 10**6, 10**6 / bandwidth)
+    driver.scheduler._transfers.statistics.add(operation)
+    driver.add("measures the prefill", prompt_of(16, 100), max_tokens=1)
+    driver.plan()
+    driver.now += 1.0
+    driver.answer()
+    driver.run()
+    assert driver.scheduler.pins is not None
+    assert driver.scheduler.pins.prefill_rate.tokens_per_s == 16
+    return driver
+
+
+@pytest.mark.parametrize(("bandwidth", "yields"), [(1e9, "stored"), (1e5, "lost")])
+def test_of_two_pins_the_one_that_is_restored_sooner_yields_first(
+    bandwidth: float, yields: str
+) -> None:
+    """Computing 16 tokens takes a second, and loading them a millisecond or ten seconds."""
+    driver = with_host_memory(bandwidth)
+    turn(driver, "lost", prompt_of(16), max_tokens=1)
+    turn(driver, "stored", prompt_of(16, 50), max_tokens=1)
+    keep(driver)
+    driver.add("grows", prompt_of(17, 70), max_tokens=1)
+    driver.run()
+    (left,) = pinned(driver)
+    assert {left, yields} == {"lost", "stored"}
+
+
+@pytest.mark.parametrize(
+    ("job", "bandwidth", "is_pinned"),
+    [("stored", 1e9, False), ("stored", 1e5, True), ("lost", 1e9, True)],
+)
+def test_kv_that_host_memory_restores_at_once_is_not_pinned(
+    job: str, bandwidth: float, is_pinned: bool
+) -> None:
+    """Once five gaps are known: until then, a pin lasts as long whatever it saves."""
+    driver = with_host_memory(bandwidth, num_blocks=101)
+    for index in range(6):
+        assert bool(pinned(driver)) == bool(index)
+        turn(driver, job, prompt_of(16), max_tokens=1)
+    assert bool(pinned(driver)) == is_pinned
