@@ -50,7 +50,8 @@ class Pin(msgspec.Struct):
 class Pins:
     """At most one pin per job.
 
-    policy:  learns which jobs have a pin, at the beginning of the next step.
+    policy:  learns at the beginning of the next step which jobs have a pin, or a turn that was
+             admitted on it and has not ended.
     transfers: None: there is no connector.
     max_ttl_s: no pin is kept for longer, and none is made for a tool that always takes longer.
     decode:  the text of token ids; None: the names of tools are not known.
@@ -80,6 +81,7 @@ class Pins:
         self._calls = ToolCallEstimator(decode)
         self.prefill_rate = PrefillRate()
         self._pins: dict[str, Pin] = {}
+        self._taken_over: dict[str, Request] = {}  # by job, the turn that was admitted on its pin
         self._next_expiry_s = math.inf  # or earlier
         self._is_announced = True
         self.num_blocks = 0
@@ -108,7 +110,7 @@ class Pins:
             self._next_expiry_s = min((pin.expires_at_s for pin in self), default=math.inf)
         if not self._is_announced:
             self._is_announced = True
-            self._waiting.update_pinned_state(tuple(self._pins))
+            self._waiting.update_pinned_state((*self._pins, *self._taken_over))
 
     # What happens to turns
 
@@ -125,6 +127,7 @@ class Pins:
         """A turn has a row, which holds what it has found of the pin of its job."""
         if request.job_id is not None and request.job_id in self._pins:
             self._release(request.job_id)
+            self._taken_over[request.job_id] = request
             self.num_hits += 1
 
     def ended(
@@ -136,6 +139,9 @@ class Pins:
         if job_id is None:
             return
         self.release_job(job_id)
+        if self._taken_over.get(job_id) is request:
+            del self._taken_over[job_id]
+            self._is_announced = False
         if request.is_last_step:
             self._calls.job_ended(job_id)
         elif ends_output:
@@ -250,6 +256,7 @@ class Pins:
     def begin_epoch(self) -> None:
         """All KV is lost. No reference is released, because the pool is reset."""
         self._pins.clear()
+        self._taken_over.clear()
         self.num_blocks = 0
         self._is_announced = False
         self.prefill_rate.begin_epoch()
@@ -271,9 +278,11 @@ class Pins:
         }
 
     def check(self) -> None:
-        """Raise LongshoreError unless the blocks of pins are counted, and the next expiry is no
-        later than that of any pin."""
+        """Raise LongshoreError unless the blocks of pins are counted, the next expiry is no later
+        than that of any pin, and no ended turn counts as one that was admitted on a pin."""
         if sum(pin.num_own_blocks for pin in self) != self.num_blocks:
             raise LongshoreError(f"pins do not have {self.num_blocks} blocks, which are counted")
         if any(pin.expires_at_s < self._next_expiry_s for pin in self):
             raise LongshoreError("a pin expires before the next expiry")
+        if any(turn.status.is_finished for turn in self._taken_over.values()):
+            raise LongshoreError("a job is preempted last for a turn that has ended")

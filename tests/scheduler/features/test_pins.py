@@ -230,9 +230,26 @@ def test_while_others_run_only_pins_of_later_jobs_yield_to_an_admission() -> Non
 
 
 @pytest.mark.req("CTM-10")
+def test_a_turn_that_was_admitted_on_the_pin_of_its_job_is_preempted_last() -> None:
+    """Two turns of different jobs run; the older one would not be the victim otherwise."""
+    driver = continuum(num_blocks=13, max_model_len=48)
+    key = turn(driver, "job", prompt_of(12))
+    driver.add("older", prompt_of(16, 50), max_tokens=20)
+    driver.step()
+    conversation = [*prompt_of(12), *driver.received[key], 90, 91, 92, 93]
+    turn(driver, "job", conversation, runs=False, max_tokens=20)
+    while not driver.scheduler.make_stats().num_preemptions:
+        driver.step()
+    assert driver.running == ["job2"]
+    driver.run()
+    assert driver.requests["older"].num_preemptions == 1
+    assert driver.requests["job2"].num_preemptions == 0
+    driver.scheduler.check()
+
+
+@pytest.mark.req("CTM-10")
 def test_the_policy_knows_which_jobs_have_a_pin() -> None:
     driver = continuum()
-    turn(driver, "b", prompt_of(16))
     for name, job in (("of b", "b"), ("of c", "c")):
         driver.add(name, prompt_of(5, 50), job_id=job, is_last_step=False, max_tokens=30)
     driver.add("third", prompt_of(5, 60), max_tokens=30)
