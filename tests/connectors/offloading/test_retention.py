@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from random import Random
 
+import msgspec
 import pytest
 
+from longshore.connectors.offloading.disk_tier import DiskContents, DiskTier
 from longshore.connectors.offloading.ledger import HintedKeys, OffloadLedger
 from longshore.connectors.offloading.policies.registry import POLICIES, load_eviction_policy
+from longshore.connectors.offloading.tiers import int64s
 from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
 from tests.connectors.offloading.offload_driver import OffloadDriver
 from tests.harness.tokens import prompt_of
@@ -32,8 +35,32 @@ def store(ledger: OffloadLedger, text: str) -> list[bytes]:
     return prepared.evicted_keys
 
 
+def make_disk(num_slots: int) -> DiskTier:
+    disk = DiskTier(1, make)
+    open_disk(disk, num_slots)
+    return disk
+
+
+def open_disk(disk: DiskTier, num_slots: int, found: str = "") -> None:
+    """The rank has found these keys, in the first slots."""
+    slots = int64s(range(len(found)))
+    disk.receive(
+        0, msgspec.msgpack.encode(DiskContents(num_slots, keys_of(found), slots, is_last=True))
+    )
+
+
+def write(disk: DiskTier, text: str) -> list[bytes]:
+    """Write these keys to the disk; returns the evicted ones."""
+    disk.touch(keys_of(text), 0)
+    prepared = disk.begin_writes(keys_of(text))
+    assert prepared is not None
+    disk.end_writes(prepared.keys, [])
+    disk.check()
+    return sorted(prepared.evicted_keys)
+
+
 def retain(
-    ledger: OffloadLedger,
+    ledger: OffloadLedger | DiskTier,
     keys: Sequence[bytes],
     hint: CacheHint,
     *prefixes: int,
@@ -108,6 +135,74 @@ def test_no_policy_evicts_an_entry_while_one_of_a_lower_priority_is_evictable(po
             ledger.expire(float(now))
             ledger.check()
         assert num_evicted
+
+
+def test_a_disk_evicts_hinted_blocks_last_and_lower_priorities_first() -> None:
+    disk = make_disk(6)
+    write(disk, "abcdef")
+    retain(disk, keys_of("ab"), CacheHint(10.0, priority=3))
+    retain(disk, keys_of("cd"), CacheHint(10.0, priority=1))
+    assert write(disk, "xy") == keys_of("ef")
+    assert write(disk, "uvw") == keys_of("dxy")
+    assert write(disk, "rstq") == keys_of("cuvw")
+
+
+def test_pressure_wins_over_hints_on_a_disk() -> None:
+    disk = make_disk(4)
+    write(disk, "abcd")
+    retain(disk, keys_of("abcd"), CacheHint(10.0, priority=3))
+    assert write(disk, "wxyz") == keys_of("abcd")
+
+
+def test_a_hint_of_a_disk_ends_in_time_and_with_the_next_one_of_its_session() -> None:
+    disk = make_disk(4)
+    write(disk, "abcd")
+    retain(disk, keys_of("d"), CacheHint(10.0, "s"))
+    retain(disk, keys_of("c"), CacheHint(5.0, "s"), now=1.0)
+    assert write(disk, "x") == keys_of("d")
+    disk.expire(5.9)
+    assert write(disk, "y") == keys_of("b")
+    disk.expire(6.0)
+    assert write(disk, "z") == keys_of("c")
+
+
+def test_each_key_has_a_share_of_the_blocks_of_a_disk() -> None:
+    """A quarter of eight blocks; the beginning of a prefix is worth the most."""
+    disk = make_disk(8)
+    write(disk, "abcdefgh")
+    for name, text in (("one", "abcd"), ("other", "ef")):
+        retain(disk, keys_of(text), CacheHint(10.0), tenant=Tenant(name, cache_share=0.25))
+    assert write(disk, "wxyz") == keys_of("cdgh")
+    retain(disk, keys_of("wx"), CacheHint(10.0), tenant=Tenant("one", cache_share=0.25))
+    assert write(disk, "rstu") == keys_of("abyz"), "the older hint of this key has ended"
+
+
+def test_a_disk_has_no_hints_before_it_is_open_and_after_a_restart() -> None:
+    disk = DiskTier(1, make)
+    retain(disk, keys_of("ab"), CacheHint(10.0))
+    disk.expire(1.0)
+    open_disk(disk, 4, found="abcd")
+    assert len(write(disk, "x")) == 1
+    retain(disk, keys_of("x"), CacheHint(10.0))
+    disk.begin_epoch()
+    open_disk(disk, 4, found="xbcd")
+    retain(disk, keys_of("bcd"), CacheHint(10.0))
+    assert write(disk, "y") == keys_of("x")
+
+
+@pytest.mark.parametrize(("hint", "num_kept"), [(None, 0), (CacheHint(1000.0), 8)])
+def test_a_disk_keeps_the_blocks_that_it_has_when_a_request_with_a_hint_ends(
+    hint: CacheHint | None, num_kept: int
+) -> None:
+    """Requests that need the whole disk follow."""
+    driver = OffloadDriver(num_slots=20, num_disk_slots=40, num_blocks=20)
+    driver.ask("first", prompt_of(33), max_tokens=1)
+    keys = set(driver.stored_keys)
+    driver.ask("hinted", prompt_of(33), cache_hint=hint, max_tokens=1)
+    for index in range(6):
+        driver.ask(f"other-{index}", prompt_of(60, 100 * (index + 1)))
+    on_disk = {key for key, _ in driver.tiers[0].disk.values()}
+    assert len(keys & on_disk) == num_kept
 
 
 def test_the_tiers_keep_the_blocks_of_a_request_with_a_hint() -> None:
