@@ -173,8 +173,8 @@ class AddRequest(
     tenant:            whose request it is, for the fair policy and for cache hints.
     cache_salt:        only requests with the same salt share prefix blocks.
     cache_hint:        how long its KV is worth keeping.
-    no_store:          its KV is not stored by a connector, and shares prefix blocks only with other
-                       such requests of its salt.
+    no_store:          its KV is not stored by a connector, and is cached only until it ends, for
+                       other such requests of its salt.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
                        `Request`, for tracing; nothing reads them yet.

@@ -264,6 +264,8 @@ class Lifecycle(SchedulerPart):
         self._request_ids.discard(request.request_id)
         if request.cache_hint is not None and blocks is not None:
             self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant, now=now)
+        if request.no_store and blocks is not None:  # no later request finds them
+            self.kv_cache.uncache_unshared(blocks)
         if self.pins is not None:
             self.pins.ended(request, blocks, now, ends_output=outcome.ends_output)
         kv_transfer_params = None

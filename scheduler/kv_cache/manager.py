@@ -491,6 +491,13 @@ class KVCacheManager:
         """Per group, leading blocks that the tables of all `rows` have in common."""
         return tuple(map(methodcaller("num_common_blocks", rows), self._managers))
 
+    def uncache_unshared(self, held: HeldBlocks) -> None:
+        """Remove those of these blocks that have no other holder from the prefix cache, so that
+        they are reused before any cached one."""
+        block_ids = np.concatenate(held.block_ids)
+        block_ids = block_ids[block_ids != NULL_BLOCK]
+        self.pool.uncache_blocks(block_ids[self.pool.num_references(block_ids) == 1])
+
     def uncache_blocks(self, block_ids: Int32Array) -> None:
         """Remove exactly these blocks from the prefix cache, because their content is wrong."""
         self.pool.uncache_blocks(block_ids)

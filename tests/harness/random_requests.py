@@ -54,6 +54,7 @@ class RandomRequests:
             "client": chance.randrange(2),
             "cache_salt": chance.choice([None, None, None, "salt"]),
             "skip_reading_prefix_cache": chance.random() < 0.1,
+            "no_store": number % 7 == 6,
         }
         match kind:
             case "session":
@@ -87,5 +88,6 @@ class RandomRequests:
         parent = self._driver.requests[self._driver.names[key]]
         fields |= {"client": client, "fork_of": handle}
         fields |= {"cache_salt": parent.cache_salt, "lora": parent.lora}
+        fields["no_store"] = parent.no_store
         tokens = [*parent.token_ids.tolist(), 20 + handle % 70]
         return tokens[: self._chance.randrange(1, 30)]

@@ -460,3 +460,16 @@ def test_a_malformed_add_ends_the_live_request_of_its_handle() -> None:
     driver.run()
     assert driver.finished[client, handle].reason is FinishReason.ERROR
     assert driver.scheduler.get_request_counts() == (0, 0)
+
+
+def test_blocks_of_requests_with_no_store_are_reused_before_those_of_others() -> None:
+    """No later request finds them."""
+    driver = Driver(num_blocks=17)
+    driver.add("kept", prompt_of(33), max_tokens=1)
+    driver.run()
+    for index in range(3):
+        driver.add(f"private {index}", prompt_of(24, 30 * index), no_store=True, max_tokens=4)
+        driver.run()
+    again = driver.add("again", prompt_of(33), max_tokens=1)
+    driver.run()
+    assert driver.finished[again].num_cached_tokens == 32

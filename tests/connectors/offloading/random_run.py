@@ -102,7 +102,8 @@ class RandomRun:
         name = f"r{number}"
         if number and chance.random() < 0.05:
             name = f"r{chance.randrange(number)}"
-        return name, prompt, {"max_tokens": chance.randrange(1, 8), "cache_salt": salt}
+        fields = {"max_tokens": chance.randrange(1, 8), "cache_salt": salt}
+        return name, prompt, fields | {"no_store": number % 7 == 6}
 
     def play(self) -> Counter[str]:
         """The whole run; returns `seen`."""

@@ -531,7 +531,7 @@ def test_a_request_with_no_store_leaves_nothing_in_the_tiers_and_takes_nothing()
         driver.ask(name, prompt_of(33), max_tokens=1)
         assert (len(driver.loaded), len(driver.stored_keys)) == (num_loaded, num_stored)
         assert len(driver.tiers[0].disk) == 8
-        driver.ask(f"{name} other", OTHER, max_tokens=1, no_store=True)
+        assert driver.scheduler.reset_prefix_cache()
         driver.loaded.clear()
         driver.stored_keys.clear()
 
@@ -539,9 +539,11 @@ def test_a_request_with_no_store_leaves_nothing_in_the_tiers_and_takes_nothing()
 def test_a_block_of_a_request_with_no_store_is_not_found_by_one_that_stores() -> None:
     """Else the second one would begin with blocks that no tier has."""
     driver = small(num_blocks=41)
-    driver.ask("private", prompt_of(33), max_tokens=1, no_store=True)
-    driver.ask("again", prompt_of(33), max_tokens=1, no_store=True)
-    driver.ask("public", prompt_of(33), max_tokens=1)
-    names = ("private", "again", "public")
-    assert [driver.requests[name].num_cached_tokens for name in names] == [0, 32, 0]
+    driver.add("private", prompt_of(33), max_tokens=20, no_store=True)
+    driver.steps(3)
+    for name in ("sibling", "public"):
+        driver.add(name, prompt_of(33), max_tokens=1, no_store=name == "sibling")
+    driver.settle()
+    found = {name: driver.requests[name].num_cached_tokens for name in ("sibling", "public")}
+    assert found == {"sibling": 32, "public": 0}
     assert len(driver.stored_keys) == 8
