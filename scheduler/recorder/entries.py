@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
+import numpy as np
 
 import longshore
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError, ProtocolError
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import ModelRunnerOutput
-from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.plan import RowStart, SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.transport.codec import Decoder
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 MAGIC: Final = b"longshore record\n"
 MAX_FRAME_BYTES: Final = 1 << 30
-
 _FRAME: Final = struct.Struct("<QI")
 
 
@@ -67,12 +68,38 @@ class Event(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 Events: TypeAlias = tuple[Event, ...]
 
 
+class Started(msgspec.Struct, array_like=True, frozen=True):
+    """A `RowStart` without what its request contains, such as the prompt. That is recorded when the
+    request arrives, and is part of the digest of the plan."""
+
+    row: int
+    generation: int
+    request_id: str
+    num_computed_tokens: int
+    last_computed: int
+    block_ids: tuple[Int32Array, ...]
+    resumed: bool
+
+    @classmethod
+    def of(cls, start: RowStart) -> "Started":
+        return cls(
+            start.row,
+            start.generation,
+            start.request_id,
+            start.num_computed_tokens,
+            start.last_computed,
+            start.block_ids,
+            start.resumed,
+        )
+
+
 class Planned(msgspec.Struct, tag="p", array_like=True, frozen=True):
-    """A call of `schedule`."""
+    """A call of `schedule`. In a file, `started` stands for the plan's `added`, which is empty."""
 
     now: float
     plan: SchedulerOutput | None
     events: Events = ()
+    started: tuple[Started, ...] = ()
 
 
 class Answered(msgspec.Struct, tag="o", array_like=True, frozen=True):
@@ -108,16 +135,43 @@ class Called(msgspec.Struct, tag="c", array_like=True, frozen=True):
 Entry: TypeAlias = Planned | Answered | Added | Called
 
 
-def entry_encoder() -> msgspec.msgpack.Encoder:
-    """Encodes entries as `codec.Decoder` decodes them, with all arrays in the header."""
-    return msgspec.msgpack.Encoder(enc_hook=_encode_array)
+class Chunk:
+    """Encoded entries, as a msgpack array, which are the bytes of one frame."""
+
+    def __init__(self) -> None:
+        self.num_entries = 0
+        self.data = bytearray(_ARRAY.pack(0xDD, 0))
+
+    def append(self, entry: Entry) -> None:
+        """Append an entry; what it refers to can change afterwards."""
+        if type(entry) is Planned and entry.plan is not None and entry.plan.added:
+            started = tuple(map(Started.of, entry.plan.added))
+            plan = msgspec.structs.replace(entry.plan, added=())
+            entry = Planned(entry.now, plan, entry.events, started)
+        _encoder.encode_into(entry, self.data, -1)
+        self.num_entries += 1
+
+    def end(self) -> bytearray:
+        """The bytes; nothing is appended any more."""
+        _ARRAY.pack_into(self.data, 0, 0xDD, self.num_entries)
+        return self.data
 
 
-def _encode_array(array: Any) -> tuple[str, bytes]:
-    return array.dtype.str, array.tobytes()
+_ARRAY: Final = struct.Struct(">BI")  # of msgpack, with a length of 32 bits
+
+_WIRE_TYPES: Final = {np.dtype(name): name for name in ("<i4", "<f4", "|u1")}
 
 
-def frame(data: bytes) -> bytes:
+def _encode_array(array: Any) -> tuple[str, bytes | memoryview]:
+    """As `codec.Encoder` does, but always in the header: the entry contains all its arrays."""
+    data = array.data
+    return _WIRE_TYPES[array.dtype], data if data.contiguous else array.tobytes()
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def frame(data: bytes | bytearray) -> bytes:
     """The beginning of the frame of `data`, which follows."""
     return _FRAME.pack(len(data), zlib.crc32(data))
 
@@ -186,8 +240,8 @@ class Segment:
             file.seek(self._start)
             while (chunk := self._read_frame(file)) is not None:
                 try:
-                    for data in msgspec.msgpack.decode(chunk, type=list[bytes]):
-                        yield decoder.decode([data])
+                    for data in msgspec.msgpack.decode(chunk, type=list[msgspec.Raw]):
+                        yield decoder.decode([memoryview(data)])
                 except (msgspec.MsgspecError, ProtocolError) as error:
                     raise RecordError(f"{self._path}: an entry is damaged: {error}") from error
 

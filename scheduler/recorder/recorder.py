@@ -1,5 +1,6 @@
 """A scheduler that records all its calls, so that they can be repeated: see `docs/replay.md`."""
 
+import copy
 import functools
 import secrets
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from longshore.scheduler.recorder.entries import (
     Added,
     Answered,
     Called,
+    Chunk,
     Entry,
     Header,
     Planned,
-    entry_encoder,
 )
 from longshore.scheduler.recorder.graph import encode_graph
 from longshore.scheduler.recorder.segments import SegmentWriter
@@ -51,25 +52,34 @@ RECORDED_CALLS: Final = (
 """Calls that change the scheduler or ask an object that it was given, besides those of a step. All
 others only read."""
 
-CHUNK_ENTRIES: Final = 128
-CHUNK_BYTES: Final = 1 << 20
-"""A chunk of entries is written when it has this many, or after an entry of this size."""
+CHUNK_BYTES: Final = 256 << 10
+"""A chunk is written when it has this many. To wake the thread costs more than to encode a step."""
+
+CHUNKS_OF_A_RING: Final = 16
+"""At least; those of a small ring are smaller."""
+
+MAX_FULLNESS: Final = 2.0
+"""The next file begins when the workers have all plans that they may have, or this one is as full
+as this."""
+
+_NO_ARGUMENTS: Final = encode_graph(((), {}))
 
 OUTSIDE_HOOKS: Final = ("hold", "release")
 """What a connector asks for while no call is going on."""
 
 
 class Recorder:
-    """The record of one scheduler. path: see `SegmentWriter`."""
+    """The record of one scheduler. path, forks: see `SegmentWriter`."""
 
     def __init__(self, path: Path, limit_bytes: int, *, forks: bool = True) -> None:
         self.path = path
         self.tape = Tape()
-        self._encode = entry_encoder().encode
         self._segments = SegmentWriter(path, limit_bytes, forks=forks)
+        self._chunk_bytes = min(CHUNK_BYTES, limit_bytes // CHUNKS_OF_A_RING)
         self._run = secrets.token_hex(8)
-        self._num_entries = 0  # without those of the next chunk
-        self._entries: list[bytes] = []
+        self._num_entries = 0  # without those of the chunk
+        self._chunk = Chunk()
+        self._is_full = False
 
     def begin(self, scheduler: "RecordedScheduler", policy: str, *, is_outside: bool) -> None:
         """The scheduler exists, and its calls follow."""
@@ -86,12 +96,23 @@ class Recorder:
 
     def write(self, entry: Entry) -> None:
         """A call is over."""
-        entries = self._entries
-        entries.append(self._encode(entry))
-        if len(entries) >= CHUNK_ENTRIES or len(entries[-1]) >= CHUNK_BYTES:
+        chunk = self._chunk
+        chunk.append(entry)
+        if len(chunk.data) >= self._chunk_bytes:
             self.flush()
-            if self._segments.is_segment_full:
-                self._segments.begin_next(self._header(), self._snapshot)
+            if self._segments.fullness >= MAX_FULLNESS:
+                self.begin_file()
+
+    def all_plans_sent(self) -> None:
+        """Nothing is to be done before a worker answers: the time to begin a new file."""
+        if self._is_full:
+            self.begin_file()
+
+    def begin_file(self) -> None:
+        """Begin the next file, with a snapshot of now."""
+        self.flush()
+        self._segments.begin_next(self._header(), self._snapshot)
+        self._is_full = False
 
     def write_outside_hook(self, method: str, argument: Any) -> None:
         """The connector asked for this while no call was going on."""
@@ -99,10 +120,11 @@ class Recorder:
 
     def flush(self, *, waits: bool = False) -> None:
         """Write all entries to the file soon; with `waits`, before this returns."""
-        if self._entries:
-            self._num_entries += len(self._entries)
-            self._segments.write(msgspec.msgpack.encode(self._entries))
-            self._entries = []
+        if self._chunk.num_entries:
+            self._num_entries += self._chunk.num_entries
+            self._segments.write(self._chunk.end())
+            self._chunk = Chunk()
+            self._is_full = self._segments.fullness >= 1.0
         if waits:
             self._segments.wait()
 
@@ -140,8 +162,11 @@ class RecordedScheduler(Scheduler):
         recorder.begin(self, name, is_outside=is_outside)
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        recorder = self.recorder
-        if self._grammars is None and len(self._in_flight.steps) >= self.config.max_steps_in_flight:
+        recorder, grammars = self.recorder, self._grammars
+        if len(self._in_flight.steps) >= self.config.max_steps_in_flight and (
+            grammars is None or not grammars.failed
+        ):
+            recorder.all_plans_sent()
             return None  # nothing changes
         tape = recorder.tape
         tape.is_open = True
@@ -167,19 +192,33 @@ class RecordedScheduler(Scheduler):
     def add_request(self, message: AddRequest, *, client: int, now: float) -> None:
         recorder = self.recorder
         tape = recorder.tape
+        noted = message
+        if message.kv_transfer_params is not None:  # a connector may change them
+            params = copy.deepcopy(message.kv_transfer_params)
+            noted = msgspec.structs.replace(message, kv_transfer_params=params)
         tape.is_open = True
         try:
-            super().add_request(message, client=client, now=now)
+            Scheduler.add_request(self, message, client=client, now=now)
         except Exception as error:
             named = {"client": client, "now": now}
-            self._record("add_request", (message,), named, type(error).__name__)
+            self._record("add_request", (noted,), named, type(error).__name__)
             raise
-        recorder.write(Added(message, client, now, tape.take_events()))
+        recorder.write(Added(noted, client, now, tape.take_events()))
 
     def take_masks(self) -> list[SampleMask]:
+        """Recorded if grammars are asked for masks; else nothing changes that a plan depends on."""
         if self._grammars is None:
             return []
-        return self.call("take_masks", Scheduler.take_masks, (), {})  # type: ignore[no-any-return]
+        tape = self.recorder.tape
+        tape.is_open = True
+        try:
+            masks = Scheduler.take_masks(self)
+        except Exception as error:
+            self._record("take_masks", (), {}, type(error).__name__)
+            raise
+        if events := tape.take_events():
+            self.recorder.write(Called("take_masks", _NO_ARGUMENTS, events))
+        return masks
 
     def call(
         self,

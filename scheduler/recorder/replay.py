@@ -18,11 +18,18 @@ from longshore.scheduler.recorder.entries import (
     Planned,
     RecordError,
     Segment,
+    Started,
     segment_files,
 )
 from longshore.scheduler.recorder.graph import decode_graph, is_allowed
 from longshore.scheduler.recorder.recorder import OUTSIDE_HOOKS, RECORDED_CALLS
-from longshore.scheduler.recorder.surroundings import AnswersDiffer, Player, PolicyPlayer
+from longshore.scheduler.recorder.surroundings import (
+    AnswersDiffer,
+    NotRecorded,
+    Player,
+    PolicyPlayer,
+    decode_argument,
+)
 from longshore.scheduler.scheduler import Scheduler
 
 _CALLS: Final = frozenset(
@@ -108,6 +115,9 @@ class Replay:
             header = segment.header
             if header.run != run or header.first_entry != next_entry or self._scheduler is None:
                 self.result.num_runs += header.run != run
+                if header.run == run:
+                    num_lost = header.first_entry - next_entry
+                    self.result.notes.append(f"{num_lost:,} calls before {path} are not recorded")
                 self._scheduler = self._load(segment)
             run, next_entry = header.run, header.first_entry
             for entry in segment.entries():
@@ -131,12 +141,25 @@ class Replay:
         scheduler = object.__new__(Scheduler)
         vars(scheduler).update(state)
         self._player.holds = state.get("_transfers")
+        self._note_what_is_not_compared(scheduler)
         self.result.policy = segment.header.policy
         policy = scheduler._planner.policy if hasattr(scheduler, "_planner") else None
         if self._policy is not None and isinstance(policy, CheckedPolicy):
             assert isinstance(policy.policy, PolicyPlayer)
             self._run_policy(self._policy, policy.policy, segment)
         return scheduler
+
+    def _note_what_is_not_compared(self, scheduler: Scheduler) -> None:
+        """Of the features that this scheduler has."""
+        lifecycle = getattr(scheduler, "_lifecycle", None)
+        missing = {
+            "masks of structured output": getattr(scheduler, "_grammars", None),
+            "experts of tokens": getattr(lifecycle, "experts", None),
+        }
+        found = " and ".join(what for what, feature in missing.items() if feature is not None)
+        note = f"{found} are not in the record; they decide nothing of a plan"
+        if found and note not in self.result.notes:
+            self.result.notes.append(note)
 
     def _run_policy(self, name: str, played: PolicyPlayer, segment: Segment) -> None:
         """Run the policy itself, from the state that it had."""
@@ -168,9 +191,16 @@ class Replay:
         plan, now = None, None
         try:
             plan, now = _call(entry, scheduler)
-        except AnswersDiffer as error:
-            return self._differs(f"{_words(entry)}: {error}")
         except Exception as error:
+            cause = _of_the_record(error)
+            if isinstance(cause, AnswersDiffer):
+                return self._differs(f"{_words(entry)}: {cause}")
+            if cause is not None:
+                result.notes.append(
+                    f"the replay ends before {_words(entry)}, because the record lacks what the "
+                    f"scheduler got there: {cause}"
+                )
+                return False
             recorded = type(error).__name__
             if recorded != raised:
                 instead = f"the recorded one raised {raised}" if raised else "in the record not"
@@ -187,7 +217,7 @@ class Replay:
         scheduler.take_outputs()
         result.num_calls += 1
         if isinstance(entry, Planned):
-            difference = plan_difference(entry.plan, plan)
+            difference = plan_difference(entry, plan)
             if difference is not None:
                 return self._differs(difference)
             if plan is not None:
@@ -200,6 +230,13 @@ class Replay:
     def _differs(self, text: str) -> bool:
         self.result.difference = text
         return False
+
+
+def _of_the_record(error: BaseException | None) -> AnswersDiffer | NotRecorded | None:
+    """What the record does not have, if that caused the error."""
+    while error is not None and not isinstance(error, AnswersDiffer | NotRecorded):
+        error = error.__cause__
+    return error
 
 
 def _is_of(path: str, package: str) -> bool:
@@ -228,7 +265,7 @@ def _call(entry: Entry, scheduler: Scheduler) -> tuple[SchedulerOutput | None, f
         case Added():
             scheduler.add_request(entry.message, client=entry.client, now=entry.now)
         case Called(method=name):
-            arguments, named = decode_graph(entry.arguments)
+            arguments, named = decode_argument(entry.arguments)
             if name in OUTSIDE_HOOKS:
                 getattr(scheduler._transfers, name)(*arguments)
             elif name in _CALLS:
@@ -239,16 +276,25 @@ def _call(entry: Entry, scheduler: Scheduler) -> tuple[SchedulerOutput | None, f
     return None, entry.now
 
 
-def plan_difference(recorded: SchedulerOutput | None, plan: SchedulerOutput | None) -> str | None:
+def plan_difference(entry: Planned, plan: SchedulerOutput | None) -> str | None:
     """In which step and field a plan is not the recorded one; None if they are equal."""
+    recorded = entry.plan
     if recorded is None or plan is None:
         if recorded is plan:
             return None
         one = recorded or plan
         assert one is not None
         return f"step {one.step} was {'not ' if recorded is None else ''}planned when recorded"
-    for name in plan.__struct_fields__:
-        before, now = getattr(recorded, name), getattr(plan, name)
+    fields = [
+        (name, getattr(recorded, name), getattr(plan, name))
+        for name in plan.__struct_fields__
+        if name not in ("added", "digest")
+    ]
+    fields.append(("added", entry.started, tuple(map(Started.of, plan.added))))
+    # Last: it differs in any case, and only a prompt, or an output before a preemption, is found by
+    # it alone.
+    fields.append(("digest", recorded.digest, plan.digest))
+    for name, before, now in fields:
         if not _is_equal(before, now):
             differ = f"{name} was {before!r:.300}, in the replay it is {now!r:.300}"
             return f"step {recorded.step}: {differ}"

@@ -1,4 +1,5 @@
-"""Writes the files of a record: a thread of its own, so that the scheduler waits for no disk."""
+"""Writes the files of a record: chunks on a thread, snapshots in a child process, so that the
+scheduler waits for no disk."""
 
 import contextlib
 import gc
@@ -12,12 +13,19 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from longshore.protocol.errors import ConfigError
-from longshore.scheduler.recorder.entries import MAGIC, Header, frame, number_of, segment_files
+from longshore.scheduler.recorder.entries import (
+    MAGIC,
+    Header,
+    frame,
+    number_of,
+    segment_files,
+)
+from longshore.scheduler.recorder.graph import GraphError
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +33,29 @@ FILE_MODE: Final = 0o600
 NUM_SEGMENTS: Final = 4
 """Of a full ring. The oldest one is removed as a whole, so at least 3/4 of the bytes are kept."""
 
+MAX_WAITING: Final = 256
+"""Chunks that wait to be written. If there are more, the disk is too slow."""
+
 CHILD_TIMEOUT_S: Final = 120.0
 CHILD_POLL_S: Final = 0.01
 CLOSE_TIMEOUT_S: Final = 30.0
 
 
 class _NewSegment(NamedTuple):
-    """A file with its snapshot. child: the process that writes it; None: it is written."""
+    """A file with its snapshot.
+
+    child: the process that writes it; None: it is written.
+    has_gap: chunks before it were lost.
+    """
 
     path: Path
     descriptor: int
     child: int | None
+    has_gap: bool = False
 
 
-class _Flush(NamedTuple):
-    done: threading.Event
+_Work: TypeAlias = bytearray | _NewSegment | threading.Event
+"""A chunk, a file that begins, or an event to be set when all before it is written."""
 
 
 class SegmentWriter:
@@ -58,25 +74,37 @@ class SegmentWriter:
         self._next_number = 1 + max((number_of(each) or 0 for each in old), default=-1)
         self._ring = deque((each, each.stat().st_size) for each in old)
         self._num_segment_bytes = 0
+        self._has_gap = False
         self._descriptor = -1
         self._is_broken = False
-        self._work: queue.SimpleQueue[bytes | _NewSegment | _Flush | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="record", daemon=True)
 
     @property
-    def is_segment_full(self) -> bool:
-        """The next segment should begin."""
-        return self._num_segment_bytes * NUM_SEGMENTS >= self._limit_bytes
+    def fullness(self) -> float:
+        """From 1 on, the next segment should begin."""
+        if self._has_gap:
+            return float(self._work.empty())
+        return self._num_segment_bytes * NUM_SEGMENTS / self._limit_bytes
 
     def begin(self, header: Header, snapshot: Callable[[], bytes]) -> None:
         """Begin the first segment. Raises ConfigError if the file cannot be written, GraphError if
         there is no snapshot of this scheduler."""
-        data = snapshot()
         try:
             path, descriptor = self._create()
-            _write(descriptor, _beginning(header, data))
+            # To look at the attributes of all objects in this process would make each of them
+            # slower for ever: CPython gives an object a dict then.
+            child = self._fork(descriptor, header, snapshot) if self._forks else None
+            if child is None or not _wait_for(child):
+                os.ftruncate(descriptor, 0)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                _write(descriptor, _beginning(header, snapshot()))
         except OSError as error:
             raise ConfigError(f"--record {self._path}: {error}") from error
+        except GraphError:
+            os.close(descriptor)
+            path.unlink()
+            raise
         self._thread.start()
         self._work.put(_NewSegment(path, descriptor, None))
 
@@ -89,17 +117,23 @@ class SegmentWriter:
         except OSError as error:
             logger.warning("no further file of the record can be created: %s", error)
             return
-        if not self._forks:
+        child = None
+        if self._forks:
+            child = self._fork(descriptor, header, snapshot)
+        else:
             _write(descriptor, _beginning(header, snapshot()))
-            self._work.put(_NewSegment(path, descriptor, None))
-            return
+        self._work.put(_NewSegment(path, descriptor, child, self._has_gap))
+        self._has_gap = False
+
+    def _fork(self, descriptor: int, header: Header, snapshot: Callable[[], bytes]) -> int:
+        """The child process that writes a snapshot."""
         with warnings.catch_warnings():
             # The child runs only what is below: no lock of another thread, no socket, no logger.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             _write_and_exit(descriptor, header, snapshot)
-        self._work.put(_NewSegment(path, descriptor, child))
+        return child
 
     def _create(self) -> tuple[Path, int]:
         path = Path(f"{self._path}.{self._next_number:06d}")
@@ -107,16 +141,23 @@ class SegmentWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return path, os.open(path, flags, FILE_MODE)
 
-    def write(self, chunk: bytes) -> None:
-        """Write a chunk of entries soon."""
-        self._num_segment_bytes += len(chunk)
-        self._work.put(chunk)
+    def write(self, chunk: bytearray) -> None:
+        """Write a chunk of entries soon. The caller does not change it any more."""
+        if self._work.qsize() >= MAX_WAITING and not self._has_gap:
+            self._has_gap = True
+            logger.warning(
+                "the disk is too slow for the record, which has a gap here and goes on with its "
+                "next file"
+            )
+        if not self._has_gap:
+            self._num_segment_bytes += len(chunk)
+            self._work.put(chunk)
 
     def wait(self) -> None:
         """Return when all chunks are written."""
         if self._thread.is_alive():
             done = threading.Event()
-            self._work.put(_Flush(done))
+            self._work.put(done)
             done.wait(CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
@@ -130,21 +171,21 @@ class SegmentWriter:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             match work:
-                case bytes():
+                case bytearray():
                     self._write_chunk(work)
                 case _NewSegment():
                     self._switch(work)
-                case _Flush(done):
-                    done.set()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+                case threading.Event():
+                    work.set()
+        self._close_file()
 
-    def _write_chunk(self, chunk: bytes) -> None:
+    def _write_chunk(self, chunk: bytearray) -> None:
         if self._is_broken:
             return
         path, size = self._ring[-1]
         try:
-            _write(self._descriptor, frame(chunk) + chunk)
+            _write(self._descriptor, frame(chunk))
+            _write(self._descriptor, chunk)
         except OSError as error:
             self._is_broken = True  # what follows would have a gap before it
             logger.warning("the record ends here, because it cannot be written: %s", error)
@@ -156,12 +197,17 @@ class SegmentWriter:
             logger.warning("the snapshot %s was not written; the former file continues", new.path)
             os.close(new.descriptor)
             new.path.unlink(missing_ok=True)
+            self._is_broken |= new.has_gap
             return
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        self._close_file()
         self._descriptor, self._is_broken = new.descriptor, False
         self._ring.append((new.path, os.fstat(new.descriptor).st_size))
         self._drop_oldest()
+
+    def _close_file(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _drop_oldest(self) -> None:
         while len(self._ring) > 1 and sum(size for _, size in self._ring) > self._limit_bytes:
@@ -175,7 +221,7 @@ def _beginning(header: Header, snapshot: bytes) -> bytes:
     return b"".join((MAGIC, frame(encoded), encoded, frame(snapshot), snapshot))
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def _write(descriptor: int, data: bytes | bytearray) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -92,6 +92,13 @@ ENCODER_HOOKS: Final = (
 GRAMMAR_METHODS: Final = ("is_compiled", "accept_tokens", "num_valid", "fill_masks", "release")
 
 
+_MISSING: Final = b"?"  # no graph begins so
+
+
+class NotRecorded(RecordError):
+    """The record lacks something that the scheduler got, because it cannot be encoded."""
+
+
 def encode_argument(value: Any) -> bytes:
     """The graph of an argument or an answer. What cannot be encoded is left out, because the
     scheduler must not notice that it is recorded; a replay ends there."""
@@ -99,7 +106,14 @@ def encode_argument(value: Any) -> bytes:
         return encode_graph(value)
     except GraphError as error:
         logger.warning("the record cannot be replayed from here on: %s", error)
-        return b"?"
+        return _MISSING + str(error).encode()
+
+
+def decode_argument(data: bytes) -> Any:
+    """Raises NotRecorded, or GraphError as `decode_graph` does."""
+    if data.startswith(_MISSING):
+        raise NotRecorded(data[len(_MISSING) :].decode(errors="replace"))
+    return decode_graph(data)
 
 
 class Tape:
@@ -452,7 +466,7 @@ class Player:
 
 
 def _answer_of(event: Event) -> Any:
-    return decode_graph(event.graph) if event.graph else event.answer
+    return decode_argument(event.graph) if event.graph else event.answer
 
 
 def _error_of(text: str) -> Exception:

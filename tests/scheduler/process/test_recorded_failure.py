@@ -19,7 +19,7 @@ def test_an_internal_error_writes_the_record_and_logs_how_to_replay_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "record"
-    driver, recorder = recorded_driver(path, monkeypatch)
+    driver, recorder = recorded_driver(path)
     engine: Any = object.__new__(Engine)
     engine._scheduler, engine._recorder = driver.scheduler, recorder
     engine._epoch, engine._stopping = 1, asyncio.Event()

@@ -1,11 +1,15 @@
 """Workloads of the oracle, and drivers, whose scheduler records what it does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longshore.scheduler.recorder import recorder as recorder_module
+from longshore.scheduler.recorder import segments
 from longshore.scheduler.recorder.recorder import RecordedScheduler, Recorder
 from tests.harness import engine
 from tests.harness.driver import Driver
@@ -15,6 +19,12 @@ from tests.oracle.fast_adapter import FastAdapter
 from tests.oracle.workloads import Workload
 
 UNLIMITED = 1 << 40
+
+
+def begin_files_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, with a snapshot, after 2 kB, and no file is removed."""
+    monkeypatch.setattr(recorder_module, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)
 
 
 def record_workload(
@@ -43,7 +53,6 @@ def record_workload(
 
 def recorded_driver(
     path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     limit_bytes: int = UNLIMITED,
     forks: bool = False,
@@ -51,6 +60,13 @@ def recorded_driver(
 ) -> tuple[Driver, Recorder]:
     """A driver and the recorder of its scheduler, to be closed at the end."""
     recorder = Recorder(path, limit_bytes, forks=forks)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "Scheduler", partial(RecordedScheduler, recorder=recorder))
+    with recorded_schedulers(recorder):
         return Driver(**settings), recorder
+
+
+@contextmanager
+def recorded_schedulers(recorder: Recorder) -> Iterator[None]:
+    """The scheduler of an engine that is made in this context is recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "Scheduler", partial(RecordedScheduler, recorder=recorder))
+        yield

@@ -2,31 +2,41 @@
 
 import random
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.scheduler.features.metrics import SampledBlockMetrics
 from longshore.scheduler.inspect.trace import SchedulerTrace
+from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.policies import OrderedPolicy, PolicyRequest
 from longshore.scheduler.recorder import entries, segments
 from longshore.scheduler.recorder import recorder as recorder_module
-from longshore.scheduler.recorder.entries import RecordError, Segment, segment_files
+from longshore.scheduler.recorder.entries import Added, RecordError, Segment, segment_files
 from longshore.scheduler.recorder.explain import Explainer
-from longshore.scheduler.recorder.graph import GraphError, decode_graph
+from longshore.scheduler.recorder.graph import GraphError, decode_graph, encode_graph
 from longshore.scheduler.recorder.recorder import Recorder
 from longshore.scheduler.recorder.replay import Replay, Result
 from longshore.scheduler.recorder.surroundings import Player
 from longshore.scheduler.step.planner import StepPlanner
 from tests.harness.connector import AdversarialConnector
 from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
 from tests.harness.tokens import prompt_of
 from tests.oracle.workloads import ALL_FEATURES, Workload
-from tests.scheduler.recorder.recorded_runs import UNLIMITED, record_workload, recorded_driver
+from tests.scheduler.recorder.recorded_runs import (
+    UNLIMITED,
+    begin_files_often,
+    record_workload,
+    recorded_driver,
+)
 
 NUM_WORKLOADS = 10
 NUM_SHARDS = 2
@@ -60,8 +70,7 @@ def test_the_replay_of_random_workloads_repeats_every_plan(
     shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
 ) -> None:
     """From the start, and from each snapshot on its own: so snapshots are complete."""
-    monkeypatch.setattr(recorder_module, "CHUNK_ENTRIES", 20)
-    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)  # one per chunk
+    begin_files_often(monkeypatch)
     num_plans = num_segments = 0
     for seed in range(shard, NUM_WORKLOADS * (50 if long_run else 1), NUM_SHARDS):
         path = tmp_path / f"record-{seed}"
@@ -76,12 +85,10 @@ def test_the_replay_of_random_workloads_repeats_every_plan(
 
 
 def test_metrics_of_blocks_are_measured_while_recording_and_not_in_the_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     metrics = SampledBlockMetrics(lambda: 0.0)
-    driver, recorder = recorded_driver(
-        tmp_path / "record", monkeypatch, scheduler={"block_metrics": metrics}
-    )
+    driver, recorder = recorded_driver(tmp_path / "record", scheduler={"block_metrics": metrics})
     run_requests(driver, 3)
     recorder.close()
     num_allocated = metrics.num_allocated
@@ -90,12 +97,9 @@ def test_metrics_of_blocks_are_measured_while_recording_and_not_in_the_replay(
     assert metrics.num_allocated == num_allocated
 
 
-def test_swaps_loads_and_stores_of_a_connector_are_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swaps_loads_and_stores_of_a_connector_are_replayed(tmp_path: Path) -> None:
     driver, recorder = recorded_driver(
         tmp_path / "record",
-        monkeypatch,
         rules={},
         preemption_mode="swap",
         num_blocks=21,
@@ -116,8 +120,7 @@ def test_swaps_loads_and_stores_of_a_connector_are_replayed(
 def test_pins_are_replayed_with_the_names_of_tools_and_a_trace_asks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "CHUNK_ENTRIES", 20)
-    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)
+    begin_files_often(monkeypatch)
     asked: list[list[int]] = []
     lines: list[bytes] = []
 
@@ -127,7 +130,6 @@ def test_pins_are_replayed_with_the_names_of_tools_and_a_trace_asks_nothing(
 
     driver, recorder = recorded_driver(
         tmp_path / "record",
-        monkeypatch,
         rules={},
         policy="continuum",
         num_blocks=30,
@@ -152,11 +154,9 @@ def test_pins_are_replayed_with_the_names_of_tools_and_a_trace_asks_nothing(
     assert (len(asked), len(lines)) == (num_asked, num_lines)
 
 
-def test_a_child_process_writes_snapshots_while_the_scheduler_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_process_writes_snapshots_while_the_scheduler_goes_on(tmp_path: Path) -> None:
     driver, recorder = recorded_driver(
-        tmp_path / "record", monkeypatch, limit_bytes=20_000, forks=True, num_blocks=20
+        tmp_path / "record", limit_bytes=10_000, forks=True, num_blocks=20
     )
     run_requests(driver, 60)
     recorder.close()
@@ -168,11 +168,9 @@ def test_a_child_process_writes_snapshots_while_the_scheduler_goes_on(
         check_equal(file)
 
 
-def test_a_second_process_continues_the_ring_and_both_are_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_continues_the_ring_and_both_are_replayed(tmp_path: Path) -> None:
     for _ in range(2):
-        driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+        driver, recorder = recorded_driver(tmp_path / "record")
         run_requests(driver)
         recorder.close()
     names = [file.name for file in segment_files(tmp_path / "record")]
@@ -182,10 +180,8 @@ def test_a_second_process_continues_the_ring_and_both_are_replayed(
     assert result.num_plans == 2 * len(driver.plans)
 
 
-def test_a_record_that_was_cut_is_replayed_up_to_its_last_whole_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+def test_a_record_that_was_cut_is_replayed_up_to_its_last_whole_entry(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
     for number in range(6):
         driver.add(f"r{number}", prompt_of(6), max_tokens=4)
         driver.step()
@@ -205,7 +201,7 @@ def test_a_record_that_was_cut_is_replayed_up_to_its_last_whole_entry(
 def test_a_damaged_record_is_an_error_that_says_so(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    driver, recorder = recorded_driver(tmp_path / "record")
     if part == "version":
         monkeypatch.setattr(entries, "FORMAT_VERSION", 99)
     run_requests(driver, 3)
@@ -227,10 +223,8 @@ def test_a_record_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.req("SYS-05")
-def test_an_error_is_recorded_and_raised_again_in_the_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+def test_an_error_is_recorded_and_raised_again_in_the_replay(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
     driver.add("one", prompt_of(5))
     driver.step()
     with pytest.raises(LongshoreError):
@@ -243,7 +237,7 @@ def test_an_error_is_recorded_and_raised_again_in_the_replay(
 def test_the_first_plan_that_differs_is_named_with_its_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    driver, recorder = recorded_driver(tmp_path / "record")
     run_requests(driver, 3)
     recorder.close()
     plan_step = StepPlanner.plan_step
@@ -266,7 +260,7 @@ def test_a_policy_of_another_package_that_changes_its_mind_is_named(
     *, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{Patient.__module__}:Patient"
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch, policy=name)
+    driver, recorder = recorded_driver(tmp_path / "record", policy=name)
     run_requests(driver)
     recorder.close()
     result = Replay(tmp_path / "record", policy=name if runs else None).run()
@@ -281,12 +275,8 @@ def test_a_policy_of_another_package_that_changes_its_mind_is_named(
         assert result.policy_differs is None, "its code does not run unless it is asked for"
 
 
-def test_explain_says_why_a_request_waited_and_who_preempted_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, recorder = recorded_driver(
-        tmp_path / "record", monkeypatch, num_blocks=17, max_num_seqs=3
-    )
+def test_explain_says_why_a_request_waited_and_who_preempted_it(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", num_blocks=17, max_num_seqs=3)
     for number in range(5):
         driver.add(f"r{number}", prompt_of(8, 20 * number), max_tokens=24)
     driver.run()
@@ -302,10 +292,8 @@ def test_explain_says_why_a_request_waited_and_who_preempted_it(
     assert texts[-1] == "ended: FINISHED_LENGTH_CAPPED, 24 output tokens"
 
 
-def test_the_replay_ends_at_the_step_that_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+def test_the_replay_ends_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
     run_requests(driver)
     recorder.close()
     result = Replay(tmp_path / "record", until=7).run()
@@ -313,9 +301,9 @@ def test_the_replay_ends_at_the_step_that_was_asked_for(
 
 
 def test_random_bytes_in_a_snapshot_never_raise_anything_but_an_error_of_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    driver, recorder = recorded_driver(tmp_path / "record", monkeypatch)
+    driver, recorder = recorded_driver(tmp_path / "record")
     driver.add("one", prompt_of(5))
     recorder.close()
     snapshot = Segment(segment_files(tmp_path / "record")[0]).snapshot
@@ -329,3 +317,136 @@ def test_random_bytes_in_a_snapshot_never_raise_anything_but_an_error_of_the_rec
         except (GraphError, RecordError):
             num_errors += 1
     assert num_errors > 20
+
+
+def test_a_prompt_is_recorded_once(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
+    prompt = prompt_of(12, 30)[::-1]
+    driver.add("one", prompt)
+    driver.run()
+    recorder.close()
+    (file,) = segment_files(tmp_path / "record")
+    assert file.read_bytes().count(int32_array(prompt).tobytes()) == 1
+    check_equal(file)
+
+
+def test_a_file_begins_when_the_workers_have_all_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_FULLNESS", float("inf"))
+    driver, recorder = recorded_driver(tmp_path / "record", limit_bytes=1)
+    driver.add("one", prompt_of(12, 30))
+    driver.plan()
+    driver.answer()
+    assert driver.plan() is not None
+    assert segment_files(tmp_path / "record")[-1].name == "record.000000"
+    assert driver.plan() is None
+    assert segment_files(tmp_path / "record")[-1].name == "record.000001"
+    recorder.close()
+
+
+def test_no_snapshot_is_made_in_the_process_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would give every object a dict, and make each access to its attributes slower."""
+    here: list[int] = []
+    snapshot = Recorder._snapshot
+    monkeypatch.setattr(Recorder, "_snapshot", lambda self: here.append(1) or snapshot(self))
+    driver, recorder = recorded_driver(tmp_path / "record", forks=True)
+    run_requests(driver, 2)
+    recorder.begin_file()
+    run_requests(driver, 2)
+    recorder.close()
+    assert not here
+    assert check_equal(tmp_path / "record").num_plans == len(driver.plans)
+    assert len(segment_files(tmp_path / "record")) == 2
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_scheduler_that_cannot_be_encoded_is_an_error_at_the_start(
+    *, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = Recorder._snapshot
+    monkeypatch.setattr(
+        Recorder, "_snapshot", lambda self: encode_graph([snapshot(self), iter([])])
+    )
+    with pytest.raises(GraphError, match="list_iterator"):
+        recorded_driver(tmp_path / "record", forks=forks)
+    assert not segment_files(tmp_path / "record")
+
+
+def test_a_slow_disk_leaves_a_gap_which_the_replay_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
+    run_requests(driver, 2)
+    recorder.flush(waits=True)
+    num_before = len(driver.plans)
+    is_ready = threading.Event()
+    write = segments._write
+
+    def wait_and_write(descriptor: int, data: bytes) -> None:
+        is_ready.wait(30)
+        write(descriptor, data)
+
+    monkeypatch.setattr(segments, "MAX_WAITING", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_write", wait_and_write)
+        while "too slow" not in caplog.text:
+            driver.add(f"s{len(driver.plans)}", prompt_of(6), max_tokens=3)
+            driver.run()
+            recorder.flush()
+        is_ready.set()
+        recorder.flush(waits=True)
+    recorder.begin_file()
+    first = len(driver.plans)
+    driver.add("last", prompt_of(7))
+    driver.run()
+    recorder.close()
+    result = check_equal(tmp_path / "record")
+    assert num_before <= result.num_plans < len(driver.plans)
+    assert any("are not recorded" in note for note in result.notes)
+    last = check_equal(segment_files(tmp_path / "record")[-1])
+    assert last.num_plans == len(driver.plans) - first
+
+
+def test_a_replay_ends_by_name_where_something_could_not_be_recorded(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record")
+    run_requests(driver, 2)
+    driver.scheduler.release_transfers(iter([]))  # type: ignore[arg-type]
+    run_requests(driver, 1)
+    recorder.close()
+    result = check_equal(tmp_path / "record")
+    assert 0 < result.num_plans < len(driver.plans)
+    (note,) = result.notes
+    assert "the replay ends before release_transfers" in note
+    assert "list_iterator" in note
+
+
+def test_params_that_a_connector_changes_are_recorded_as_they_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", rules={})
+    params = {"remote": True}
+    add = Lifecycle.add
+
+    def add_and_change(self: Lifecycle, message: AddRequest, **named: Any) -> None:
+        add(self, message, **named)
+        params["remote"] = False
+
+    monkeypatch.setattr(Lifecycle, "add", add_and_change)
+    driver.add("one", prompt_of(5), kv_transfer_params=params)
+    recorder.close()
+    (file,) = segment_files(tmp_path / "record")
+    (entry,) = (each for each in Segment(file).entries() if isinstance(each, Added))
+    assert entry.message.kv_transfer_params == {"remote": True}
+
+
+def test_a_replay_says_that_masks_are_not_in_the_record(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", grammars=FakeCompiler(["all"]))
+    driver.add("one", prompt_of(5), structured_output=grammar_for("one"))
+    driver.run()
+    assert driver.plans[0].has_structured_output
+    recorder.close()
+    (note,) = check_equal(tmp_path / "record").notes
+    assert note.startswith("masks of structured output are not in the record")
