@@ -38,6 +38,10 @@ class SimulateOptions:
         shared_prefix: Tokens that all random prompts begin with.
         speed: Divides the arrival times of the workload; 2 means twice the load.
         shrink: Divides all lengths of a trace of requests, also the 512 tokens per block id.
+        thin: Simulates one of this many sessions of a trace (docs/simulator.md), which divides its
+            load.
+        spread_s: Seconds over which the requests of a trace that arrive at the same time are
+            spread.
         seed: Seed of random requests.
         engines: Number of engines.
         router: Policy by which the gateway chooses the engine of a request.
@@ -78,6 +82,8 @@ class SimulateOptions:
     shared_prefix: Annotated[int, _WORKLOAD, _TOKENS] = 0
     speed: Annotated[float, _WORKLOAD] = 1.0
     shrink: Annotated[int, _WORKLOAD] = 1
+    thin: Annotated[int, _WORKLOAD] = 1
+    spread_s: Annotated[float, _WORKLOAD] = 0.0
     seed: Annotated[int, _WORKLOAD] = 0
     engines: Annotated[int, _ENGINES] = 1
     router: Annotated[PolicyName, _ENGINES] = "least_loaded"
@@ -104,8 +110,10 @@ class SimulateOptions:
 
     def __post_init__(self) -> None:
         check_range("engines", self.engines, 1, MAX_ENGINES)
-        for name in ("num_requests", "input_len", "output_len", "shrink"):
+        for name in ("num_requests", "input_len", "output_len", "shrink", "thin"):
             check_at_least(name, getattr(self, name), 1)
+        if not 0 <= self.spread_s < math.inf:
+            raise ConfigError(f"spread_s={self.spread_s} must be at least 0 and finite")
         for name in ("shared_prefix", "seed"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("request_rate", "speed"):

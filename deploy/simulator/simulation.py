@@ -60,7 +60,13 @@ def simulate(options: SimulateOptions) -> SimulationResult:
 def load_jobs(options: SimulateOptions) -> list[Job]:
     """The workload. Raises ConfigError."""
     if options.trace is not None:
-        jobs = read_jobs(options.trace, limit=options.num_requests, shrink=options.shrink)
+        jobs = read_jobs(
+            options.trace,
+            limit=options.num_requests,
+            shrink=options.shrink,
+            thin=options.thin,
+            spread_s=options.spread_s,
+        )
     else:
         jobs = random_jobs(
             options.num_requests or DEFAULT_NUM_REQUESTS,

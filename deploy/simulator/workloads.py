@@ -151,12 +151,16 @@ class _Kind(msgspec.Struct):
 _LineT = TypeVar("_LineT")
 
 
-def read_jobs(path: Path, *, limit: int | None = None, shrink: int = 1) -> list[Job]:
+def read_jobs(
+    path: Path, *, limit: int | None = None, shrink: int = 1, thin: int = 1, spread_s: float = 0.0
+) -> list[Job]:
     """The jobs of a trace in Mooncake's format, or of agents, by their first line; sorted by
     arrival.
 
     limit:  of the number of lines.
     shrink: divide all lengths of a trace by this, also the tokens per block id.
+    thin:   keep one of this many sessions, in the order of their first lines.
+    spread_s: over which those that arrive at the same time are spread.
     Raises ConfigError, which names the file and the line.
     """
     lines = list(itertools.islice(_lines(path), limit))
@@ -170,7 +174,27 @@ def read_jobs(path: Path, *, limit: int | None = None, shrink: int = 1) -> list[
         jobs = list(_agent_jobs([_decode(path, *line, _AgentLine) for line in lines]))
     else:
         jobs = list(_trace_jobs([_decode(path, *line, _TraceLine) for line in lines], shrink))
-    return sorted(jobs, key=lambda job: job.arrival_s)
+    _spread(jobs, spread_s)
+    return sorted(_thinned(jobs, thin), key=lambda job: job.arrival_s)
+
+
+def _spread(jobs: Sequence[Job], seconds: float) -> None:
+    together: dict[float, list[Job]] = {}
+    for job in jobs:
+        together.setdefault(job.arrival_s, []).append(job)
+    for arrival_s, group in together.items():
+        for position, job in enumerate(group):
+            job.arrival_s = arrival_s + seconds * position / len(group)
+
+
+def _thinned(jobs: Sequence[Job], thin: int) -> list[Job]:
+    """With new numbers."""
+    sessions = {key: index for index, key in enumerate(dict.fromkeys(j.session_key for j in jobs))}
+    kept = [job for job in jobs if sessions[job.session_key] % thin == 0]
+    number = 0
+    for job in kept:
+        job.number, number = number, number + len(job.turns)
+    return kept
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

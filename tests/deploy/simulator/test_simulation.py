@@ -279,6 +279,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"preemption_mode": "swap"}, "needs connector=offloading"),
     ({"engines": 0}, "engines=0"),
     ({"request_rate": 0}, "request_rate=0"),
+    ({"thin": 0}, "thin=0"),
+    ({"spread_s": -1.0}, "spread_s=-1"),
     ({"shared_prefix": 2000}, "shared_prefix=2000"),
     ({"num_blocks": 2}, "num_blocks=2"),
     ({"trace": Path("missing.jsonl")}, "missing.jsonl cannot be read"),

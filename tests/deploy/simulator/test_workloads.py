@@ -37,6 +37,24 @@ def test_requests_with_blocks_in_common_belong_to_one_session(tmp_path: Path) ->
     assert first == third != second
 
 
+def test_one_of_several_sessions_is_kept_as_a_whole(tmp_path: Path) -> None:
+    ids = [[0, 1], [0, 2], [0, 3], [0, 2, 5], [0, 4], [0, 3, 6]]
+    lines = [request(n, 2048, 1, each) for n, each in enumerate(ids)]
+    path = write_lines(tmp_path / "t.jsonl", lines)
+    kept = read_jobs(path, thin=2)
+    assert [job.arrival_s for job in kept] == [0.0, 0.002, 0.005]  # of sessions 1 and 3 of 4
+    assert [job.number for job in kept] == [0, 1, 2]
+    jobs = [agent_job(n, n * 1.0, [(1, 1, 0.0)] * 2) for n in range(5)]
+    kept = read_jobs(write_lines(tmp_path / "jobs.jsonl", jobs), thin=2)
+    assert [(job.job_id, job.number) for job in kept] == [("job-0", 0), ("job-2", 2), ("job-4", 4)]
+
+
+def test_requests_that_arrive_together_are_spread(tmp_path: Path) -> None:
+    lines = [request(at_ms, 1, 1, []) for at_ms in (0, 0, 0, 3000, 5000, 5000)]
+    path = write_lines(tmp_path / "t.jsonl", lines)
+    assert [job.arrival_s for job in read_jobs(path, spread_s=3.0)] == [0, 1, 2, 3, 5, 6.5]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
