@@ -72,9 +72,11 @@ class HostTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How fast KV moves between tiers. Transfers of one kind follow each other.
+    """How fast KV moves between tiers and between engines. Transfers of one kind follow each other.
 
-    latency_s: that each transfer takes in addition.
+    latency_s: that each transfer between tiers takes in addition.
+    pull_bytes_per_s: from the memory of a prefill engine to that of a decode engine.
+    pull_latency_s: that each pull takes in addition: the messages between the two engines.
     """
 
     load_bytes_per_s: BytesPerSecond = 50e9
@@ -82,6 +84,8 @@ class TransferRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_read_bytes_per_s: BytesPerSecond = 6e9
     disk_write_bytes_per_s: BytesPerSecond = 5e9
     latency_s: Seconds = 20e-6
+    pull_bytes_per_s: BytesPerSecond = 45e9
+    pull_latency_s: Seconds = 2.5e-3
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

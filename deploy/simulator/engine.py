@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from longshore.deploy.simulator.clock import Clock
 from longshore.deploy.simulator.cost_model import CostModel
+from longshore.deploy.simulator.pulls import SimulatedPulls
 from longshore.deploy.simulator.transfers import SimulatedTransfers
 from longshore.deploy.simulator.worker import SimulatedWorker
 from longshore.protocol.errors import LongshoreError
@@ -40,8 +41,8 @@ class SimulatedEngine:
         cost: CostModel,
         clock: Clock,
         *,
-        transfers: SimulatedTransfers | None,
-        deliver: Callable[[EngineOutputs], None],
+        transfers: SimulatedTransfers | SimulatedPulls | None,
+        deliver: Callable[[int, EngineOutputs], None],
         publish: Callable[[int, list[KVEvent]], None] | None,
     ) -> None:
         self.number, self.scheduler = number, scheduler
@@ -71,16 +72,17 @@ class SimulatedEngine:
         """Send outputs and plans."""
         scheduler, clock = self.scheduler, self._clock
         for _, outputs in scheduler.take_outputs():
-            clock.at(clock.now_s + self._cost.host.output_s, self._deliver, outputs)
+            clock.at(clock.now_s + self._cost.host.output_s, self._deliver, self.number, outputs)
         while (plan := scheduler.schedule(clock.now_s)) is not None:
             work, tokens = self._worker.execute(plan)
-            begin_s = max(clock.now_s + self._cost.host.plan_s, self._free_at_s)
+            received_s = clock.now_s + self._cost.host.plan_s
+            begin_s = max(received_s, self._free_at_s)
             compute_s = self._cost.step_s(work) if work.num_tokens else 0.0
             self._free_at_s = begin_s + compute_s
             self.busy_s += compute_s
             self.num_steps += work.num_tokens > 0
             if plan.connector_metadata and self._transfers is not None:
-                self._transfers.begin(plan.connector_metadata, begin_s)
+                self._transfers.begin(plan.connector_metadata, received_s, begin_s)
             output = ModelRunnerOutput(
                 epoch=1, step=plan.step, sampled_tokens=tokens, compute_s=compute_s
             )

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 from longshore.deploy.cli.counts import read_count
 from longshore.deploy.cli.setting_checks import check_at_least, check_range
 from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
+from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import PreemptionMode
 
@@ -43,7 +44,10 @@ class SimulateOptions:
         spread_s: Seconds over which the requests of a trace that arrive at the same time are
             spread.
         seed: Seed of random requests.
-        engines: Number of engines.
+        engines: Number of engines for whole requests.
+        prefill_engines: Number of engines that compute prompts only, instead of engines for whole
+            requests.
+        decode_engines: Number of engines that compute all tokens after the first one.
         router: Policy by which the gateway chooses the engine of a request.
         cost_model: JSON file with the costs of an engine (longshore bench fit-cost makes one), or
             the name of a built-in one: h100-llama-8b, h200-llama-8b, h100x2-qwen-32b,
@@ -86,6 +90,8 @@ class SimulateOptions:
     spread_s: Annotated[float, _WORKLOAD] = 0.0
     seed: Annotated[int, _WORKLOAD] = 0
     engines: Annotated[int, _ENGINES] = 1
+    prefill_engines: Annotated[int, _ENGINES] = 0
+    decode_engines: Annotated[int, _ENGINES] = 0
     router: Annotated[PolicyName, _ENGINES] = "least_loaded"
     cost_model: Annotated[str, _ENGINES] = "h100-llama-8b"
     policy: Annotated[str, _SCHEDULING] = "fcfs"
@@ -109,7 +115,7 @@ class SimulateOptions:
     plot: Annotated[Path | None, _RESULTS] = None
 
     def __post_init__(self) -> None:
-        check_range("engines", self.engines, 1, MAX_ENGINES)
+        self._check_engines()
         for name in ("num_requests", "input_len", "output_len", "shrink", "thin"):
             check_at_least(name, getattr(self, name), 1)
         if not 0 <= self.spread_s < math.inf:
@@ -134,4 +140,32 @@ class SimulateOptions:
             raise ConfigError(
                 f"shared_prefix={self.shared_prefix} must be less than input_len={self.input_len}, "
                 "which includes it"
+            )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of each engine."""
+        numbers: dict[Role, int] = {"unified": self.engines}
+        if self.prefill_engines:
+            numbers = {"prefill": self.prefill_engines, "decode": self.decode_engines}
+        return tuple(role for role, number in numbers.items() for _ in range(number))
+
+    def _check_engines(self) -> None:
+        check_range("engines", self.engines, 1, MAX_ENGINES)
+        check_range("prefill_engines", self.prefill_engines, 0, MAX_ENGINES)
+        check_range("decode_engines", self.decode_engines, 0, MAX_ENGINES)
+        split = f"prefill_engines={self.prefill_engines} and decode_engines={self.decode_engines}"
+        if bool(self.prefill_engines) != bool(self.decode_engines):
+            raise ConfigError(
+                f"{split}: both kinds of engines are needed. Set both to 1 or more, or neither."
+            )
+        if self.prefill_engines and self.engines > 1:
+            raise ConfigError(
+                f"engines={self.engines} are engines for whole requests, and {split} are not. "
+                "Remove engines."
+            )
+        if self.prefill_engines and self.connector is not None:
+            raise ConfigError(
+                f"connector={self.connector!r} cannot be simulated with {split}, because their "
+                "connector is one that pulls KV. Remove connector."
             )

@@ -12,18 +12,20 @@ from longshore.protocol.statistics import SchedulerStats
 class RequestRecord:
     """What a client sees of one request, in seconds of virtual time; None: it never happened.
 
+    engine: that ended it. prefill_engine: that computed its prompt, if it is another one.
     finish_reason: as in the API; "rejected" if the engine did not accept the request.
     """
 
     request_id: str
     job_id: str | None
     turn: int
-    engine: int
+    engine: int | None
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    prefill_engine: int | None = None
     queue_s: float | None = None
     first_token_s: float | None = None
     end_s: float | None = None
@@ -72,9 +74,21 @@ class EngineRecord(NamedTuple):
     stats: SchedulerStats
 
 
+class SplitRecord(NamedTuple):
+    """How requests were split among prefill and decode engines.
+
+    outcomes, skips: counts by what the metrics of a gateway have as labels.
+    gaps_s: from the token of the prefill engine to the first one of the decode engine.
+    """
+
+    outcomes: dict[str, int]
+    skips: dict[str, int]
+    gaps_s: list[float]
+
+
 @dataclass(frozen=True)
 class SimulationResult:
-    """route_counts: decisions of the router, by reason."""
+    """route_counts: decisions of the router, by reason. split: None without prefill engines."""
 
     options: SimulateOptions
     cost: CostModel
@@ -84,3 +98,4 @@ class SimulationResult:
     samples: list[Sample]
     engines: list[EngineRecord]
     route_counts: dict[str, int]
+    split: SplitRecord | None

@@ -22,6 +22,7 @@ CSV_FIELDS: Final = (
     "job_id",
     "turn",
     "engine",
+    "prefill_engine",
     "finish_reason",
     "arrival_s",
     "num_prompt_tokens",
@@ -67,12 +68,15 @@ def summarize(result: SimulationResult) -> dict[str, Any]:
         "tpot_s": _distribution(each.tpot_s for each in completed),
         "e2e_s": _distribution(each.e2e_s for each in completed),
         "queue_s": _distribution(each.queue_s for each in completed),
-        "hits": _hits(result.engines),
+        "hits": _hits(result.engines) if result.split is None else _split_hits(requests),
         "jobs": _jobs(result),
         "routing": result.route_counts,
+        "split": _split(result),
         "engines": [
-            _engine(number, each, requests, duration_s)
-            for number, each in enumerate(result.engines)
+            {"role": role, **_engine(number, each, requests, duration_s)}
+            for number, (role, each) in enumerate(
+                zip(result.options.roles, result.engines, strict=True)
+            )
         ],
         "samples": [each._asdict() for each in result.samples],
     }
@@ -112,6 +116,32 @@ def _hits(engines: Sequence[EngineRecord]) -> dict[str, Any]:
     }
 
 
+def _split_hits(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+    """The same of split engines, by request: a prompt is found, or computed, once, though two
+    engines admit it."""
+    num_prompt = sum(each.num_prompt_tokens for each in requests)
+    num_found = sum(each.num_cached_tokens for each in requests)
+    return {
+        "prompt_tokens": num_prompt,
+        "hit_tokens": {"GPU": num_found},
+        "hit_rates": {"GPU": num_found / max(1, num_prompt)},
+    }
+
+
+def _split(result: SimulationResult) -> dict[str, Any] | None:
+    """None without prefill engines."""
+    if result.split is None:
+        return None
+    return {
+        "outcomes": result.split.outcomes,
+        "skips": result.split.skips,
+        "gap_s": _distribution(result.split.gaps_s),
+        "pulled_bytes": sum(
+            each.num_bytes for engine in result.engines for each in engine.stats.transfers
+        ),
+    }
+
+
 def _jobs(result: SimulationResult) -> dict[str, Any] | None:
     """None for a workload without jobs."""
     jobs = [each for each in result.jobs if each.is_complete]
@@ -128,11 +158,15 @@ def _jobs(result: SimulationResult) -> dict[str, Any] | None:
 def _engine(
     number: int, engine: EngineRecord, requests: Sequence[RequestRecord], duration_s: float
 ) -> dict[str, Any]:
-    mine = [each for each in requests if each.engine == number]
+    ended = [each for each in requests if each.engine == number]
+    begun = [each for each in requests if each.prefill_engine == number]
+    num_output = sum(
+        each.num_output_tokens - (each.prefill_engine is not None) for each in ended
+    ) + len(begun)
     stats = engine.stats
     return {
-        "requests": len(mine),
-        "output_tokens": sum(each.num_output_tokens for each in mine),
+        "requests": len(ended) + len(begun),
+        "output_tokens": num_output,
         "steps": engine.num_steps,
         "busy_s": engine.busy_s,
         "utilization": engine.busy_s / duration_s if duration_s else 0.0,
@@ -201,6 +235,12 @@ def describe(summary: dict[str, Any]) -> str:
         times = _times(jobs["completion_s"])
         lines.append(
             f"jobs          {jobs['completed']:,} completed, {jobs['failed']:,} failed; {times}"
+        )
+    if (split := summary["split"]) is not None:
+        num_offered = split["outcomes"].get("offered", 0)
+        lines.append(
+            f"split         {num_offered:,} of {requests['completed']:,} requests; from the first "
+            f"token to the second {_times(split['gap_s'])}"
         )
     shares = [engine["utilization"] for engine in summary["engines"]]
     lines.append(

@@ -40,6 +40,7 @@ class GPU:
     memory_bytes: int
     link_bandwidth: float
     host_bandwidth: float = 55e9  # PCIe 5.0 x16 in one direction has 63 GB/s
+    network_bandwidth: float = 45e9  # a network adapter of 400 Gb/s has 50 GB/s
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def roofline(name: str, gpu: GPU, model: DenseModel, num_gpus: int = 1) -> CostM
         transfers=TransferRates(
             load_bytes_per_s=num_gpus * gpu.host_bandwidth,
             store_bytes_per_s=num_gpus * gpu.host_bandwidth,
+            pull_bytes_per_s=num_gpus * gpu.network_bandwidth,
         ),
     )
 

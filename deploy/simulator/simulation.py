@@ -3,13 +3,11 @@
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from longshore.connectors.base import ConnectorConfig
 from longshore.deploy.simulator.clock import Clock
@@ -17,6 +15,7 @@ from longshore.deploy.simulator.cost_model import CostModel, read_cost_model
 from longshore.deploy.simulator.engine import SimulatedEngine, SimulationStalled
 from longshore.deploy.simulator.gateway import SimulatedGateway
 from longshore.deploy.simulator.options import SimulateOptions
+from longshore.deploy.simulator.pulls import PullNetwork, SimulatedPulls
 from longshore.deploy.simulator.records import (
     EngineRecord,
     JobRecord,
@@ -25,6 +24,7 @@ from longshore.deploy.simulator.records import (
     SimulationResult,
 )
 from longshore.deploy.simulator.rooflines import ROOFLINES
+from longshore.deploy.simulator.split_gateway import SplitGateway
 from longshore.deploy.simulator.transfers import SimulatedTransfers, read_connector_options
 from longshore.deploy.simulator.worker import SimulatedWorker
 from longshore.deploy.simulator.workloads import (
@@ -35,8 +35,14 @@ from longshore.deploy.simulator.workloads import (
     turn_of_output,
 )
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import EngineIdentity, EngineReady, hash_seed_digest
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason, RequestEvent
+from longshore.protocol.outputs import (
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+    TransferReport,
+)
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preemption_mode
@@ -124,12 +130,20 @@ class Simulation:
         self._requests: list[RequestRecord | None] = [None] * sum(len(job.turns) for job in jobs)
         self._turns: dict[int, tuple[Job, int]] = {}  # live, by number
         self._tokens: dict[str, int] = {}  # output tokens of live requests, by id
-        self._has_token = np.zeros(len(self._requests), bool)
         self._ended_jobs: list[JobRecord] = []
         self._num_left = len(jobs)
         self._samples: list[Sample] = []
         self._kv_cache = self._make_kv_cache()
         self._scheduler_config = self._make_scheduler_config()
+        self._identity = EngineIdentity(
+            "simulated",
+            self._kv_cache.dtype,
+            options.block_size,
+            self._scheduler_config.max_model_len,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
+            hash_seed_digest(HASH_SEED),
+        )
         self._cache_config = CacheConfig(
             block_size=options.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
@@ -139,15 +153,29 @@ class Simulation:
             enable_kv_cache_events=options.router == "prefix_aware",
         )
         check_preemption_mode(self._scheduler_config, self._cache_config)
-        self._gateway = SimulatedGateway(
-            options.router, options.engines, self._cache_config, HASH_SEED
+        is_split = "prefill" in options.roles
+        self._network = PullNetwork(cost.transfers, self._clock) if is_split else None
+        self._gateway = (SplitGateway if is_split else SimulatedGateway)(
+            options.router,
+            options.roles,
+            self._cache_config,
+            HASH_SEED,
+            self._clock,
+            num_requests=len(self._requests),
+            send_to=self._send_to,
+            on_first_token=self._got_token,
+            on_end=self._end,
         )
         make_policy = policy_maker(options.policy)
-        self._engines = [self._make_engine(each, make_policy()) for each in range(options.engines)]
+        self._engines = [
+            self._make_engine(number, make_policy()) for number in range(len(options.roles))
+        ]
 
     def run(self) -> SimulationResult:
         """Until all jobs have ended. Raises LongshoreError, for example of the policy."""
         clock = self._clock
+        if isinstance(self._gateway, SplitGateway):
+            self._gateway.begin([self._describe(engine) for engine in self._engines])
         for job in self._jobs:
             clock.at(job.arrival_s, self._send, job, 0)
         self._sample_every_s = max(MIN_SAMPLE_S, self._jobs[-1].arrival_s / NUM_SAMPLES)
@@ -168,6 +196,7 @@ class Simulation:
                 for each in self._engines
             ],
             route_counts=self._count_routes(),
+            split=self._gateway.record if isinstance(self._gateway, SplitGateway) else None,
         )
 
     def check(self) -> None:
@@ -225,16 +254,19 @@ class Simulation:
             self._cost,
             self._clock,
             transfers=transfers,
-            deliver=self._deliver,
+            deliver=self._gateway.deliver,
             publish=self._gateway.publish if self._gateway.needs_events else None,
         )
 
-    def _make_transfers(self, number: int) -> SimulatedTransfers | None:
-        options, kv_cache = self._options, self._kv_cache
-        if options.connector is None:
+    def _make_transfers(self, number: int) -> SimulatedTransfers | SimulatedPulls | None:
+        options, kv_cache, network = self._options, self._kv_cache, self._network
+        own: Mapping[str, Any] = {}
+        if options.connector is not None:
+            own = read_connector_options(options.connector, options.connector_config)
+        elif network is None:
             return None
         config = ConnectorConfig(
-            options=read_connector_options(options.connector, options.connector_config),
+            options=own,
             block_size=options.block_size,
             num_blocks=kv_cache.num_blocks,
             num_groups=1,
@@ -242,15 +274,26 @@ class Simulation:
             hash_block_size=self._cache_config.tokens_per_hash,
             rank_block_bytes=(kv_cache.largest_block_bytes,),
             engine_id=f"engine-{number}",
+            identity=self._identity,
             kv_dtype=kv_cache.dtype,
             kv_layout=kv_cache.layout,
             publishes_events=self._gateway.needs_events,
         )
-        return SimulatedTransfers(
-            config,
-            self._cost.transfers,
-            self._clock,
-            lambda report: self._engines[number].receive_report(report),
+
+        def report(of_worker: TransferReport) -> None:
+            self._engines[number].receive_report(of_worker)
+
+        if network is not None:
+            return SimulatedPulls(config, kv_cache, network, self._clock, report)
+        return SimulatedTransfers(config, self._cost.transfers, self._clock, report)
+
+    def _describe(self, engine: SimulatedEngine) -> EngineReady:
+        """What an engine says of itself to a gateway."""
+        return EngineReady(
+            f"engine-{engine.number}",
+            self._identity,
+            self._kv_cache.num_blocks,
+            engine.scheduler.capacity,
         )
 
     def _tool_call_of(self, token_ids: list[int]) -> str:
@@ -273,35 +316,31 @@ class Simulation:
             job_id=job.job_id,
             is_last_step=turn == len(job.turns) - 1,
         )
-        engine = self._gateway.send(message, job.session_key, now_s)
         self._turns[number] = job, turn
         self._tokens[request_id] = job.output_token(turn)
         self._requests[number] = RequestRecord(
-            request_id, job.job_id, turn, engine, now_s, len(message.prompt_token_ids)
+            request_id, job.job_id, turn, None, now_s, len(message.prompt_token_ids)
         )
-        arrival_s = now_s + self._cost.host.arrival_s
+        self._gateway.send(message, job.session_key)
+
+    def _send_to(self, number: int, engine: int, message: AddRequest) -> None:
+        """The gateway sends a request, or a part of one, to an engine."""
+        record = self._record(number)
+        record.prefill_engine, record.engine = record.engine, engine
+        arrival_s = self._clock.now_s + self._cost.host.arrival_s
         self._clock.at(arrival_s, self._engines[engine].receive, message)
 
-    def _deliver(self, outputs: EngineOutputs) -> None:
-        """Clients receive the outputs of a step."""
-        handles, now_s = outputs.handles, self._clock.now_s
-        has_token = self._has_token[handles]
-        if not has_token.all():
-            for handle in handles[~has_token].tolist():
-                self._record(handle).first_token_s = now_s
-                self._gateway.note_first_token(handle, now_s)
-            self._has_token[handles] = True
-        for finished in outputs.finished:
-            self._end(finished)
+    def _got_token(self, number: int) -> None:
+        self._record(number).first_token_s = self._clock.now_s
 
     def _record(self, number: int) -> RequestRecord:
         record = self._requests[number]
         assert record is not None
         return record
 
-    def _end(self, finished: FinishedRequest) -> None:
+    def _end(self, number: int, finished: FinishedRequest) -> None:
         """A request has ended: its job continues, or has ended as well."""
-        number, now_s = finished.handle, self._clock.now_s
+        now_s = self._clock.now_s
         record = self._record(number)
         is_complete = finished.reason is FinishReason.LENGTH_CAPPED
         record.end_s = now_s
@@ -311,7 +350,6 @@ class Simulation:
         record.finish_reason = finished.reason.api_name if is_complete else "rejected"
         scheduled = (at_s for event, at_s in finished.events if event is RequestEvent.SCHEDULED)
         record.queue_s = next(scheduled, None)
-        self._gateway.note_end(number, now_s)
         job, turn = self._turns.pop(number)
         del self._tokens[record.request_id]
         if is_complete and turn + 1 < len(job.turns):

@@ -82,9 +82,9 @@ class SimulatedTransfers:
             message = msgspec.msgpack.encode(TierMessage(_DISK, contents))
             clock.at(0.0, self._send, Report(tier_data=[message]))
 
-    def begin(self, metadata: bytes, time_s: float) -> None:
-        """The worker gets these commands with a plan whose step begins at this time."""
-        self._clock.at(time_s, self._begin, msgspec.msgpack.decode(metadata, type=Commands))
+    def begin(self, metadata: bytes, _: float, begin_s: float) -> None:
+        """The worker receives these commands with a plan, whose step begins at `begin_s`."""
+        self._clock.at(begin_s, self._begin, msgspec.msgpack.decode(metadata, type=Commands))
 
     def _begin(self, commands: Commands) -> None:
         for load in commands.loads:
