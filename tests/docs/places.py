@@ -52,7 +52,7 @@ RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which nam
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }
 SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by part of the text
-EXTRA: Final = re.compile(r"pip install '?(?:-e )?[\w.]+\[(\w+)\]'?")
+EXTRA: Final = re.compile(r"pip install (?:-e )?'?[\w.]+\[(\w+)\]'?")
 CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
 STANDS_FOR: Final = {
     "MODEL": str(DEMO_MODEL_DIR),
