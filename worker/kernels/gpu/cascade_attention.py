@@ -13,8 +13,7 @@ from torch import Tensor
 
 from longshore.worker.kernels.gpu.decode_attention import add_splits, attend_to_own, new_parts
 from longshore.worker.kernels.gpu.paged import (
-    in_float16,
-    load_tile,
+    load_queries,
     parts_of,
     readable,
     store_part,
@@ -69,17 +68,8 @@ def _attend_to_shared(
     packed = tl.program_id(0) * TILE_Q + tl.arange(0, TILE_Q)  # sequence, then head of the group
     is_query = packed < num_rows * GROUP
     indices, heads = (packed // GROUP).to(tl.int64), kv_head * GROUP + packed % GROUP
-    dtype = q_ptr.dtype.element_ty
-    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + indices[:, None] * q_row_stride + heads[:, None] * q_head_stride
-    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, False)
-    q_2 = q
-    if SIZE > FIRST:
-        q_end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, q_end, False)
-    limits = tl.full([TILE_Q], 1.0, tl.float32)
-    if IS_FP8 and dtype == tl.bfloat16:
-        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
+    q, q_2, limits = load_queries(q_places, is_query, SIZE, FIRST, SECOND, IS_FP8)
 
     shared = tl.load(shared_ptr).to(tl.int32)
     table_row = table_ptr + tl.load(rows_ptr) * table_stride  # of the first sequence

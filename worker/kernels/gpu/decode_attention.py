@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.paged import (
-    in_float16,
-    load_tile,
+    load_queries,
     parts_of,
     readable,
     store_part,
@@ -78,18 +77,9 @@ def _attend(
     heads = kv_head * GROUP + within
     length = tl.load(lens_ptr + index).to(tl.int32)
     row = tl.load(rows_ptr + index)
-    dtype = q_ptr.dtype.element_ty
 
-    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + index * q_row_stride + heads[:, None] * q_head_stride
-    q = load_tile(q_places + columns, is_head, columns, SIZE, FIRST, False)
-    q_2 = q
-    if SIZE > FIRST:
-        end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_head, columns_2, SIZE, end, False)
-    limits = tl.full([TILE_H], 1.0, tl.float32)
-    if IS_FP8 and dtype == tl.bfloat16:
-        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
+    q, q_2, limits = load_queries(q_places, is_head, SIZE, FIRST, SECOND, IS_FP8)
 
     first_key = 0
     if WINDOW > 0:

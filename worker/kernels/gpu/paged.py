@@ -85,15 +85,31 @@ def from_fp8(tile, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def in_float16(q, q_2, SIZE: tl.constexpr, FIRST: tl.constexpr):
-    """bfloat16 queries as float16 of at most 1, and by what their scores are multiplied: the GPU
-    converts fp8 to float16 in one instruction per pair, and to bfloat16 in five."""
-    limits = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+def load_queries(
+    places,
+    is_query,
+    SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """The two parts of queries that begin at `places`, (lines, 1), and by what `visit` multiplies
+    their scores. Over keys in fp8, bfloat16 queries become float16 of at most 1: the GPU converts
+    a pair of fp8 numbers to float16 in one instruction, and to bfloat16 in five."""
+    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+    q = load_tile(places + columns, is_query, columns, SIZE, FIRST, False)
+    q_2 = q
     if SIZE > FIRST:
-        limits = tl.maximum(limits, tl.max(tl.abs(q_2.to(tl.float32)), axis=1))
-    limits = tl.where(limits > 0, limits, 1.0)
-    q = (q.to(tl.float32) / limits[:, None]).to(tl.float16)
-    q_2 = (q_2.to(tl.float32) / limits[:, None]).to(tl.float16) if SIZE > FIRST else q
+        end: tl.constexpr = FIRST + SECOND
+        q_2 = load_tile(places + columns_2, is_query, columns_2, SIZE, end, False)
+    limits = tl.full(is_query.shape, 1.0, tl.float32)
+    if IS_FP8 and places.dtype.element_ty == tl.bfloat16:
+        q, q_2 = q.to(tl.float32), q_2.to(tl.float32)
+        limits = tl.max(tl.abs(q), axis=1)
+        if SIZE > FIRST:
+            limits = tl.maximum(limits, tl.max(tl.abs(q_2), axis=1))
+        limits = tl.where(limits > 0, limits, 1.0)
+        q, q_2 = (q / limits[:, None]).to(tl.float16), (q_2 / limits[:, None]).to(tl.float16)
     return q, q_2, limits
 
 

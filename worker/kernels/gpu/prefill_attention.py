@@ -13,8 +13,7 @@ from torch import Tensor
 from longshore.worker.kernels.gpu.paged import (
     LOG2_E,
     Parts,
-    in_float16,
-    load_tile,
+    load_queries,
     parts_of,
     readable,
     store_sums,
@@ -78,21 +77,12 @@ def _attend(
     length = tl.load(chunk_ptr + 3).to(tl.int32)
     num_earlier = length - num_tokens
     kv_head = head // GROUP
-    dtype = q_ptr.dtype.element_ty
 
     within = first_query + tl.arange(0, TILE_Q)
     is_query = within < num_tokens
     tokens = first_token + within
-    columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q_places = q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride
-    q = load_tile(q_places + columns, is_query, columns, SIZE, FIRST, False)
-    q_2 = q
-    if SIZE > FIRST:
-        end: tl.constexpr = FIRST + SECOND
-        q_2 = load_tile(q_places + columns_2, is_query, columns_2, SIZE, end, False)
-    limits = tl.full([TILE_Q], 1.0, tl.float32)
-    if IS_FP8 and dtype == tl.bfloat16:
-        q, q_2, limits = in_float16(q, q_2, SIZE, FIRST)
+    q, q_2, limits = load_queries(q_places, is_query, SIZE, FIRST, SECOND, IS_FP8)
 
     # `queries`: the last key of each token; `first_end`: how many keys the tile's first one has.
     if HAS_SEEN:
