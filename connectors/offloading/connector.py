@@ -33,7 +33,6 @@ from longshore.connectors.base import (
     SwapSize,
 )
 from longshore.connectors.offloading.jobs import Jobs
-from longshore.connectors.offloading.ledger import HintedKeys
 from longshore.connectors.offloading.messages import (
     BlockRows,
     Commands,
@@ -43,7 +42,7 @@ from longshore.connectors.offloading.messages import (
     block_list,
 )
 from longshore.connectors.offloading.options import check_options, read_options
-from longshore.connectors.offloading.spec import load_spec
+from longshore.connectors.offloading.spec import HintedKeys, load_spec
 from longshore.connectors.offloading.stores import Stores
 from longshore.connectors.offloading.swap import SwappedRequest, Swaps, rows_of
 from longshore.protocol.arrays import Int32Array

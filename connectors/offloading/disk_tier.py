@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from longshore.connectors.offloading.ledger import (
-    HintedKeys,
     LedgerEvent,
     OffloadLedger,
     PreparedStore,
     complete_stores,
 )
+from longshore.connectors.offloading.spec import HintedKeys
 from longshore.connectors.offloading.tiers import TierFaults
 from longshore.protocol.events import Locality, Medium
 

@@ -19,9 +19,10 @@ from longshore.connectors.offloading.policies.policy import (
     PolicyError,
     Protected,
 )
+from longshore.connectors.offloading.spec import HintedKeys
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError, LongshoreError
-from longshore.protocol.requests import MAX_CACHE_PRIORITY, CacheHint, Tenant
+from longshore.protocol.requests import MAX_CACHE_PRIORITY
 
 
 class LedgerError(LongshoreError):
@@ -35,19 +36,6 @@ class PreparedStore(NamedTuple):
     keys: list[bytes]
     slots: list[int]
     evicted_keys: list[bytes]
-
-
-class HintedKeys(NamedTuple):
-    """The keys of a request with a cache hint that has ended, of all groups, in order of position.
-
-    prefixes: the number of leading keys of each of the hint's prefixes.
-    """
-
-    keys: Sequence[bytes]
-    prefixes: Sequence[int]
-    hint: CacheHint
-    tenant: Tenant
-    now: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,29 @@ from longshore.connectors.base import (
     WorkerConnectorConfig,
 )
 from longshore.connectors.offloading.groups import StoredGroups
-from longshore.connectors.offloading.ledger import HintedKeys
 from longshore.connectors.offloading.messages import LoadJob, StoreJob, TierJob
 from longshore.connectors.offloading.options import DEFAULT_SPEC, OffloadingOptions
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
+from longshore.protocol.requests import CacheHint, Tenant
 from longshore.protocol.statistics import TransferOperation
 
 ENTRY_POINT_GROUP: Final = "longshore.offload_tiers"
 
 BUILT_IN_MODULE: Final = "longshore.connectors.offloading.host_spec"
+
+
+class HintedKeys(NamedTuple):
+    """The keys of a request with a cache hint that has ended, of all groups, in order of position.
+
+    prefixes: the number of leading keys of each of the hint's prefixes.
+    """
+
+    keys: Sequence[bytes]
+    prefixes: Sequence[int]
+    hint: CacheHint
+    tenant: Tenant
+    now: float
 
 
 class PreparedLoad(NamedTuple):

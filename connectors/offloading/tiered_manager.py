@@ -15,7 +15,6 @@ import msgspec
 from longshore.connectors.base import ConnectorStats
 from longshore.connectors.offloading.groups import StoredGroup, is_private
 from longshore.connectors.offloading.ledger import (
-    HintedKeys,
     KeysStored,
     LedgerEvent,
     OffloadLedger,
@@ -24,7 +23,7 @@ from longshore.connectors.offloading.ledger import (
 )
 from longshore.connectors.offloading.messages import TierJob
 from longshore.connectors.offloading.reuse_filter import ReuseFilter
-from longshore.connectors.offloading.spec import PreparedBlocks, PreparedLoad
+from longshore.connectors.offloading.spec import HintedKeys, PreparedBlocks, PreparedLoad
 from longshore.connectors.offloading.spilling import Below, Counts, count_displaced
 from longshore.connectors.offloading.staging import Staging
 from longshore.connectors.offloading.tiers import (

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from longshore.connectors.offloading.ledger import HintedKeys, LedgerEvent, PreparedStore
+from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
+from longshore.connectors.offloading.spec import HintedKeys
 from longshore.protocol.events import Locality, Medium
 
 if TYPE_CHECKING:  # only workers need its libraries

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from longshore.connectors.offloading.disk_tier import DiskContents, DiskTier
-from longshore.connectors.offloading.ledger import HintedKeys, OffloadLedger
+from longshore.connectors.offloading.ledger import OffloadLedger
 from longshore.connectors.offloading.policies.registry import POLICIES, load_eviction_policy
+from longshore.connectors.offloading.spec import HintedKeys
 from longshore.connectors.offloading.tiers import int64s
 from longshore.protocol.requests import NO_TENANT, CacheHint, CachePrefix, Tenant
 from tests.connectors.offloading.offload_driver import OffloadDriver
