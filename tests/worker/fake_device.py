@@ -158,7 +158,7 @@ class FakeDevice(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if func.namespace == NAMESPACE and func.overloadpacket.__name__ == "copy_arrays":
-            return self._copy_arrays(func, *args)
+            return self._copy_arrays(*args)
         if func is _aten.copy_.default and on_host:
             return self._copy(*args, **kwargs)
         if func is _aten._to_copy.default and (on_host or "cpu" in _device_types(leaves)):
@@ -212,7 +212,7 @@ class FakeDevice(TorchDispatchMode):
         self._check_copy(source, "a copy to the device", non_blocking)
         return func(source, **kwargs)
 
-    def _copy_arrays(self, func: Any, *arrays: Tensor) -> None:
+    def _copy_arrays(self, *arrays: Tensor) -> None:
         """Our kernel, the only one that reads and writes the host's memory: it must be pinned."""
         on_host = [x for x in arrays if not isinstance(x, FakeTensor) and x.numel()]
         for memory in on_host:

@@ -6,8 +6,9 @@ from longshore.worker.kernels.operators import uses_triton
 
 
 def copy_arrays(first: Tensor, from_first: Tensor, second: Tensor, from_second: Tensor) -> None:
-    """Start copying `from_first` to `first` and `from_second` to `second`, contiguous arrays of one
-    dimension, (n,) and (m,), and convert them to the types of these. Those on the host are pinned.
+    """Start copying `from_first` to `first` and `from_second` to `second`, arrays of one dimension,
+    (n,) and (m,), and convert them to the types of these, which are contiguous. Those on the host
+    are pinned.
 
     On a GPU, a kernel copies both: copies of the driver wait for the device's copy engines, which
     may be busy with blocks of KV.
@@ -18,4 +19,4 @@ def copy_arrays(first: Tensor, from_first: Tensor, second: Tensor, from_second: 
         return
     from longshore.worker.kernels.gpu import copy_arrays as gpu
 
-    gpu.copy_arrays(first, from_first, second, from_second)
+    gpu.copy_arrays(first, from_first.contiguous(), second, from_second.contiguous())

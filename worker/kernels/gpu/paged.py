@@ -38,7 +38,7 @@ def value_parts_of(values: Tensor) -> Parts:
     size = values.shape[3]
     if values.dtype != torch.float8_e4m3fn:
         return parts_of(size)
-    half = max(MIN_PART, triton.next_power_of_2((size + 1) // 2))
+    half = max(MIN_PART, triton.next_power_of_2(size // 2))
     return Parts(size, half, half)
 
 
@@ -95,7 +95,7 @@ def load_queries(
 ):
     """The two parts of queries that begin at `places`, (lines, 1), and by what `visit` multiplies
     their scores. Over keys in fp8, bfloat16 queries become float16 of at most 1: the GPU converts
-    a pair of fp8 numbers to float16 in one instruction, and to bfloat16 in five."""
+    a pair of fp8 numbers to float16 in one instruction, and to bfloat16 in four."""
     columns, columns_2 = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     q = load_tile(places + columns, is_query, columns, SIZE, FIRST, False)
     q_2 = q
