@@ -1,5 +1,6 @@
 """What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, the option
---long, a state directory, and the order in which several processes start the test files."""
+--long and the mark of this name, a state directory, and the order in which several processes start
+the test files."""
 
 import gc
 import os
@@ -16,7 +17,11 @@ from hypothesis import HealthCheck, settings
 
 # The same examples in every run, and no time limits, because the machine may be slow.
 settings.register_profile(
-    "longshore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "longshore",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("longshore")
 
@@ -66,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="run the scheduler's random tests with all their seeds, about 15 minutes more",
+        help="also run the tests marked long, and others with more seeds: about an hour more",
     )
 
 
@@ -121,3 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unknown:
         listed = "\n".join(sorted(unknown))
         raise pytest.UsageError(f"not an id of docs/requirements.md:\n{listed}")
+    if not config.getoption("--long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -54,6 +54,7 @@ def test_tokens_depend_only_on_the_request_and_the_options(kind: str, model_of: 
         assert engine.run(*PROMPTS, max_tokens=60) == preempted
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_rank_fills_its_share(model_of: ModelOf) -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "in_process": False}

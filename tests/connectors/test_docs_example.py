@@ -184,8 +184,11 @@ def test_random_requests_get_their_tokens_and_leave_no_block_held(
 @pytest.mark.req("CON-16")
 @pytest.mark.parametrize(
     "settings",
-    [{"in_process": True}, {}, {"tensor_parallel_size": 2}],
-    ids=["one process", "processes", "two ranks"],
+    [
+        pytest.param({"in_process": True}, id="one process"),
+        pytest.param({}, id="processes"),
+        pytest.param({"tensor_parallel_size": 2}, id="two ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_with_it_gives_the_tokens_of_one_without(
     module: ModuleType, settings: dict[str, Any]

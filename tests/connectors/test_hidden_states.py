@@ -225,6 +225,7 @@ def test_states_without_host_memory_are_lost_and_the_request_is_answered(
     assert not list((tmp_path / "states").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.req("CRG-02")
 def test_one_of_several_ranks_writes(model_of: ModelOf, tmp_path: Path) -> None:

@@ -525,6 +525,7 @@ def test_children_store_and_load_and_change_no_token(
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.req("CRG-07")
 def test_children_work_in_processes_of_two_ranks(model_of: ModelOf, tmp_path: Path) -> None:

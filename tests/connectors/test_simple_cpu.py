@@ -107,7 +107,11 @@ def test_host_memory_is_bounded(model_of: ModelOf) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.req("CRG-13")
 @pytest.mark.parametrize(
-    "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["shards", "stages"]
+    "ranks",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="shards"),
+        pytest.param({"pipeline_parallel_size": 2}, id="stages", marks=pytest.mark.slow),
+    ],
 )
 def test_every_rank_stores_its_share(ranks: dict[str, Any], model_of: ModelOf) -> None:
     model, _ = model_of("windows" if "pipeline_parallel_size" in ranks else "full")

@@ -58,7 +58,9 @@ def commands_at(*places: str) -> list[Any]:
         except LookupError:
             continue  # test_every_command_has_a_place reports it
         if place in places:
-            found.append(pytest.param(command, id=f"{command.place} {command.text[:40]}"))
+            id_ = f"{command.place} {command.text[:40]}"
+            marks = pytest.mark.slow if {"--machine", "--bandwidth"} & {*command.words} else ()
+            found.append(pytest.param(command, id=id_, marks=marks))
     return found
 
 

@@ -46,6 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_site_and_can_be_searched(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
@@ -54,6 +55,7 @@ def test_every_page_is_in_the_site_and_can_be_searched(site: Path) -> None:
         assert f'"location":"{built}' in index
 
 
+@pytest.mark.slow
 def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         fetches = Fetches()

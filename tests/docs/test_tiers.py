@@ -76,8 +76,10 @@ def test_a_spec_that_cannot_be_used_is_rejected_by_name(
 @pytest.mark.req("OFF-02")
 @pytest.mark.parametrize(
     "settings",
-    [{"in_process": True}, {"tensor_parallel_size": 2}],
-    ids=["one process", "two ranks"],
+    [
+        pytest.param({"in_process": True}, id="one process"),
+        pytest.param({"tensor_parallel_size": 2}, id="two ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_an_engine_with_it_gives_the_tokens_of_one_without(settings: dict[str, Any]) -> None:
     check_tokens_of_demo_model(

@@ -57,6 +57,7 @@ def test_a_mutated_body_is_a_request_or_a_400(
     assert 0 < num_refused < number
 
 
+@pytest.mark.slow
 async def test_a_mutated_http_request_leaves_the_gateway_serving(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, long_run: bool
 ) -> None:

@@ -56,6 +56,7 @@ def num_cached(deployment: Deployment, key: str, **extra: Any) -> int:
     return 0 if details is None else details.cached_tokens or 0
 
 
+@pytest.mark.slow
 def test_a_key_does_not_learn_what_another_sent_not_even_from_a_tier(
     start: Start, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def write_keys(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_limits_of_a_key_file_hold_across_gateways(start: Start, tmp_path: Path) -> None:
     digest = hashlib.sha256(b"of-alice").hexdigest()
     path = write_keys(

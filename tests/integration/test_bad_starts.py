@@ -191,6 +191,7 @@ def test_what_only_a_process_finds_is_the_last_line(
     assert list(temp_dir.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_good_start_leaves_nothing_and_the_next_one_removes_what_killed_processes_left(
     start_deployment: StartDeployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

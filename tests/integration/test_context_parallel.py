@@ -138,6 +138,7 @@ def test_chunks_and_preemptions_change_no_token_in_half_the_blocks(
     assert_greedy_equal([output.outputs[0].token_ids for output in outputs], checkpoint.references)
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-06")
 def test_two_pairs_of_four_shards_share_a_kv_head_each(tmp_path: Path) -> None:
     """The cache is in fp8; one rank gives the same tokens."""
@@ -151,6 +152,7 @@ def test_two_pairs_of_four_shards_share_a_kv_head_each(tmp_path: Path) -> None:
         assert [output.outputs[0].token_ids for output in generate(llm, prompts)] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-06")
 def test_a_request_that_one_rank_cannot_hold_fits_where_two_share_it(
     checkpoints: dict[str, Checkpoint],

@@ -51,7 +51,14 @@ class Stream(threading.Thread):
         return [token_id for choice in choices for token_id in choice["token_ids"] or ()]
 
 
-@pytest.mark.parametrize("spare", [None, 3], ids=["few connections", "few descriptors"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spare",
+    [
+        pytest.param(None, id="few connections"),
+        pytest.param(3, id="few descriptors"),
+    ],
+)
 def test_streams_go_on_when_descriptors_run_out_and_the_log_says_so(
     start_deployment: StartDeployment, spare: int | None
 ) -> None:

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import openai
+import pytest
 
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_process_life import open_stream
@@ -33,6 +34,7 @@ def test_idle_engine_is_healthy(deployment: Deployment) -> None:
     assert "engine-0.1" in run.stdout
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_a_stall_that_names_who_waits_until_it_goes_on(
     deployment: Deployment,
 ) -> None:

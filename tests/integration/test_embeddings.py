@@ -235,11 +235,13 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "family": "one KV head"},
+        pytest.param({"tensor_parallel_size": 2}, id="2 shards", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, id="2 stages", marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "family": "one KV head"},
+            id="shared context",
+        ),
     ],
-    ids=["2 shards", "2 stages", "shared context"],
 )
 def test_several_ranks_give_the_vectors_of_one(layout: dict[str, Any], tmp_path: Path) -> None:
     layout = dict(layout)
@@ -292,6 +294,7 @@ def test_a_decoder_without_a_head_gives_vectors_and_rejects_the_rest(
             client.completions.create(model=served.id, prompt=ids)
 
 
+@pytest.mark.slow
 def test_llm_of_a_decoder_without_a_head_embeds_with_every_layout(bare: tuple[Path, Any]) -> None:
     path, reference = bare
     ids = list(range(5, 60))

@@ -20,12 +20,11 @@ from tests.deploy.tiny_whisper import make_tiny_whisper
 from tests.integration.conftest import StartDeployment
 from tests.models import SHAPE, make_tiny_model
 from tests.reference import assert_greedy_equal, greedy_reference
-from tests.worker.models.cases import CASES, Case
+from tests.worker.models.cases import CASES, FIRST_CASES, Case
 
 NUM_TOKENS: Final = 12
 STEP_TOKENS: Final = 29
 BLOCK_SIZE: Final = 16
-FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}
 GEMMA3_WITH_IMAGES: Final = Case(
     "Gemma 3 with images", "Gemma3WithImages", FIRST_CASES["Gemma3"].settings
 )
@@ -51,17 +50,14 @@ def architecture_of(case: Case) -> str:
     return f"{case.family}ForCausalLM"
 
 
-def marked(case: Case) -> Any:
-    """The first shape of each family is always tested; the others and rare folders are slow."""
-    is_first = case is FIRST_CASES.get(case.family)
-    return pytest.param(case, id=case.name, marks=() if is_first else pytest.mark.slow)
-
-
 def marked_on_ranks(case: Case) -> Any:
-    """One family of each kind of cache and layer is always tested on several ranks. Each needs
-    another engine with two processes, which takes long."""
-    of_a_kind = case.name in ("Llama", "Gemma 3", "Mixtral", "DeepSeek-V3", "Mamba 2", "Bamba")
-    return pytest.param(case, id=case.name, marks=() if of_a_kind else pytest.mark.slow)
+    """Each needs another engine with two processes, which takes long. So one family of each kind
+    of cache and layer is tested on several ranks, two of them always."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    if case.name not in ("Gemma 3", "Bamba"):
+        of_a_kind = case.name in ("Llama", "Mixtral", "GPT-OSS", "DeepSeek-V3", "Mamba 2")
+        marks = (pytest.mark.slow if of_a_kind else pytest.mark.long,)
+    return pytest.param(case, id=case.name, marks=marks)
 
 
 def make_model(case: Case, path: Path, **settings: Any) -> Any:

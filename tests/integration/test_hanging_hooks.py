@@ -43,21 +43,22 @@ def not_ready_reasons(deployment: Deployment, is_over: threading.Event) -> list[
     return reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "reason"),
     [
         pytest.param(
             "FaultyWorker.start_load_kv",
             "worker 0 hangs or is stopped: it has not reported for",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
-        pytest.param("FaultyWorker.wait_for_save", "worker 0 hangs: step", marks=pytest.mark.slow),
-        ("FaultyConnector.on_new_request", "scheduler hangs or is stopped: it has not reported"),
+        ("FaultyWorker.wait_for_save", "worker 0 hangs: step"),
         pytest.param(
-            "FaultyConnector.build_connector_meta",
-            "scheduler hangs or is stopped: it has not",
-            marks=pytest.mark.slow,
+            "FaultyConnector.on_new_request",
+            "scheduler hangs or is stopped: it has not reported",
+            marks=pytest.mark.long,
         ),
+        ("FaultyConnector.build_connector_meta", "scheduler hangs or is stopped: it has not"),
     ],
 )
 def test_a_hook_that_never_returns_is_a_hang_of_its_process(

@@ -33,8 +33,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(
     "ranks",
-    [{"in_process": True}, {"pipeline_parallel_size": 2}],
-    ids=["one rank", "2 stages"],  # 2 shards: Gemma 3 in test_families.py
+    [  # 2 shards: Gemma 3 in test_families.py
+        pytest.param({"in_process": True}, id="one rank"),
+        pytest.param({"pipeline_parallel_size": 2}, id="2 stages", marks=pytest.mark.slow),
+    ],
 )
 def test_windows_far_beyond_hits_and_preemptions_change_no_token(
     checkpoint: tuple[Path, Any], ranks: dict[str, Any]

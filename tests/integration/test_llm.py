@@ -221,7 +221,9 @@ if "kill" in sys.argv[2]:
 """
 
 
-@pytest.mark.parametrize("end", ["return", "kill", "fork and kill"])
+@pytest.mark.parametrize(
+    "end", ["return", *(pytest.param(e, marks=pytest.mark.slow) for e in ("kill", "fork and kill"))]
+)
 def test_program_that_never_closes_leaves_no_process_and_loads_no_torch(
     tiny_model: tuple[Path, Any], end: str, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def stop(deployment: Deployment) -> None:
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_restarted_server_answers_a_long_prompt_from_disk(
     start: Start, flags: list[str], disk: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_new_workers_load_from_host_memory_what_the_former_ones_have_stored(star
     stop(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
 def test_an_engine_whose_process_was_killed_finds_its_blocks_on_disk(
     start: Start, flags: list[str], disk: Path, victim: str
@@ -246,7 +248,8 @@ def flip_host_memory(deployment: Deployment) -> None:
     raise AssertionError("the supervisor has no shared memory")
 
 
-@pytest.mark.parametrize("has_disk", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_disk", [False, True])
 def test_flipped_bits_in_host_memory_are_misses_with_a_warning(
     start: Start, flags: list[str], has_disk: bool
 ) -> None:
@@ -272,6 +275,7 @@ def test_flipped_bits_in_host_memory_are_misses_with_a_warning(
     stop(server)
 
 
+@pytest.mark.slow
 @pytest.mark.req("WRK-02", "LDS-07")
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> None:
@@ -308,8 +312,9 @@ def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> N
     assert num_cached > num_found + 100, "prompts came from host memory"
 
 
+@pytest.mark.slow
 @pytest.mark.req("TIE-04", "ERR-10")
-@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_a_server_swaps_requests_and_answers_as_without_pressure(
     start: Start, tensor_parallel_size: int
 ) -> None:

@@ -133,7 +133,6 @@ OFFLOADING: Final = [
     *("--kv-connector", "offloading"),
     *("--kv-connector-config", '{"cpu_bytes_to_use": "64MiB"}'),
 ]
-slow = pytest.mark.slow
 LONG_PROMPT: Final = [20 + 11 * i % 90 for i in range(3500)]
 
 
@@ -188,15 +187,18 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "rank"),
     [
         pytest.param(["--tensor-parallel-size", "2"], 1, id="shard"),
-        pytest.param(["--pipeline-parallel-size", "2"], 0, id="first stage", marks=slow),
         pytest.param(
-            ["--pipeline-parallel-size", "2", *OFFLOADING], 1, id="last stage", marks=slow
+            ["--pipeline-parallel-size", "2"], 0, id="first stage", marks=pytest.mark.long
         ),
-        pytest.param(["--tensor-parallel-size", "2"], 0, id="sampling shard", marks=slow),
+        pytest.param(["--pipeline-parallel-size", "2", *OFFLOADING], 1, id="last stage"),
+        pytest.param(
+            ["--tensor-parallel-size", "2"], 0, id="sampling shard", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_rank_without_memory_makes_the_steps_of_its_engine_smaller(

@@ -43,8 +43,8 @@ OFFLOADING: dict[str, Any] = {
     "kv_connector_config": '{"cpu_bytes_to_use": "64MiB"}',
 }
 LAYOUTS = [
-    pytest.param(TENSOR_2, id="2 shards"),
-    pytest.param(STAGES_2, id="2 stages"),
+    pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+    pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
     pytest.param(BOTH, id="2 x 2"),
 ]
 
@@ -216,12 +216,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(TENSOR_2, id="2 shards"),
-        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, id="2 stages"),
+        pytest.param(BOTH, id="2 x 2"),
     ],
 )
 def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
@@ -249,10 +250,10 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.long),
         pytest.param(TENSOR_2, 1, id="shard 1"),
         pytest.param(STAGES_2, 0, id="stage 0"),
-        pytest.param(STAGES_2, 1, id="stage 1"),
+        pytest.param(STAGES_2, 1, id="stage 1", marks=pytest.mark.long),
     ],
 )
 def test_streams_go_on_with_new_ranks_when_one_is_killed(
@@ -274,13 +275,14 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.long),
         pytest.param(STAGES_2, id="2 stages"),
-        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
-        pytest.param({**TENSOR_2, **OFFLOADING}, id="offloading", marks=pytest.mark.slow),
+        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.long),
+        pytest.param({**TENSOR_2, **OFFLOADING}, id="offloading"),
     ],
 )
 def test_streams_go_on_with_the_same_ranks_when_their_scheduler_is_killed(
@@ -325,11 +327,12 @@ def test_a_rank_that_hangs_when_the_scheduler_dies_is_replaced(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(TENSOR_2, id="2 shards"),
-        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, id="2 stages"),
     ],
 )
 def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
@@ -385,6 +388,7 @@ def test_a_rank_that_cannot_load_is_the_reason_that_none_starts(
         assert not starting.runtime_dir.path.exists()
 
 
+@pytest.mark.slow
 def test_stop_while_ranks_wait_for_each_other_is_no_error(
     start_deployment: StartDeployment,
 ) -> None:

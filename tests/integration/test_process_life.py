@@ -36,6 +36,7 @@ def open_stream(deployment: Deployment, max_tokens: int, api_key: str = "none") 
     return stream
 
 
+@pytest.mark.slow
 def test_drain_ends_at_its_deadline(start_deployment: StartDeployment) -> None:
     deployment = start_deployment("--drain-timeout-s", "1").wait_until_ready()
     stream = open_stream(deployment, 4000)
@@ -62,6 +63,7 @@ def test_sigterm_to_all_processes_at_once_lets_a_live_stream_finish(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
 def test_process_that_dies_during_the_drain_is_named_and_its_streams_say_so(
     start_deployment: StartDeployment, victim: str
@@ -80,6 +82,7 @@ def test_process_that_dies_during_the_drain_is_named_and_its_streams_say_so(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -> None:
     deployment = start_deployment().wait_until_ready()
     open_stream(deployment, 4000)
@@ -154,6 +157,7 @@ def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
     start_deployment: StartDeployment, fault: signal.Signals
@@ -176,7 +180,14 @@ def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
     deployment.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("victim", ["gateway", "scheduler", "worker-0", "supervisor"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gateway", "scheduler")),
+        "worker-0",
+        pytest.param("supervisor", marks=pytest.mark.slow),
+    ],
+)
 def test_without_restarts_a_killed_process_takes_all_others_along(
     start_deployment: StartDeployment, victim: str
 ) -> None:

@@ -81,6 +81,7 @@ def test_servers_that_share_a_redis_see_each_others_blocks(
         assert_shared(start, server)
 
 
+@pytest.mark.slow
 def test_servers_that_share_a_folder_see_each_others_blocks(start: Start, tmp_path: Path) -> None:
     assert_shared(start, SharedFolder(tmp_path / "shared"))
 

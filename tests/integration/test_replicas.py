@@ -74,6 +74,7 @@ def deployment_model(deployment: Deployment) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_requests_go_to_both_engines_through_both_gateways(shared: Deployment) -> None:
     def added(name: str) -> list[float]:
         return [n - b for n, b in zip(by_process(shared, name), before[name], strict=True)]
@@ -177,6 +178,7 @@ def test_the_ready_message_tells_what_each_engine_holds(shared: Deployment) -> N
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_gateway_that_hangs_is_noted_and_costs_the_others_little(shared: Deployment) -> None:
     shared.members["gateway-1"].send_signal(signal.SIGSTOP)
     try:
@@ -206,6 +208,7 @@ def _not_ready(deployment: Deployment) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
     num_prompts = 40
     worker = shared.members["worker-0.0"]
@@ -225,6 +228,7 @@ def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
     assert tokens == [tokens[0]] * num_prompts
 
 
+@pytest.mark.slow
 def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_the_door(
     start_deployment: StartDeployment,
 ) -> None:
@@ -260,6 +264,7 @@ def at_the_door(deployment: Deployment) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 def test_a_gateway_that_returns_while_an_engine_is_down_serves_with_the_other(
     start_deployment: StartDeployment,
 ) -> None:

@@ -50,6 +50,7 @@ def check(reference: Any, choice: dict[str, Any]) -> None:
     assert_experts_are_those_of(reference, experts, PROMPT + choice["token_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-08")
 def test_answers_over_http_have_the_experts_also_after_a_worker_died(
     mixture: tuple[Path, Any], start_deployment: StartDeployment
@@ -68,6 +69,7 @@ def test_answers_over_http_have_the_experts_also_after_a_worker_died(
     check(reference, answer["choices"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-08")
 def test_one_of_two_ranks_captures_for_clients_in_python(mixture: tuple[Path, Any]) -> None:
     path, reference = mixture

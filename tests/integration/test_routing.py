@@ -98,6 +98,7 @@ def test_a_prompt_goes_to_the_engine_that_has_its_prefix(start_deployment: Start
     assert num_cached(salted) == 0
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_restarted_knows_what_the_engines_have(
     start_deployment: StartDeployment,
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_gateway_that_is_restarted_knows_what_the_engines_have(
     assert routing(deployment, "decisions") == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_known_of_an_engine_that_is_restarted(
     start_deployment: StartDeployment,
 ) -> None:
@@ -131,7 +133,13 @@ def test_nothing_is_known_of_an_engine_that_is_restarted(
     assert cached == [0, 0, 192, 192]
 
 
-@pytest.mark.parametrize("has_keys", [False, True], ids=["private", "keys"])
+@pytest.mark.parametrize(
+    "has_keys",
+    [
+        pytest.param(False, id="private", marks=pytest.mark.slow),
+        pytest.param(True, id="keys"),
+    ],
+)
 def test_two_gateways_know_the_same(
     start_deployment: StartDeployment, tmp_path: Path, has_keys: bool
 ) -> None:
@@ -156,6 +164,7 @@ def engine_of(deployment: Deployment, act: Callable[[], Any]) -> str:
     return engine
 
 
+@pytest.mark.slow
 def test_requests_of_a_session_go_to_one_engine(start_deployment: StartDeployment) -> None:
     deployment = start_deployment(
         "--replicas", "2", "--routing-policy", "session_affinity",

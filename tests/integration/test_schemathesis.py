@@ -23,7 +23,7 @@ def test_the_server_does_what_its_document_says(
     deployment = start_deployment("--max-model-len", "256").wait_until_ready()
     flags = (
         "--no-color --continue-on-failure --phases examples,coverage,fuzzing "
-        "--generation-deterministic --max-examples 10 --request-timeout 30 "
+        "--generation-deterministic --max-examples 5 --request-timeout 30 "
         "--exclude-checks positive_data_acceptance"
     )
     run = subprocess.run(

@@ -264,6 +264,7 @@ def test_llm_of_a_generating_model_compares_embeddings(tiny_model: tuple[Path, A
             llm.classify("x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
@@ -280,6 +281,7 @@ def test_several_ranks_give_the_scores_of_one(
         )
 
 
+@pytest.mark.slow
 def test_a_reranker_that_is_an_encoder_gives_the_scores_of_transformers(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:
@@ -300,6 +302,7 @@ def test_a_reranker_that_is_an_encoder_gives_the_scores_of_transformers(
     assert "results" in post(f"{url}/v1/rerank", {**long, "truncate_prompt_tokens": -1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2], ids="{} shards".format)
 def test_embeddings_of_an_encoder_are_those_of_transformers(shards: int, tmp_path: Path) -> None:
     """Pooled as the files of sentence-transformers say."""

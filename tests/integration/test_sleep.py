@@ -65,6 +65,7 @@ def worker_state(deployment: Deployment) -> str:
     return lines(deployment, "status")["worker 0"]
 
 
+@pytest.mark.slow
 def test_streams_and_waiting_requests_go_on_after_a_sleep_with_the_same_tokens(
     running: Deployment,
 ) -> None:
@@ -106,7 +107,11 @@ SHARDS = ("--tensor-parallel-size", "2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "num_tokens"), [((), NUM_TOKENS), (SHARDS, 300)], ids=["alone", "shards"]
+    ("flags", "num_tokens"),
+    [
+        pytest.param((), NUM_TOKENS, id="alone", marks=pytest.mark.long),
+        pytest.param(SHARDS, 300, id="shards"),
+    ],
 )
 def test_an_engine_whose_processes_die_while_it_sleeps_goes_on_sleeping(
     start: Any, flags: tuple[str, ...], num_tokens: int

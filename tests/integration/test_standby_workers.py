@@ -32,6 +32,7 @@ def wait_for_standby(deployment: Deployment, name: str = STANDBY, *, other_than:
     return ready_pids(deployment)[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_streams_go_on_when_a_standby_takes_the_place_of_their_worker(
     start_deployment: StartDeployment, fault: signal.Signals
@@ -54,6 +55,7 @@ def test_streams_go_on_when_a_standby_takes_the_place_of_their_worker(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_standby_has_died_is_restarted(start_deployment: StartDeployment) -> None:
     deployment = start_deployment(*FLAGS).wait_until_ready()
     calm = Answers(deployment).all()

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from longshore import LLM, SamplingParams
 from tests.integration.test_families import NUM_TOKENS
 from tests.models import make_tiny_model
@@ -10,6 +12,7 @@ from tests.worker.models.cases import CASES
 from tests.worker.models.conftest import prompt_of
 
 
+@pytest.mark.slow
 def test_long_prompts_go_through_two_stages_on_the_fewest_blocks(tmp_path: Path) -> None:
     """The steps of both stages hold states of the only request that fits; no request waits
     forever."""

@@ -221,6 +221,7 @@ async def test_plain_streams_keep_their_tokens_beside_constrained_answers(
     assert list(together[1:-1]) == alone_constrained
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_give_the_answers_of_one(
     client: openai.OpenAI, model: str, start_deployment: StartDeployment
 ) -> None:

@@ -107,14 +107,14 @@ def kill_scheduler(deployment: Deployment) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
+        pytest.param((), id="one rank", marks=pytest.mark.long),
         pytest.param(
             ("--tensor-parallel-size", "2"),
+            id="two ranks",
             # Two ranks that wait for masks share the processors with everything else.
             marks=pytest.mark.timeout(900),
         ),
     ],
-    ids=["one rank", "two ranks"],
 )
 def test_answers_continue_as_their_grammar_says_after_a_death(
     flags: tuple[str, ...], start_deployment: StartDeployment

@@ -175,6 +175,7 @@ def test_what_must_not_begin_an_answer_may_follow(
     assert output.pieces[0].outputs[0].token_ids == expected
 
 
+@pytest.mark.slow
 def test_long_audio_is_transcribed_in_pieces_that_are_joined(
     llm: LLM, reference: Reference, client: openai.OpenAI, model: str
 ) -> None:
@@ -334,6 +335,7 @@ def test_pipeline_stages_are_rejected_by_name(path: Path) -> None:
         LLM(path, pipeline_parallel_size=2, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_two_ranks_hear_what_one_hears(llm: LLM, path: Path) -> None:
     audios = [(sound, SAMPLING_RATE) for sound in some_sounds()]
     alone = llm.transcribe(audios, sampling_params=GREEDY, use_tqdm=False)

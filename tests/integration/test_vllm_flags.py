@@ -6,6 +6,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.integration.deployment import Deployment
 
@@ -16,6 +18,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_server_has_what_the_flags_ask_for(tmp_path: Path) -> None:
     environment = {"LONGSHORE_MAX_NUM_BATCHED_TOKENS": "2K"}
     with Deployment(

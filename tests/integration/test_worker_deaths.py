@@ -103,7 +103,7 @@ def worker_of(deployment: Deployment) -> psutil.Process | None:
     [
         pytest.param([], True, id="adopted"),
         pytest.param(["--tensor-parallel-size", "2"], True, id="two ranks", marks=pytest.mark.slow),
-        pytest.param(["--no-kv-adoption"], False, id="not adopted"),
+        pytest.param(["--no-kv-adoption"], False, id="not adopted", marks=pytest.mark.slow),
     ],
 )
 def test_the_kv_that_a_killed_worker_had_answered_is_kept(
@@ -131,6 +131,7 @@ def test_the_kv_that_a_killed_worker_had_answered_is_kept(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_worker_that_crashes_leaves_no_kv(start_deployment: StartDeployment) -> None:
     """It may have written anything."""
     deployment = start_deployment("--dtype", "float32").wait_until_ready()
@@ -141,6 +142,7 @@ def test_a_worker_that_crashes_leaves_no_kv(start_deployment: StartDeployment) -
     assert re.search(r"[1-4] requests wait, 0 blocks are kept", deployment.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "connector",
     [
@@ -196,6 +198,7 @@ def complete(deployment: Deployment, *, timeout_s: float) -> Any:
         return json.load(response)
 
 
+@pytest.mark.slow
 def test_after_too_many_deaths_the_deployment_ends_and_says_so(
     start_deployment: StartDeployment,
 ) -> None:

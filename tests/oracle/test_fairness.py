@@ -139,6 +139,7 @@ def test_plans_of_floods_equal_the_textbook(seed: int) -> None:
     compare(flood(seed))
 
 
+@pytest.mark.slow
 def test_who_waits_with_less_than_its_share_falls_behind_by_no_more_than_a_constant() -> None:
     Watched.num_windows = 0
     for seed in range(NUM_SEEDS):

@@ -50,6 +50,7 @@ def test_workloads_with_one_feature_end_well_too(feature: str) -> None:
         run(Workload.random(seed, (feature,)))
 
 
+@pytest.mark.slow
 def test_workloads_with_many_features_end_well_and_use_them() -> None:
     events = [event for seed in range(400) for event in run(Workload.random(seed, ALL_FEATURES))]
     plans = [event.plan for event in events if event.plan]

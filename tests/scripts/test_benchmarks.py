@@ -88,6 +88,7 @@ def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_pa
     assert all(row["preempted"] > 0 and row["finished"] > 0 for row in pressure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["windows", "mixed"])
 def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: str) -> None:
     groups = ("--groups", "4", "1", "2", "--kinds", kinds)
@@ -129,6 +130,7 @@ def test_the_collector_benchmark_counts_every_generation(tmp_path: Path) -> None
         assert {row[f"gen{number}"]["collections"] >= 0 for number in range(3)} == {True}
 
 
+@pytest.mark.slow
 def test_the_round_trip_is_measured_beside_both_ping_pongs(tmp_path: Path) -> None:
     sizes = ("--round-trips", "50", "--repeats", "1")
     result = Result(tmp_path, "engine_round_trip.py", *sizes)
@@ -160,6 +162,7 @@ def test_routing_policies_are_compared_with_one_pool(tmp_path: Path) -> None:
         assert ("unknown" in row) == (row["policy"] == "prefix_aware")
 
 
+@pytest.mark.slow
 def test_a_restarted_router_makes_few_decisions_without_knowledge(tmp_path: Path) -> None:
     """It restarts once a minute of simulated time and does not wait for snapshots."""
     sizes = ("--requests", "1000", "--engines", "4", "--policies", "prefix_aware")
@@ -186,6 +189,7 @@ def test_a_gateway_is_measured_in_turns_with_that_of_another_checkout(tmp_path: 
     assert all(row["tokens_per_event"] > 0 and row["late_p99_us"] > 0 for row in result.rows)
 
 
+@pytest.mark.slow
 def test_a_whole_server_is_measured_without_its_peer(tmp_path: Path) -> None:
     case = ("--streams", "2", "--tokens", "4", "--repeats", "1")
     result = Result(tmp_path, "gateway_peer.py", *case, *NO_PEER)
@@ -193,6 +197,7 @@ def test_a_whole_server_is_measured_without_its_peer(tmp_path: Path) -> None:
     assert "NO PEER" in result.errors
 
 
+@pytest.mark.slow
 def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> None:
     result = Result(tmp_path, "fp8_cache.py", "--shapes", "tiny", "--repeats", "1")
     assert result.rows
@@ -201,6 +206,7 @@ def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> N
         assert row["fp8/bf16"] == pytest.approx(row["fp8_us"] / row["bf16_us"])
 
 
+@pytest.mark.slow
 def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path) -> None:
     sizes = ("--running", "4", "--steps", "100", "--repeats", "1")
     result = Result(tmp_path, "engine_throughput.py", *sizes)

@@ -22,6 +22,7 @@ class TestOffloading(ConnectorConformance):
 class TestOffloadingToDisk(ConnectorConformance):
     connector = "offloading"
     is_variant = True
+    num_seeds = 1
     survives_restart = True
 
     def options(self, tmp_path: Path) -> dict[str, Any]:

@@ -34,6 +34,9 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
 """By connector: the kind of fault with which its bug is found, and what the error says."""
 
 
+LONG_TO_FIND = ("HoldsNothing", "NeverReleases")
+
+
 class Buggy(ConnectorConformance):
     num_seeds: ClassVar[int] = 50  # it ends with the first that finds the bug
 
@@ -41,7 +44,13 @@ class Buggy(ConnectorConformance):
         return {"path": str(tmp_path / "kv")}
 
 
-@pytest.mark.parametrize("name", FINDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG_TO_FIND else ())
+        for name in FINDINGS
+    ],
+)
 def test_a_bug_is_found_and_explained(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +129,7 @@ class TestOutside(ConnectorConformance):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_connector_outside_the_package_is_tested_with_pytest_alone(tmp_path: Path) -> None:
     (tmp_path / "outside.py").write_text(CONNECTOR)

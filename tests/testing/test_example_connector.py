@@ -21,16 +21,17 @@ class TestExample(ConnectorConformance):
 @pytest.mark.slow
 class TestExampleWithinTheStep(TestExample):
     connector = "tests.testing.sync_example:SyncExample"
+    is_variant = True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", [TestExample, TestExampleWithinTheStep])
 @pytest.mark.parametrize("kind", KINDS_OF_FAULTS)
 def test_many_more_random_requests(
-    kind: str, suite: type[ConnectorConformance], tmp_path: Path, long_run: bool
+    kind: str, suite: type[ConnectorConformance], tmp_path: Path
 ) -> None:
     more = suite()
-    more.num_seeds = 100 if long_run else 3  # type: ignore[misc]
+    more.num_seeds = 100  # type: ignore[misc]
     prompts = known_prompts(more.model, more.settings)
     more.test_random_requests_get_their_tokens_and_nothing_is_left(kind, prompts, tmp_path)

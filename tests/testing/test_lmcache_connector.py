@@ -23,6 +23,7 @@ class TestLMCache(ConnectorConformance):
 class TestLMCacheWithFiles(ConnectorConformance):
     connector = "lmcache"
     is_variant = True
+    num_seeds = 1
     survives_restart = True
 
     def options(self, tmp_path: Path) -> dict[str, Any]:

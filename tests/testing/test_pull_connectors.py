@@ -35,6 +35,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 class PullConformance(ConnectorConformance):
     numbers: ClassVar[Iterator[int]] = count()
+    num_seeds = 1
 
     @pytest.fixture(autouse=True)
     def has_peer(self, peer: Engine) -> None:

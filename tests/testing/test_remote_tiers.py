@@ -20,6 +20,7 @@ class OffloadingToRemote(ConnectorConformance):
 
     connector = "offloading"
     is_variant = True
+    num_seeds = 1
     survives_restart = True
     server: ClassVar[RemoteServer]
 

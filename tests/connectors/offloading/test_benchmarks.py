@@ -69,6 +69,7 @@ def test_the_ledger_benchmark_has_a_row_per_policy_and_size(tmp_path: Path) -> N
     assert "NO PEER: /nonexistent/python" in printed
 
 
+@pytest.mark.slow
 def test_the_preemption_benchmark_has_a_row_per_mode_and_equal_tokens(tmp_path: Path) -> None:
     """It asserts itself that no mode changes a token."""
     sizes = ("--requests", "4", "--prompt-len", "64", "--output-len", "48", "--turns", "1")
@@ -82,6 +83,7 @@ def test_the_preemption_benchmark_has_a_row_per_mode_and_equal_tokens(tmp_path: 
         assert 0 < row["tpot_p50_ms"] <= row["tpot_p99_ms"]
 
 
+@pytest.mark.slow
 def test_the_dma_benchmark_has_a_row_per_page_size_direction_and_way(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, "dma.py", "--dry-run", "--mib", "2", "--repeats", "1")
     sizes = [16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]

@@ -488,7 +488,9 @@ class Holds:
 
 
 @pytest.mark.req("CRG-09", "LDS-06", "LDS-07", "MET-05", "MET-07", "MET-08")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+)
 def test_random_requests_get_their_tokens_and_leave_nothing_behind(part: int) -> None:
     whats = (
         "loaded",

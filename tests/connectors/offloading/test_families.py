@@ -12,7 +12,7 @@ from longshore import LLM, SamplingParams
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.protocol.errors import KVCacheTooSmall
 from tests.models import make_tiny_model
-from tests.worker.models.cases import CASES, Case
+from tests.worker.models.cases import CASES, FIRST_CASES, Case
 from tests.worker.models.conftest import prompt_of
 
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -22,6 +22,13 @@ OFFLOADING: Final = {
 }
 QUICK: Final = {"Llama", "Phi-3, windowed", "Gemma 2", "Llama 4", "DeepSeek-V2", "Mamba 2", "Bamba"}
 """One per kind of KV cache group."""
+
+
+def marked(case: Case) -> Any:
+    """The case as a parameter. The first one of each family is slow, others need --long."""
+    is_first = case is FIRST_CASES[case.family]
+    marks = () if case.name in QUICK else (pytest.mark.slow if is_first else pytest.mark.long,)
+    return pytest.param(case, id=case.name, marks=marks)
 
 
 def smallest_pool(path: Path, settings: dict[str, Any]) -> int:
@@ -47,13 +54,7 @@ def ask(path: Path, prompts: list[list[int]], **settings: Any) -> tuple[list[lis
 
 
 @pytest.mark.req("OFF-10", "LDS-01", "WRK-01", "MET-08")
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.slow)
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_evicted_prompts_are_loaded_and_change_no_token(case: Case, tmp_path: Path) -> None:
     make_tiny_model(case.family, tmp_path, **{"initializer_range": 0.2, **case.settings})
     longest = min(150, case.max_model_len - 20)

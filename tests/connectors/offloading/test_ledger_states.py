@@ -223,7 +223,7 @@ class LedgerAndModel(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_calls_keep_the_ledger_consistent(policy: str, long_run: bool) -> None:
     machine = type("Machine", (LedgerAndModel,), {"policy": policy})
-    examples = 2000 if long_run else 150
+    examples = 2000 if long_run else 75
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=60)
     )

@@ -507,6 +507,7 @@ def play(seed: int, num_actions: int = 1500) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.req("OFF-03", "OFF-05", "OFF-06", "OFF-07", "TIE-01", "TIE-03")
 def test_long_random_runs() -> None:
     seen = sum((play(seed) for seed in range(60)), Counter())

@@ -476,7 +476,9 @@ class SwapRun(RandomRun):
 
 @pytest.mark.req("TIE-03", "TIE-04", "TIE-06", "TIE-07", "ERR-14", "ERR-15")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+)
 def test_random_swaps_change_no_token_and_leave_nothing_behind(part: int) -> None:
     whats = ("swapped out", "swapped in", "refused", "failed loads", "epochs", "reset")
     run_until_seen(lambda seed: SwapRun(seed).play(), range(part, 40, 4), dict.fromkeys(whats, 1))

@@ -18,6 +18,7 @@ TRACE_OF_COLUMN = {"conv": "conversation", "syn": "synthetic"}
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 50_000, 100_000)
 EVERY_CELL = list(product(TRACE_OF_COLUMN.values(), CAPACITIES))
 QUICK_CELL = ("synthetic", 10_000)
+SLOW_CELLS = (("synthetic", 1_000), ("conversation", 1_000), ("conversation", 30_000))
 
 RateOf = Callable[[str, str, int], float]
 """The hit rate of the ledger, by trace, policy and capacity."""
@@ -25,10 +26,13 @@ RateOf = Callable[[str, str, int], float]
 
 def cells() -> list[object]:
     """All but one take too long for every run of the tests."""
-    return [
-        pytest.param(*cell, marks=() if cell == QUICK_CELL else pytest.mark.slow)
-        for cell in EVERY_CELL
-    ]
+
+    def marks(cell: tuple[str, int]) -> tuple[pytest.MarkDecorator, ...]:
+        if cell == QUICK_CELL:
+            return ()
+        return (pytest.mark.slow if cell in SLOW_CELLS else pytest.mark.long,)
+
+    return [pytest.param(*cell, marks=marks(cell)) for cell in EVERY_CELL]
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def test_passes_of_a_trace_with_shifted_ids_leave_the_ledger_consistent(
     repeat_shifted(traces["conversation"][:400], policy, capacity=3_000, num_passes=6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_6_passes_of_the_conversation_trace_leave_the_ledger_consistent(

@@ -104,6 +104,7 @@ def test_an_engine_that_cannot_be_drained_is_restarted_all_the_same(
     }
 
 
+@pytest.mark.slow
 def test_the_connection_of_a_drain_ends_with_its_client(server: AdminServer, run: Running) -> None:
     with perform(server.path, Drain()) as (answer, _):
         assert answer.ok

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -19,6 +20,7 @@ def doctor(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_findings_are_those_of_this_machine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -30,6 +32,7 @@ def test_findings_are_those_of_this_machine() -> None:
     assert by_name["extra audio"].state == "ok"  # the tests need it
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json() -> None:
     run = doctor("--json", "--engine", "http://127.0.0.1:9")
     found = json.loads(run.stdout)

@@ -133,6 +133,7 @@ def test_every_request_ends_and_no_token_is_lost(router: str) -> None:
     assert "split " in describe(content)
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_bytes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_requests": 40, "request_rate": 100, "input_len": 2000}
     for name in ("a", "b"):

@@ -305,7 +305,7 @@ class ForkingRows(RuleBasedStateMachine):
 @pytest.mark.req("COW-01", "COW-02", "COW-04")
 def test_no_write_goes_to_a_block_that_another_request_holds() -> None:
     run_state_machine_as_test(
-        ForkingRows, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+        ForkingRows, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 
 
@@ -597,7 +597,7 @@ def test_new_workers_know_no_holds_and_forks_wait_again() -> None:
     assert driver.finished[other].num_cached_tokens == 14
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> None:
     """The driver's worker compares the KV at every position that a row attends to."""

@@ -466,7 +466,7 @@ PREEMPTED_BY_A_LOAD = {
 }
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @example(
     engine=PREEMPTED_BY_A_LOAD,
     cache={"watermark": 0.0, "preempt_threshold": 0.5, "admit_threshold": 0.2},

@@ -89,11 +89,11 @@ def test_any_run_is_replayed_from_its_start_and_from_every_snapshot(shard: int) 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_many_more_runs_are_replayed(shard: int, long_run: bool) -> None:
-    for seed in range(NUM_SEEDS + shard, NUM_SEEDS * (100 if long_run else 5), SHARDS):
+def test_many_more_runs_are_replayed(shard: int) -> None:
+    for seed in range(NUM_SEEDS + shard, 50 * NUM_SEEDS, SHARDS):
         for kind in PLAYERS:
             run(kind, seed)
 

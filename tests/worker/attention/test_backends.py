@@ -141,7 +141,7 @@ class PagedSequences:
 
 
 @every_backend
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 3]))
 def test_ragged_batches_of_chunks_and_decodes_equal_the_reference(
     make: MakeBackend, data: st.DataObject, block_size: int, group: int

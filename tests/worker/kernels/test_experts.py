@@ -219,7 +219,7 @@ def test_wrong_shapes_and_dtypes_are_rejected(variant: str, dtype: torch.dtype) 
             packed(x, weights, chosen.int())
 
 
-@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("top_k", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_token_has_the_same_result_in_every_size_of_tile(top_k: int) -> None:
     """Up to 128 pairs per tile, and every number of tiles from none to several per expert."""
     case = Case(torch.float16, num_experts=8, num_tokens=260, top_k=top_k, size=40, width=70)

@@ -188,3 +188,6 @@ CASES: Final = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_key_value_heads": 1, "tie_word_embeddings": True}),
 )  # fmt: skip
+
+FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}
+"""The first one of each family."""

@@ -10,10 +10,19 @@ import pytest
 
 from tests.models import make_tiny_model
 from tests.reference import ReferenceAnswer, greedy_reference
-from tests.worker.models.cases import Case
+from tests.worker.models.cases import CASES, FIRST_CASES, Case
 
 NUM_TOKENS = 12
 NUM_COMMON = 32
+
+
+def slow_unless_first(case: Case) -> Any:
+    """The case as a parameter: the first one of each family is always tested."""
+    is_first = case is FIRST_CASES.get(case.family)
+    return pytest.param(case, id=case.name, marks=() if is_first else pytest.mark.slow)
+
+
+every_case = pytest.mark.parametrize("case", [slow_unless_first(case) for case in CASES])
 
 
 @dataclass(frozen=True)

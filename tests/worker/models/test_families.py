@@ -11,7 +11,7 @@ from longshore.worker.kernels import experts
 from tests.reference import ReferenceAnswer, assert_greedy_equal
 from tests.worker.kernels.variants import TRITON, using
 from tests.worker.models.cases import CASES, Case
-from tests.worker.models.conftest import NUM_COMMON, NUM_TOKENS, Checkpoint
+from tests.worker.models.conftest import NUM_COMMON, NUM_TOKENS, Checkpoint, every_case
 from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.served_model import ServedModel
 
@@ -70,14 +70,14 @@ PATHS = {"plain": plain, "chunked": chunked, "prefix hit": prefix_hit, "preempte
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_tokens_equal_those_of_transformers(
     case: Case, path: str, checkpoint_of: CheckpointOf
 ) -> None:
     assert_greedy_equal(*PATHS[path](checkpoint_of(case)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_prompt_log_probabilities_equal_those_of_transformers(
     case: Case, checkpoint_of: CheckpointOf
 ) -> None:
@@ -93,8 +93,8 @@ def test_prompt_log_probabilities_equal_those_of_transformers(
 
 MIXTURES = (
     "Mixtral",
-    "Qwen3-MoE",
     "GPT-OSS",
+    "Qwen3-MoE",
     "Llama 4",
     "DeepSeek-V2, groups, biased",
     "DeepSeek-V3",
@@ -102,10 +102,13 @@ MIXTURES = (
 )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if str(case) in MIXTURES], ids=str)
+@pytest.mark.parametrize(
+    "name", [*MIXTURES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[2:])]
+)
 def test_mixtures_in_triton_compute_what_transformers_do(
-    case: Case, checkpoint_of: CheckpointOf
+    name: str, checkpoint_of: CheckpointOf
 ) -> None:
+    case = next(case for case in CASES if case.name == name)
     checkpoint = checkpoint_of(case)
     prompt = checkpoint.prompts[0]
     exact = copy.deepcopy(checkpoint.reference).double()
@@ -118,7 +121,7 @@ def test_mixtures_in_triton_compute_what_transformers_do(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_rounded_logits_stay_as_near_the_exact_ones_as_transformers_own(
     case: Case, dtype: torch.dtype, checkpoint_of: CheckpointOf
 ) -> None:
@@ -145,7 +148,7 @@ def reference_logits(reference: object, prompt: list[int]) -> torch.Tensor:
         return reference(torch.tensor([prompt])).logits[0].float()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_the_reference_answers_what_generate_does(case: Case, checkpoint_of: CheckpointOf) -> None:
     checkpoint = checkpoint_of(case)
     prompt = torch.tensor(checkpoint.prompts[:1])

@@ -15,8 +15,8 @@ from longshore.worker.models.registry import MODELS
 from longshore.worker.ranks.parallel import Parallel
 from tests.models import make_tiny_llama, make_tiny_model
 from tests.reference import assert_greedy_equal
-from tests.worker.models.cases import CASES, Case
-from tests.worker.models.conftest import NUM_TOKENS, Checkpoint
+from tests.worker.models.cases import Case
+from tests.worker.models.conftest import NUM_TOKENS, Checkpoint, every_case
 from tests.worker.models.gloo_pair import GlooPair
 from tests.worker.models.paged_model import PagedModel, forward_logits, greedy
 from tests.worker.models.thread_ranks import on_every_rank
@@ -31,7 +31,7 @@ def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPair]:
     pair.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_two_processes_give_the_tokens_of_transformers(
     case: Case, gloo_pair: GlooPair, checkpoint_of: CheckpointOf
 ) -> None:
@@ -40,7 +40,7 @@ def test_two_processes_give_the_tokens_of_transformers(
         assert_greedy_equal(answers, checkpoint.answers)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_two_pipeline_stages_give_the_tokens_of_transformers(
     case: Case, checkpoint_of: CheckpointOf
 ) -> None:
@@ -63,7 +63,7 @@ def test_two_pipeline_stages_give_the_tokens_of_transformers(
 @pytest.mark.parametrize(
     ("num_shards", "num_stages"), [(2, 1), (4, 1), (2, 2)], ids=["2 shards", "4", "2 by 2"]
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_logits_of_every_shard_equal_those_of_transformers(
     case: Case, num_shards: int, num_stages: int, checkpoint_of: CheckpointOf
 ) -> None:
@@ -111,7 +111,7 @@ COPIED = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_case
 def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: CheckpointOf) -> None:
     """Every shard holds norms, routers and the projections to latents. A KV head (or the maps of a
     group of Mamba heads) is copied to the shards that read it; nothing else is held twice."""

@@ -85,6 +85,7 @@ def ranks() -> Iterator[Ranks]:
     started.close()
 
 
+@pytest.mark.slow
 def test_shards_of_a_stage_exchange_among_themselves(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run("place", 2, 2, tmp_path) == [
         [0, 0, 1, 2, 0, 1, 0, 1],

@@ -161,7 +161,7 @@ def check_score(
     assert values == pytest.approx(wanted, abs=2e-5)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     st.lists(any_sampling, min_size=1, max_size=6),
     st.integers(0, 2**32),
@@ -419,16 +419,22 @@ def test_logits_that_are_not_finite_are_counted_before_tokens_are_forbidden() ->
 
 
 CUTS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.6},
-    {"top_k": 5},
     {"top_p": 0.7},
-    {"min_p": 0.1},
     {"top_k": 8, "top_p": 0.8, "min_p": 0.05, "temperature": 1.5},
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *CUTS,
+        *(
+            pytest.param(cut, marks=pytest.mark.slow)
+            for cut in ({}, {"temperature": 0.6}, {"top_k": 5}, {"min_p": 0.1})
+        ),
+    ],
+    ids=str,
+)
 def test_drawn_tokens_follow_the_distribution_that_is_left(cut: dict[str, Any]) -> None:
     """Chi-square over the seeds of many requests, each drawing its own tokens."""
     table = bigram_table(VOCAB_SIZE, 5)

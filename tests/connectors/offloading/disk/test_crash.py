@@ -63,6 +63,7 @@ def check(path: Path, model: Model, seed: int, num_acknowledged: int) -> Model:
     return found
 
 
+@pytest.mark.slow
 def test_a_kill_in_any_system_call_leaves_every_entry_whole_or_absent(tmp_path: Path) -> None:
     rng = random.Random(13)
     model: Model = {}
