@@ -17,6 +17,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same tensors in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny GQA Llama: its folder, and the transformers model."""

@@ -30,6 +30,19 @@ GATES: dict[str, tuple[Gate, Callable[[Tensor, Tensor], Tensor]]] = {
     ),
     "clamped": (Gate(activation="clamped_swiglu", alpha=ALPHA, limit=LIMIT), clamped_swiglu),
 }
+
+
+def check(
+    actual: Tensor, gate: Tensor, up: Tensor, formula: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """gate, up: in float64."""
+    wanted = formula(gate, up)
+    rounding = 8 * torch.finfo(actual.dtype).eps
+    # A gate itself is off by 1.1e-6 at most in float32, and multiplied by the other half.
+    allowed = rounding * wanted.abs() + max(rounding, 2e-6) * (1 + up.abs())
+    assert ((actual.double() - wanted).abs() <= allowed).all()
+
+
 every_gate = pytest.mark.parametrize(("gate", "formula"), GATES.values(), ids=GATES.keys())
 floats = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -56,11 +69,7 @@ def test_halves_of_any_length_are_multiplied(
     with using(variant, num_threads=num_threads):
         actual = gate(gate_up)
     assert actual.shape == (rows, size)
-    rounding = 8 * torch.finfo(dtype).eps
-    wanted = formula(*gate_up.double().chunk(2, dim=1))
-    # A gate itself is off by 1.1e-6 at most in float32, and multiplied by the other half.
-    allowed = rounding * wanted.abs() + max(rounding, 2e-6) * (1 + gate_up[:, size:].double().abs())
-    assert ((actual.double() - wanted).abs() <= allowed).all()
+    check(actual, *gate_up.double().chunk(2, dim=1), formula)
     assert torch.equal(gate_up, before)
 
 
@@ -99,9 +108,7 @@ def test_gates_may_alternate_with_up_elements(variant: str, dtype: torch.dtype) 
         alternating = Gate(**vars(gate) | {"is_interleaved": True})
         with using(variant):
             actual = alternating(in_turn)
-        exact = formula(*apart.double().chunk(2, dim=1))
-        rtol = 1e-5 if dtype == torch.float32 else 2**-6  # three numbers are rounded
-        torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=1e-5)
+        check(actual, *apart.double().chunk(2, dim=1), formula)
 
 
 def test_a_wrong_shape_of_gate_up_is_rejected() -> None:

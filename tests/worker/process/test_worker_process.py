@@ -117,7 +117,7 @@ class WorkerProcess:
         assert isinstance(self.receive(), WorkerReady)
 
     def accept(self, epoch: int = 1) -> None:
-        assert isinstance(self.receive(), WorkerHello)
+        assert isinstance(self.first_message(epoch), WorkerHello)
         self.scheduler.send(WorkerAccepted(epoch=epoch, num_blocks=50))
 
     def first_message(self, epoch: int) -> FromWorker:
@@ -176,6 +176,7 @@ def steps_of(epoch: int) -> list[SchedulerOutput]:
     return steps + [plans.plan() for _ in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-10")
 def test_a_process_whose_model_has_an_encoder_offers_multimodal_input(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
@@ -247,10 +248,10 @@ def feed_back(steps: list[SchedulerOutput], tokens: list[list[int]]) -> list[Sch
     ("layout", "ahead"),
     [
         pytest.param(RankLayout(), 0, id="alone"),
-        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.slow),
         pytest.param(TENSOR_2, 1, id="shard 1"),
-        pytest.param(STAGES_2, 0, id="stage 0"),
-        pytest.param(STAGES_2, 1, id="stage 1"),
+        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, 1, id="stage 1", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_outlive_a_scheduler_whose_last_plans_only_one_of_them_has_received(
@@ -286,6 +287,7 @@ def test_ranks_outlive_a_scheduler_whose_last_plans_only_one_of_them_has_receive
     assert {worker.wait() for worker in workers} == {0}
 
 
+@pytest.mark.slow
 def test_a_standby_connects_and_measures_its_cache_only_when_it_takes_over(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
