@@ -270,7 +270,7 @@ class Load:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("timeout_s", ["120", "0"])
+@pytest.mark.parametrize("timeout_s", ["120", pytest.param("0", marks=pytest.mark.long)])
 def test_engines_restart_one_after_the_other_under_load_and_nothing_is_lost(
     shared: Deployment, timeout_s: str
 ) -> None:

@@ -236,7 +236,7 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
     "layout",
     [
         pytest.param({"tensor_parallel_size": 2}, id="2 shards", marks=pytest.mark.slow),
-        pytest.param({"pipeline_parallel_size": 2}, id="2 stages", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, id="2 stages", marks=pytest.mark.long),
         pytest.param(
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "family": "one KV head"},
             id="shared context",

@@ -277,7 +277,7 @@ def test_flipped_bits_in_host_memory_are_misses_with_a_warning(
 
 @pytest.mark.slow
 @pytest.mark.req("WRK-02", "LDS-07")
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.long)])
 def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> None:
     make_tiny_llama(tmp_path, num_hidden_layers=3)
     chance = random.Random(1)
@@ -314,7 +314,7 @@ def test_ranks_share_one_region_of_host_memory(tmp_path: Path, layout: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.req("TIE-04", "ERR-10")
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_server_swaps_requests_and_answers_as_without_pressure(
     start: Start, tensor_parallel_size: int
 ) -> None:

@@ -220,8 +220,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards"),
-        pytest.param(STAGES_2, id="2 stages"),
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.long),
+        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.long),
         pytest.param(BOTH, id="2 x 2"),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_rank_that_hangs_when_the_scheduler_dies_is_replaced(
     "layout",
     [
         pytest.param(TENSOR_2, id="2 shards"),
-        pytest.param(STAGES_2, id="2 stages"),
+        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(

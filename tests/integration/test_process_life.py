@@ -183,7 +183,7 @@ def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
 @pytest.mark.parametrize(
     "victim",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gateway", "scheduler")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gateway", "scheduler")),
         "worker-0",
         pytest.param("supervisor", marks=pytest.mark.slow),
     ],

@@ -119,7 +119,14 @@ def ask_all(deployment: Deployment, at_work: Callable[[], None] = lambda: None) 
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("fault", ["hang", "die", "garbage", "full"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "hang",
+        "garbage",
+        *(pytest.param(fault, marks=pytest.mark.long) for fault in ("die", "full")),
+    ],
+)
 def test_a_store_that_fails_under_load_costs_no_request(
     start: Start, redis: RedisServer, fault: str
 ) -> None:

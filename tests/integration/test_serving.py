@@ -207,9 +207,10 @@ def test_serving_benchmark_reports_every_latency(deployment: Deployment, tmp_pat
     )
     result = json.loads(result_file.read_text())
     assert (result["completed"], result["failed"], result["output_tokens"]) == (6, 0, 30)
-    for name in ("ttft_ms", "tpot_ms", "e2e_ms"):
+    for name in ("ttft_ms", "e2e_ms"):
         assert 0 < result[name]["p50"] <= result[name]["p99"]
-    assert 0 <= result["itl_ms"]["p50"] <= result["itl_ms"]["p99"]  # tokens may come together
+    for name in ("tpot_ms", "itl_ms"):  # tokens may come together
+        assert 0 <= result[name]["p50"] <= result[name]["p99"]
     assert result["settings"]["request_rate"] == 50
 
 

@@ -103,7 +103,7 @@ def worker_of(deployment: Deployment) -> psutil.Process | None:
     [
         pytest.param([], True, id="adopted"),
         pytest.param(["--tensor-parallel-size", "2"], True, id="two ranks", marks=pytest.mark.slow),
-        pytest.param(["--no-kv-adoption"], False, id="not adopted", marks=pytest.mark.slow),
+        pytest.param(["--no-kv-adoption"], False, id="not adopted", marks=pytest.mark.long),
     ],
 )
 def test_the_kv_that_a_killed_worker_had_answered_is_kept(

@@ -18,7 +18,7 @@ from tests.oracle.workloads import FAIR, Workload
 
 NUM_WORKLOADS = 2_000
 NUM_SHARDS = 20
-NUM_QUICK_SHARDS = 3
+NUM_QUICK_SHARDS = 2
 NUM_FAIR = 1_000
 
 

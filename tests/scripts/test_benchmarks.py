@@ -269,7 +269,11 @@ def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.services
 @pytest.mark.parametrize(
-    ("kind", "length"), [("idle", "--prompt-tokens"), ("handover", "--lengths")]
+    ("kind", "length"),
+    [
+        pytest.param("idle", "--prompt-tokens", marks=pytest.mark.long),
+        ("handover", "--lengths"),
+    ],
 )
 def test_separate_engines_are_compared_with_one(kind: str, length: str, tmp_path: Path) -> None:
     sizes = (length, "64", "--requests", "1")

@@ -292,12 +292,16 @@ def long_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QUICK: Final = "/v1/completions"
+LONG: Final = ("/v1/messages/count_tokens", "/v1/score", "/v1/rerank", "/detokenize")
+"""They read bodies as another path does."""
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[] if path == QUICK else [pytest.mark.slow]) for path in PATHS],
-)
+def marked(path: str) -> Any:
+    marks = pytest.mark.long if path in LONG else pytest.mark.slow
+    return pytest.param(path, marks=() if path == QUICK else marks)
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in PATHS])
 async def test_no_parameter_of_any_size_blocks_the_event_loop(
     start_gateway: StartGateway, path: str
 ) -> None:

@@ -124,7 +124,7 @@ def test_every_request_ends_and_no_token_is_lost(policy: str, router: str) -> No
     assert describe(content)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_tiers_give_back_what_the_device_has_evicted(mode: str, tmp_path: Path) -> None:
     jobs = [agent_job(n, n * 0.01, [(400, 20, 0.5)] * 4, num_shared=100) for n in range(8)]
     settings: dict[str, Any] = {

@@ -136,7 +136,7 @@ def test_decodes_equal_attention_in_float64(cell: Cell, splits: int) -> None:
 
 
 @every_cell
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_chunks_equal_attention_in_float64(cell: Cell, seed: int) -> None:
     paged = Paged(cell, seed)
     chunks, first = [], 0
