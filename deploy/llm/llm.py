@@ -35,7 +35,7 @@ from longshore.deploy.llm.outputs import (
 from longshore.deploy.llm.pooler import Pooler, PoolingTask
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.progress import Progress, progress_bar
-from longshore.deploy.llm.prompts import Prompt, PromptInput
+from longshore.deploy.llm.prompts import CachedPrompt, Prompt, PromptInput
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
 from longshore.deploy.llm.sampling_params import SamplingParams
@@ -222,6 +222,10 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        job_id: Sequence[str | None] | None = None,
+        is_last_step: Sequence[bool] | None = None,
+        cache: CachedPrompt | Sequence[CachedPrompt | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or more chats; each is rendered to a prompt with the model's chat template.
 
@@ -233,6 +237,7 @@ class LLM:
         tools:         descriptions of tools, in OpenAI's format, for the template. The answer is
                        the model's text, including its calls.
         chat_template_kwargs: variables of the template.
+        cache:         what is kept of the chats' KV, of all or of each.
         Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True)
@@ -250,9 +255,17 @@ class LLM:
             tools=tools,
             variables=chat_template_kwargs,
             tokenization=as_tokenization(tokenization_kwargs),
+            cache=cache,
         )
         params = self._reader.check_each(sampling_params, len(inputs))
-        return self._generate(inputs, params, use_tqdm=use_tqdm)
+        return self._generate(
+            inputs,
+            params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            job_id=job_id,
+            is_last_step=is_last_step,
+        )
 
     def _generate(
         self,

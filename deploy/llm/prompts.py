@@ -141,12 +141,18 @@ class PromptParser:
         return self.checked(parsed, where, gives_tokens=gives_tokens)
 
     def parse_rendered(
-        self, text: str, where: str, tokenization: Tokenization = AS_USUAL
+        self,
+        text: str,
+        where: str,
+        tokenization: Tokenization = AS_USUAL,
+        cache: CachedPrompt | None = None,
     ) -> PromptInput:
         """A rendered chat, whose template has added the special tokens."""
         with_special = bool(tokenization.add_special_tokens)
         ids = self._encode(text, tokenization, gives_tokens=True, with_special=with_special)
-        return self.checked(PromptInput(ids, text), where)
+        for name in sorted((cache or {}).keys() - CachedPrompt.__annotations__):
+            raise ValueError(f"{where}: {name} is no key of CachedPrompt")
+        return self.checked(PromptInput(ids, text, *_cache_fields(cache or {}, where)), where)
 
     def checked(self, prompt: PromptInput, where: str, *, gives_tokens: bool = True) -> PromptInput:
         """Raises ValueError if the model cannot compute it."""

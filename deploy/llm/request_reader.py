@@ -15,7 +15,7 @@ from longshore.deploy.llm.chats import (
     other_template,
     rendered_chat,
 )
-from longshore.deploy.llm.prompts import Prompt, PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.prompts import CachedPrompt, Prompt, PromptInput, PromptParser, as_prompts
 from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.llm.transcriber import SpeechRequest
@@ -86,8 +86,9 @@ class RequestReader:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
         tokenization: Tokenization = AS_USUAL,
+        cache: CachedPrompt | Sequence[CachedPrompt | None] | None = None,
     ) -> list[PromptInput]:
-        """The prompts of one or more chats."""
+        """The prompts of one or more chats. cache: of all, or of each."""
         if self.tokenizer is None:
             raise ValueError(f"a chat needs a tokenizer, but {self._model.path} has none")
         options = chat_options(
@@ -99,11 +100,15 @@ class RequestReader:
         template = self.tokenizer.chat_template
         if chat_template is not None:
             template = other_template(chat_template, template)
+        chats = as_chats(messages)
+        caches = [cache] * len(chats) if isinstance(cache, Mapping | None) else cache
+        if len(caches) != len(chats):
+            raise ValueError(f"{len(caches)} cache settings for {len(chats)} chats")
         prompts = []
-        for index, chat in enumerate(as_chats(messages)):
+        for index, (chat, kept) in enumerate(zip(chats, caches, strict=True)):
             where = f"messages[{index}]"
             text = rendered_chat(template, chat, options, where)
-            prompts.append(self.parser.parse_rendered(text, where, tokenization))
+            prompts.append(self.parser.parse_rendered(text, where, tokenization, kept))
         return prompts
 
     def read_pairs(

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_outputs_stand_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 3
     (again,) = llm.generate("three", params[2], use_tqdm=False)
     assert again.outputs[0].token_ids == outputs[2].outputs[0].token_ids
+
+
+def test_chats_take_jobs_and_what_is_kept_of_them(llm: LLM) -> None:
+    chat = [{"role": "user", "content": " ".join(map(str, range(60)))}]
+    ask = partial(llm.chat, chat, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    private = [ask(cache={"no_store": True})[0] for _ in range(2)]
+    salted = [
+        ask(cache={"cache_salt": "s"}, job_id=["a"], is_last_step=[last])[0]
+        for last in (False, True)
+    ]
+    assert [output.num_cached_tokens for output in (*private, salted[0])] == [0, 0, 0]
+    assert (salted[1].num_cached_tokens or 0) > 0
+    assert len({tuple(output.outputs[0].token_ids) for output in (*private, *salted)}) == 1
+    with pytest.raises(ValueError, match="must have 1 values"):
+        ask(job_id=["a", "b"])
 
 
 def test_a_stop_string_ends_each_answer_where_it_first_appears(

@@ -21,7 +21,7 @@ from longshore.deploy.gateway.openai.requests import (
     StreamOptions,
     check_deadline,
     check_job,
-    check_salt,
+    check_no_store,
 )
 from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
 from longshore.protocol.requests import CacheHint
@@ -149,6 +149,6 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
         if self.stream:
             chat.stream_options = StreamOptions(include_usage=True)
         check_deadline(chat.deadline_s)
-        check_salt(chat)
+        check_no_store(chat)
         check_job(chat)
         return chat

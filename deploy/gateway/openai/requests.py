@@ -367,7 +367,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """A request body as `kind`. Raises ApiError (400) naming the invalid parameter."""
     request = read_parameters(kind, body)
     check_deadline(request.deadline_s)
-    check_salt(request)
+    check_no_store(request)
     check_job(request)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
@@ -379,13 +379,21 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     return request
 
 
-def check_salt(request: GenerationRequest) -> None:
-    """Raises ApiError."""
-    if request.no_store and request.cache_salt is not None:
+def check_no_store(request: GenerationRequest) -> None:
+    """Raises ApiError. A prompt_cache_key is no contradiction: it also chooses the engine."""
+    if not request.no_store:
+        return
+    if request.cache_salt is not None:
         raise invalid(
             "no_store disables sharing, so cache_salt has no effect; remove one of them",
             param="no_store",
         )
+    for name in ("prompt_cache_retention", "prompt_cache_options", "kv_cache_retention"):
+        if getattr(request, name) is not None:
+            raise invalid(
+                f"no_store keeps nothing, so {name} has no effect; remove one of them",
+                param="no_store",
+            )
 
 
 def check_job(request: GenerationRequest) -> None:

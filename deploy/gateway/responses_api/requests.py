@@ -20,7 +20,7 @@ from longshore.deploy.gateway.openai.requests import (
     StreamOptions,
     check_deadline,
     check_job,
-    check_salt,
+    check_no_store,
 )
 from longshore.deploy.gateway.responses_api.bodies import InputItem
 from longshore.deploy.gateway.responses_api.items import ResponseItem, read_items
@@ -192,6 +192,6 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
     )
-    check_salt(chat)
+    check_no_store(chat)
     check_job(chat)
     return chat

@@ -1,6 +1,8 @@
 """The forms in which prompts and chats are given."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.answer import Answer
 from longshore.deploy.llm.chats import as_chats, chat_options, other_template, rendered_chat
 from longshore.deploy.llm.prompts import PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.request_reader import RequestReader
 from longshore.deploy.llm.tokenization import as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.requests.live_requests import LiveRequests
@@ -36,6 +39,12 @@ def tokenizer() -> ModelTokenizer:
 @pytest.fixture
 def parser(tokenizer: ModelTokenizer) -> PromptParser:
     return PromptParser(tokenizer, Path("folder"), vocab_size=320, max_model_len=64)
+
+
+@pytest.fixture
+def reader(tokenizer: ModelTokenizer) -> RequestReader:
+    model: Any = SimpleNamespace(path=Path("folder"), vocab_size=320)
+    return RequestReader(model, tokenizer, None, max_model_len=64)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,28 @@ def test_a_prompt_that_is_not_stored_has_a_salt_of_its_own(parser: PromptParser)
     _, message = LiveRequests().open("a", [5], answer.sampling, **answer.fields())
     assert message.no_store
     assert message.cache_salt == one.cache_salt
+
+
+def test_a_chat_says_what_is_kept_of_it_and_two_chats_what_of_each(reader: RequestReader) -> None:
+    chat = [{"role": "user", "content": "one"}]
+    read = partial(
+        reader.read_chats,
+        chat_template="{{ messages[0].content }}",
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        variables=None,
+    )
+    (hinted,) = read(chat, cache={"prompt_cache_key": "s"})
+    assert hinted.cache_hint == CacheHint(300.0, "s")
+    plain, private = read([chat, chat], cache=[None, {"no_store": True}])
+    assert (plain.no_store, private.no_store) == (False, True)
+    salts = [each.cache_salt for each in read([chat, chat], cache={"no_store": True})]
+    assert salts[0] != salts[1]
+    with pytest.raises(ValueError, match="1 cache settings for 2 chats"):
+        read([chat, chat], cache=[None])
+    with pytest.raises(ValueError, match=r"messages\[0\]: prompt is no key of CachedPrompt"):
+        read(chat, cache={"prompt": "x"})
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> Non
         ({"deadline_s": -1.5}, "deadline_s"),
         ({"deadline_s": "soon"}, "deadline_s"),
         ({"no_store": True, "cache_salt": "ours"}, "no_store"),
+        ({"no_store": True, "prompt_cache_retention": "24h"}, "no_store"),
+        ({"no_store": True, "prompt_cache_options": {"ttl": "30m"}}, "no_store"),
+        ({"no_store": True, "kv_cache_retention": {"ttl_s": 60}}, "no_store"),
         (
             {"skip_reading_prefix_cache": True, "use_beam_search": True, "temperature": 0},
             "skip_reading_prefix_cache",
@@ -125,8 +128,6 @@ async def test_the_scheduler_gets_the_hint_of_openais_parameters(
         "/v1/completions": {"prompt": "p"},
         "/v1/responses": {"input": "p"},
     }
-    if path == "/v1/responses" and "no_store" in change:
-        pytest.skip("the parameter is not one of this path")
     async with start_gateway() as gateway:
         answer = await gateway.post(path, {**bodies[path], **change})
         assert answer.status == 200, answer.body
