@@ -303,6 +303,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     is_drained:  an operator has drained the engine in a former process.
     is_asleep:   an operator has put the engine to sleep in a former process.
     trace_path:  file of the scheduler trace; None: none is written.
+    trace_bytes: size at which the trace ends.
     record: files of the flight recorder, without their number; None: nothing is recorded.
     record_bytes: maximum size of these files, beside their newest snapshot.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
@@ -334,6 +335,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     is_drained: bool = False
     is_asleep: bool = False
     trace_path: str | None = None
+    trace_bytes: int = 4 << 30
     record: str | None = None
     record_bytes: int = 256 << 20
     lifeline_fd: int | None = None

@@ -74,6 +74,7 @@ _MAXIMA: Final = {
     "threads": 1024,
     "kv_events_buffer": 1 << 20,
     "record_mib": 1 << 20,
+    "sched_trace_mib": 1 << 20,
 }
 MAX_MODEL_NAMES: Final = 64
 MAX_RESTARTS: Final = 1000
@@ -205,6 +206,7 @@ class EngineOptions:
         sched_trace_path: File in which the scheduler records what it sees and decides in each step
             (docs/trace.md). With several engines, the number of each is added to its name. An
             existing file is not overwritten; the next free name is used. Default: no trace.
+        sched_trace_mib: Size of the trace of an engine at which it ends, with a warning.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         record: Record what the scheduler gets and plans in FILE.000000 and following files, for
             longshore replay. They contain prompts and outputs. Further engines add their names.
@@ -277,6 +279,7 @@ class EngineOptions:
     state_dir: Annotated[Path | None, _OPERATION] = None
     structured_output_backend: Annotated[StructuredOutputBackend, _MODEL] = "auto"
     sched_trace_path: Annotated[Path | None, _OPERATION, Parameter(alias="--sched-trace")] = None
+    sched_trace_mib: Annotated[int, _OPERATION] = 4096
     verify_plan: Annotated[bool, _OPERATION] = False
     record: Annotated[Path | None, _OPERATION] = None
     record_mib: Annotated[int, _OPERATION] = 256

@@ -153,7 +153,10 @@ class InProcessEngine:
 
     def _open_trace(self, plan: EnginePlan) -> SchedulerTrace | None:
         path = trace_path(plan)
-        if path is None or (opened := open_trace(path, "engine-0")) is None:
+        if (
+            path is None
+            or (opened := open_trace(path, "engine-0", plan.options.sched_trace_mib << 20)) is None
+        ):
             return None
         trace, self._trace_file = opened
         return trace

@@ -451,6 +451,7 @@ def _scheduler_process(
         adopts_kv=is_restarted and plan.options.kv_adoption and plan.device == "cpu",
         trace_path=None if (path := trace_path(plan, replica)) is None else str(path),
         record=_record_path(plan.options, replica),
+        trace_bytes=plan.options.sched_trace_mib << 20,
         record_bytes=plan.options.record_mib << 20,
         log_level=plan.options.log_level,
     )

@@ -72,7 +72,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             grammars = stack.enter_context(closing(GrammarProcess(config, context)))
         trace = None
         if config.trace_path is not None:
-            opened = open_trace(Path(config.trace_path), config.engine_id)
+            opened = open_trace(Path(config.trace_path), config.engine_id, config.trace_bytes)
             if opened is not None:
                 trace, trace_file = opened
                 stack.callback(trace_file.close)

@@ -1,5 +1,6 @@
 """The file of a scheduler trace. A thread writes it, so a slow disk does not delay the engine."""
 
+import errno
 import logging
 import os
 import threading
@@ -19,19 +20,25 @@ logger = logging.getLogger(__name__)
 INTERVAL_S: Final = 0.05
 MAX_QUEUED_BYTES: Final = 64 << 20
 CLOSE_TIMEOUT_S: Final = 2.0
+MAX_BYTES: Final = 4 << 30
 
 
 class TraceFile:
     """Appends lines to a file, on a thread of its own, at most every `INTERVAL_S`.
 
     At most `max_queued_bytes` wait to be written. What comes after that is dropped, and the file
-    says how many records are missing. `write` raises the error with which the thread has ended.
+    says how many records are missing. `write` raises the error with which the thread has ended: an
+    error of the disk, or that the file has `max_bytes`.
     """
 
-    def __init__(self, file: int, *, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+    def __init__(
+        self, file: int, max_bytes: int = MAX_BYTES, *, max_queued_bytes: int = MAX_QUEUED_BYTES
+    ) -> None:
         """file: a descriptor, which this closes."""
         self._file = file
+        self._max_bytes = max_bytes
         self._max_queued_bytes = max_queued_bytes
+        self._num_bytes = 0
         self._queued: deque[bytes] = deque()
         self._lock = threading.Lock()
         self._num_queued_bytes = self._num_dropped = 0
@@ -82,6 +89,10 @@ class TraceFile:
             rest = rest[os.write(self._file, rest) :]
         with self._lock:
             self._num_queued_bytes -= len(lines)
+        self._num_bytes += len(lines)
+        if self._num_bytes >= self._max_bytes:
+            limit_mib = self._max_bytes / (1 << 20)
+            raise OSError(errno.EFBIG, f"it has {limit_mib:g} MiB (sched_trace_mib)")
 
     def close(self) -> None:
         """Write what is queued, if the disk takes it soon."""
@@ -96,7 +107,9 @@ class TraceFile:
             logger.warning("the end of the scheduler trace was not written: %s", why)
 
 
-def open_trace(path: Path, engine: str) -> tuple[SchedulerTrace, TraceFile] | None:
+def open_trace(
+    path: Path, engine: str, max_bytes: int = MAX_BYTES
+) -> tuple[SchedulerTrace, TraceFile] | None:
     """A trace of the engine in a new file, by the monotonic clock. If the file exists, the next
     free name is taken (trace.jsonl, trace.1.jsonl), also after a restart of the process. None, with
     a warning, if no file can be created."""
@@ -104,7 +117,7 @@ def open_trace(path: Path, engine: str) -> tuple[SchedulerTrace, TraceFile] | No
         free = path if not number else path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            file = TraceFile(os.open(free, flags, 0o600))
+            file = TraceFile(os.open(free, flags, 0o600), max_bytes)
         except FileExistsError:
             continue
         except OSError as error:

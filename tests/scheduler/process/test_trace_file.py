@@ -83,6 +83,27 @@ def test_a_disk_that_hangs_drops_records_and_delays_nothing(
 
 
 @pytest.mark.req("TRC-06")
+def test_a_trace_ends_at_its_largest_size_and_the_scheduling_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = open_trace(tmp_path / "trace.jsonl", "engine-0", max_bytes=1000)
+    assert opened is not None
+    trace, file = opened
+    driver = Driver(scheduler={"trace": trace})
+    keys = [driver.add(str(number), prompt_of(9), max_tokens=9) for number in range(4)]
+    driver.run()
+    file._thread.join(60)
+    more = driver.add("more", prompt_of(9), max_tokens=9)
+    driver.run()
+    driver.check_complete(*keys, more)
+    assert trace.is_over
+    assert "scheduling goes on: [Errno 27] it has 0.000953674 MiB (sched_trace_mib)" in caplog.text
+    lines = (tmp_path / "trace.jsonl").read_bytes().splitlines()
+    assert all(json.loads(line) for line in lines), "the last line is whole"
+    assert b'"more"' not in lines[-1]
+
+
+@pytest.mark.req("TRC-06")
 def test_a_full_disk_ends_the_trace_and_not_the_scheduling(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
