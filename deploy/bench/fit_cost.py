@@ -1,10 +1,10 @@
 """`longshore bench fit-cost`: fits a cost model for the simulator to what a client of a running
 server measures.
 
-Two kinds of points: the time to first token of a single request, by prompt length (the steps of its
-chunks, and once the cost of a request), and the time per token while B requests decode together
-(one step). Both are linear in the unknown terms, which are fitted by non-negative least squares of
-the relative errors.
+Three kinds of points: the time to first token of a single request, by prompt length (the steps of
+its chunks, and once the cost of a request), the time per token while B requests decode together
+(one step), and the time of the step that computes another prompt beside them. All are linear in the
+unknown terms, which are fitted by non-negative least squares of the relative errors.
 """
 
 import asyncio
@@ -134,15 +134,30 @@ async def _measure_points(options: FitCostOptions) -> list[Point]:
     for num_prompt in options.prompt_lens:
         times_s = [(await client.ask(1, num_prompt, 1))[0].ttft_s for _ in range(options.repeats)]
         points.append(prefill_point(num_prompt, times_s, options.max_num_batched_tokens))
-    longest = max(options.prompt_lens) // 2
+    longest, shortest = max(options.prompt_lens) // 2, min(options.prompt_lens)
     for batch_size in options.batch_sizes:
-        for num_prompt in (min(options.prompt_lens), longest):
+        for num_prompt in (longest, shortest):
             runs = [
                 await client.ask(batch_size, num_prompt, options.output_len)
                 for _ in range(options.repeats)
             ]
             points.append(decode_point(num_prompt, runs))
+        begin_s, end_s = _together(runs[-1])  # of the shortest
+        delay_s = begin_s - runs[-1][0].sent_s + 0.3 * (end_s - begin_s)
+        for num_new in _mixed_lens(options, batch_size):
+            mixed = [
+                await client.ask_beside(num_new, delay_s, batch_size, shortest, options.output_len)
+                for _ in range(options.repeats)
+            ]
+            points += mixed_point(num_new, shortest, mixed)
     return points
+
+
+def _mixed_lens(options: FitCostOptions, batch_size: int) -> list[int]:
+    """Prompts that fit into one step beside the decodes: one of middle length and the longest."""
+    largest = options.max_num_batched_tokens - batch_size
+    fit = sorted(length for length in set(options.prompt_lens) if length <= largest)
+    return sorted({fit[len(fit) // 2], fit[-1]}) if fit else []
 
 
 class _Client:
@@ -169,6 +184,15 @@ class _Client:
         except (OSError, TimeoutError) as error:
             raise ServerFailed(f"{options.url}: a request failed: {error!r}") from error
 
+    async def ask_beside(
+        self, num_new: int, delay_s: float, num_requests: int, num_prompt: int, num_output: int
+    ) -> tuple[list[Measured], Measured]:
+        """As `ask`, and after `delay_s` another request of `num_new` tokens for one more."""
+        decodes = asyncio.ensure_future(self.ask(num_requests, num_prompt, num_output))
+        await asyncio.sleep(delay_s)
+        (new,) = await self.ask(1, num_new, 1)
+        return await decodes, new
+
 
 def prefill_point(num_prompt: int, times_s: Sequence[float], max_step_tokens: int) -> Point:
     """times_s: to the first token of one request."""
@@ -189,8 +213,7 @@ def decode_point(num_prompt: int, runs: Sequence[Sequence[Measured]]) -> Point:
     Raises ConfigError if there is none."""
     times_s, num_before = [], []
     for requests in runs:
-        begin_s = max(each.arrivals_s[0] for each in requests)
-        end_s = min(each.arrivals_s[-1] for each in requests)
+        begin_s, end_s = _together(requests)
         for each in requests:
             inside = [at_s for at_s in each.arrivals_s if begin_s <= at_s <= end_s]
             if len(inside) >= 2:
@@ -207,3 +230,43 @@ def decode_point(num_prompt: int, runs: Sequence[Sequence[Measured]]) -> Point:
     work = StepWork(batch_size, context, context, batch_size, batch_size)
     name = f"token of {batch_size} requests with prompts of {num_prompt}"
     return Point(name, float(np.median(times_s)), work, 1, 0)
+
+
+def mixed_point(
+    num_new: int, num_prompt: int, runs: Sequence[tuple[Sequence[Measured], Measured]]
+) -> list[Point]:
+    """A point, or none if the new requests came too late.
+
+    num_new, num_prompt: tokens of the prompts of the new request and of those that decode.
+    runs: requests that decode together, and a new one, whose only token they get the next one with.
+    """
+    times_s, num_before = [], []
+    for requests, new in runs:
+        at_s = new.arrivals_s[0]
+        begin_s, end_s = _together(requests)
+        if not begin_s < at_s < end_s:
+            continue
+        for each in requests:
+            arrivals_s = np.array(each.arrivals_s)
+            index = int(np.abs(arrivals_s[1:] - at_s).argmin())
+            times_s.append(each.gaps_s[index])
+            num_before.append(index + 1)
+    if not times_s:
+        return []
+    batch_size = len(runs[0][0])
+    context = round(batch_size * (num_prompt + float(np.mean(num_before))))
+    work = StepWork(
+        num_tokens=num_new + batch_size,
+        num_attended=num_new * (num_new + 1) // 2 + context,
+        num_context=num_new + context,
+        num_rows=batch_size + 1,
+        num_samples=batch_size + 1,
+    )
+    name = f"step with a prompt of {num_new} beside {batch_size} decodes"
+    return [Point(name, float(np.median(times_s)), work, 1, 0)]
+
+
+def _together(requests: Sequence[Measured]) -> tuple[float, float]:
+    """From when until when all of them decode, by `perf_counter`."""
+    begin_s = max(each.arrivals_s[0] for each in requests)
+    return begin_s, min(each.arrivals_s[-1] for each in requests)

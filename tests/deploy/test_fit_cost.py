@@ -7,6 +7,7 @@ from longshore.deploy.bench.fit_cost import (
     Point,
     decode_point,
     fit,
+    mixed_point,
     nonnegative_least_squares,
     prefill_point,
 )
@@ -61,6 +62,18 @@ def test_a_prompt_is_divided_into_steps() -> None:
     point = prefill_point(250, [3.0, 1.0, 2.0], 100)
     assert (point.seconds, point.num_steps) == (2.0, 3)
     assert point.work == StepWork(250, 250 * 251 // 2, 100 + 200 + 250, 3, 1)
+
+
+def test_a_mixed_step_is_the_one_that_ends_with_the_first_token_of_the_new_request() -> None:
+    gaps_s = [1.0, 1.0, 4.0, 1.0]
+    decodes = [Measured(0.0, first_s, 0.0, gaps_s, 5, 0) for first_s in (1.0, 1.5)]
+    new = Measured(3.2, 3.9, 3.9, [], 1, 0)  # at 7.1
+    late = Measured(20.0, 1.0, 1.0, [], 1, 0)
+    (point,) = mixed_point(50, 10, [(decodes, new), (decodes, late)])
+    assert point.seconds == 4.0
+    context = 2 * (10 + 3)
+    assert point.work == StepWork(52, 50 * 51 // 2 + context, 50 + context, 3, 3)
+    assert mixed_point(50, 10, [(decodes, late)]) == []
 
 
 def test_a_decode_counts_only_while_all_requests_decode() -> None:

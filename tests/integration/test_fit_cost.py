@@ -28,10 +28,12 @@ def test_the_simulator_takes_a_model_fitted_to_a_server(
     assert [point["name"] for point in fit["points"]] == [
         "first token after a prompt of 16",
         "first token after a prompt of 128",
-        "token of 1 requests with prompts of 16",
         "token of 1 requests with prompts of 64",
-        "token of 2 requests with prompts of 16",
+        "token of 1 requests with prompts of 16",
+        "step with a prompt of 128 beside 1 decodes",
         "token of 2 requests with prompts of 64",
+        "token of 2 requests with prompts of 16",
+        "step with a prompt of 128 beside 2 decodes",
     ]
     assert all(point["measured_s"] > 0 for point in fit["points"])
     simulate(SimulateOptions(cost_model=str(output), num_blocks=4000, num_requests=5, json=result))
