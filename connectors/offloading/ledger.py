@@ -14,6 +14,7 @@ from operator import indexOf
 from typing import NamedTuple
 
 from longshore.connectors.base.retention import RetainedPrefixes
+from longshore.connectors.offloading.late_hints import LateHints
 from longshore.connectors.offloading.policies.policy import (
     EvictionPolicy,
     PolicyError,
@@ -118,6 +119,7 @@ class OffloadLedger:
         self._pins: Counter[bytes] = Counter()
         self._protected = Protected(self._loads, self._storing, self._pins)
         self._retained = RetainedPrefixes(capacity)  # by slot
+        self._late_hints = LateHints(capacity)
         self._free = list(range(capacity - 1, -1, -1))  # the last one is used first
         self._events: list[LedgerEvent] = []
 
@@ -195,9 +197,13 @@ class OffloadLedger:
 
     def retain(self, hinted: HintedKeys) -> None:
         """Evict those of these keys that are entries after all others, by the rules of
-        `RetainedPrefixes`."""
+        `RetainedPrefixes`; and those that are not, when they are stored."""
+        self._retained.expire(hinted.now)
+        self._late_hints.add(hinted, list(filterfalse(self._slots.__contains__, hinted.keys)))
+        self._retain_entries(hinted)
+
+    def _retain_entries(self, hinted: HintedKeys) -> None:
         keys, prefixes, hint, tenant, now = hinted
-        self._retained.expire(now)
         slots = list(map(self._slots.get, keys, repeat(-1)))
         parts = [[slot for slot in slots[:end] if slot >= 0] for end in (len(keys), *prefixes)]
         whole, *leading = map(int32_array, parts)
@@ -205,6 +211,7 @@ class OffloadLedger:
 
     def expire(self, now: float) -> None:
         """End the hints whose time to live has passed."""
+        self._late_hints.expire(now)
         if now >= self._retained.next_expiry_s:
             self._retained.expire(now)
 
@@ -329,6 +336,9 @@ class OffloadLedger:
         slots.sort()  # neighbouring blocks in neighbouring slots make larger copies
         self._slots.update(zip(new, slots, strict=True))
         self._storing.update(new)
+        if self._late_hints:
+            for hinted in self._late_hints.came(new):
+                self._retain_entries(hinted)
         return slots
 
     def complete_store(self, keys: Sequence[bytes], *, success: bool = True) -> None:
@@ -392,6 +402,7 @@ class OffloadLedger:
 
     def clear(self) -> None:
         """Remove everything, as `remove` does."""
+        self._late_hints.clear()
         self.remove(list(self._slots))
 
     def end_transfers(self) -> None:

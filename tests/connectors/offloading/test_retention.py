@@ -98,6 +98,54 @@ def test_a_hint_of_a_tier_ends_in_time_and_with_the_next_one_of_its_session() ->
     assert [ledger.priority(key) for key in keys_of("abcd")] == [0, 0, 0, 0]
 
 
+def priorities(ledger: OffloadLedger, text: str) -> list[int]:
+    return [ledger.priority(key) for key in keys_of(text)]
+
+
+def test_entries_that_come_after_their_hint_are_retained_as_well() -> None:
+    ledger = make(8)
+    store(ledger, "abx")
+    retain(ledger, keys_of("abcdef"), CacheHint(10.0, prefixes=(CachePrefix(3, 20.0, 2),)), 3)
+    assert priorities(ledger, "abx") == [2, 2, 0]
+    store(ledger, "cd")
+    store(ledger, "ef")
+    assert priorities(ledger, "abcdefx") == [2, 2, 2, 1, 1, 1, 0]
+    ledger.expire(10.0)
+    assert priorities(ledger, "abcdef") == [2, 2, 2, 0, 0, 0]
+
+
+def test_a_late_entry_is_not_retained_by_a_hint_that_has_ended() -> None:
+    ledger = make(8)
+    retain(ledger, keys_of("abc"), CacheHint(10.0, "s"))
+    retain(ledger, keys_of("xy"), CacheHint(10.0, "s"), now=1.0)
+    store(ledger, "abcx")
+    assert priorities(ledger, "abcx") == [0, 0, 0, 1], "the session has another hint"
+    ledger.expire(11.0)
+    store(ledger, "y")
+    assert priorities(ledger, "xy") == [0, 0]
+    retain(ledger, keys_of("z"), CacheHint(10.0), now=12.0)
+    ledger.clear()
+    store(ledger, "z")
+    assert priorities(ledger, "z") == [0]
+
+
+def test_hints_whose_entries_never_come_are_forgotten_the_oldest_first() -> None:
+    ledger = make(4)
+    for text in ("ab", "cd", "e"):
+        retain(ledger, keys_of(text), CacheHint(10.0))
+    store(ledger, "acde")
+    assert priorities(ledger, "acde") == [0, 1, 1, 1]
+
+
+def test_what_a_disk_writes_after_the_end_of_a_request_is_retained_there() -> None:
+    disk = make_disk(6)
+    write(disk, "ab")
+    retain(disk, keys_of("abcd"), CacheHint(10.0))
+    write(disk, "cd")
+    write(disk, "xy")
+    assert write(disk, "uv") == keys_of("xy")
+
+
 def test_prefixes_and_the_share_of_the_tenant_hold_in_a_tier() -> None:
     ledger = make(8)
     store(ledger, "abcdefgh")
