@@ -481,19 +481,20 @@ def _check_variables(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for an empty variable, because a deployment that failed to fill in its API
     key must not serve without keys, and for `LONGSHORE_NO_...`, which would be ignored. Warn about
     variables that no command reads."""
-    for name, value in variables.items():
+    ours = sorted(name for name in variables if name.startswith(VARIABLE_PREFIX))
+    for name in ours:
         if name.startswith(VARIABLE_PREFIX + "NO_"):
             setting = name.removeprefix(VARIABLE_PREFIX + "NO_")
             raise ConfigError(
                 f"{name} is not a variable; use {VARIABLE_PREFIX}{setting}=false instead"
             )
-        if name.startswith(VARIABLE_PREFIX) and not value.strip():
+        if not variables[name].strip():
             raise ConfigError(f"{name} is set but empty; give it a value or unset it")
-    known = _known_variables()
+    known = _known_variables() if ours else set()  # takes 0.1 s
     unknown = [
         f"{name} (did you mean {nearest[0]}?)" if nearest else name
-        for name in sorted(variables)
-        if name.startswith(VARIABLE_PREFIX) and name not in known
+        for name in ours
+        if name not in known
         for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
     ]
     if unknown:
