@@ -13,7 +13,7 @@ import torch
 from longshore.connectors.offloading.copies import HostCopier
 from longshore.connectors.pull.options import read_options
 from longshore.connectors.pull.p2p import link, staging
-from longshore.connectors.pull.p2p.communicator import Library
+from longshore.connectors.pull.p2p.communicator import CommunicatorError, Library
 from longshore.connectors.pull.p2p.nccl import NcclLibrary
 from longshore.connectors.pull.p2p.peer_memory import PeerMemory
 from longshore.connectors.pull.p2p.transport import P2PTransport
@@ -125,10 +125,15 @@ def test_calls_that_never_return_hold_a_bounded_number_of_threads(
 ) -> None:
     """Connecting cannot be aborted."""
     may_return = threading.Event()
+
+    def connect(*_: object) -> None:
+        may_return.wait()
+        raise CommunicatorError("it has failed at last")
+
     monkeypatch.setattr(link, "MAX_STUCK", 2)
     with gpus(read_timeout_s=0.5) as (reader, owner):
         with monkeypatch.context() as patch:
-            patch.setattr(NcclLibrary, "connect", lambda *_: may_return.wait())
+            patch.setattr(NcclLibrary, "connect", connect)
             assert reader.read(owner, READ) is ReadState.FAILED
             until(lambda: reader.transport._links[owner_of(reader)].failure is not None)
             assert reader.read(owner, READ) is ReadState.FAILED
