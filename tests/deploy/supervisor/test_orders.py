@@ -139,11 +139,13 @@ def test_a_group_is_started_watched_and_stopped_while_the_others_run() -> None:
         before = run.pids
         run.supervisor.orders.start("engine-2", new_engine()).result(WAIT_S)
         assert {**run.pids, **before} == run.pids
-        os.kill(run.named("worker 2").pid, signal.SIGKILL)
+        killed = run.named("worker 2")
+        os.kill(killed.pid, signal.SIGKILL)
         wait_until(
             lambda: read_restarts(run.supervisor.runtime_dir.path).counts["worker 2"]["death"]
         )
-        wait_until(lambda: run.named("worker 2").ready is not None)
+        wait_until(lambda: run.named("worker 2") is not killed)
+        wait_until(lambda: all(process.ready is not None for process in run.supervisor.processes))
         run.restart("engine-2")
         old = run.named("scheduler 2")
         run.supervisor.orders.stop("engine-2").result(WAIT_S)
