@@ -188,10 +188,15 @@ class _Client:
         self, num_new: int, delay_s: float, num_requests: int, num_prompt: int, num_output: int
     ) -> tuple[list[Measured], Measured]:
         """As `ask`, and after `delay_s` another request of `num_new` tokens for one more."""
-        decodes = asyncio.ensure_future(self.ask(num_requests, num_prompt, num_output))
-        await asyncio.sleep(delay_s)
-        (new,) = await self.ask(1, num_new, 1)
-        return await decodes, new
+
+        async def ask_later() -> list[Measured]:
+            await asyncio.sleep(delay_s)
+            return await self.ask(1, num_new, 1)
+
+        decodes, (new,) = await asyncio.gather(
+            self.ask(num_requests, num_prompt, num_output), ask_later()
+        )
+        return decodes, new
 
 
 def prefill_point(num_prompt: int, times_s: Sequence[float], max_step_tokens: int) -> Point:

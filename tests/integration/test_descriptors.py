@@ -52,13 +52,7 @@ class Stream(threading.Thread):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spare",
-    [
-        pytest.param(None, id="few connections"),
-        pytest.param(3, id="few descriptors"),
-    ],
-)
+@pytest.mark.parametrize("spare", [None, 3], ids=["few connections", "few descriptors"])
 def test_streams_go_on_when_descriptors_run_out_and_the_log_says_so(
     start_deployment: StartDeployment, spare: int | None
 ) -> None:

@@ -35,7 +35,6 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 class PullConformance(ConnectorConformance):
     numbers: ClassVar[Iterator[int]] = count()
-    is_variant = True  # an engine with a peer starts slowly
     num_seeds = 1
 
     @pytest.fixture(autouse=True)
@@ -71,8 +70,10 @@ class TestNixl(PullConformance):
 @pytest.mark.req("CRG-11")
 class TestMooncake(PullConformance):
     connector = "mooncake"
+    is_variant = True
 
 
 @pytest.mark.req("CRG-03")
 class TestP2PNccl(PullConformance):
     connector = "p2p_nccl"
+    is_variant = True

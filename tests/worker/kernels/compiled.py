@@ -234,6 +234,7 @@ ATTENTION: Final = [
     (64, 64, 4, 64, 0, 0, 0.0, False, False),
     (64, 64, 8, 16, 128, 0, 0.0, True, False),  # gpt-oss
     (256, 256, 2, 16, 0, 0, 50.0, False, False),  # Gemma 2
+    (256, 256, 2, 64, 1024, 0, 0.0, False, False),
     (80, 80, 1, 7, 0, 96, 0.0, False, False),
     (192, 192, 1, 64, 0, 0, 0.0, False, False),  # expanded latents
     (576, 512, 128, 16, 0, 0, 0.0, False, False),  # latents, one rank
