@@ -5,6 +5,7 @@ are microseconds since the beginning of the trace.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -17,6 +18,8 @@ Event: TypeAlias = dict[str, Any]
 
 STEPS: Final = 1
 REQUESTS: Final = 2
+FIRST_TRACK: Final = 3
+"""The viewer takes a track with the number of its process for a main thread, and shows it first."""
 
 
 def export_perfetto(trace: Trace, path: Path) -> int:
@@ -39,7 +42,7 @@ def trace_events(trace: Trace) -> Iterator[Event]:
     yield _name("process_name", STEPS, f"{engine}: steps")
     yield _name("process_name", REQUESTS, f"{engine}: requests")
     yield from _step_events(trace.steps, clock)
-    tracks = {id(life): number for number, life in enumerate(trace.requests, 1)}
+    tracks = {id(life): number for number, life in enumerate(trace.requests, FIRST_TRACK)}
     for life in trace.requests:
         yield from _request_events(life, tracks[id(life)], clock)
     yield from _hit_events(trace, tracks, clock)
@@ -63,15 +66,15 @@ def _step_events(steps: Iterable[Step], clock: _Clock) -> Iterator[Event]:
     # Steps in flight overlap, and slices of a track must not: each takes the first free track.
     free: list[int] = []
     busy: list[tuple[float, int]] = []  # until when, track
-    num_tracks = 0
+    new_tracks = itertools.count(FIRST_TRACK)
     for step in steps:
         snapshot, decision = step.snapshot, step.decision
         while busy and busy[0][0] <= decision.now:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if not free:
-            num_tracks += 1
-            heapq.heappush(free, num_tracks)
-            yield _name("thread_name", STEPS, "steps", num_tracks)
+            track = next(new_tracks)
+            heapq.heappush(free, track)
+            yield _name("thread_name", STEPS, "steps", track)
         track = heapq.heappop(free)
         end_s = clock.last_s if step.output_s is None else step.output_s
         heapq.heappush(busy, (max(end_s, decision.now), track))
@@ -97,17 +100,16 @@ def _step_events(steps: Iterable[Step], clock: _Clock) -> Iterator[Event]:
         gpu, cpu, ts = snapshot.gpu, snapshot.cpu, clock.us(snapshot.now)
         counters = {
             "requests": {"running": snapshot.running, "waiting": snapshot.waiting},
-            "GPU blocks held": {"held": gpu.total - gpu.free},
-            "GPU blocks cached": {"cached": gpu.cached},
+            "GPU blocks": {"held": gpu.total - gpu.free, "cached": gpu.cached},
             "tokens per step": {
                 "prefill": decision.prefill_tokens,
                 "decode": decision.tokens - decision.prefill_tokens,
             },
         }
         if cpu.total:
-            counters["host blocks cached"] = {"cached": cpu.cached}
+            counters["host blocks"] = {"cached": cpu.cached}
         if snapshot.pins.count:
-            counters["pinned blocks"] = {"pinned": snapshot.pins.blocks}
+            counters["blocks"] = {"pinned": snapshot.pins.blocks}
         for name, args in counters.items():
             yield {"ph": "C", "name": name, "pid": STEPS, "tid": 0, "ts": ts, "args": args}
 

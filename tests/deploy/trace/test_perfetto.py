@@ -77,6 +77,7 @@ def test_every_track_has_a_name_and_every_request_a_track(tmp_path: Path) -> Non
     assert used == set(names)
     requests = [name for (process, _), name in names.items() if process == REQUESTS]
     assert requests == [life.request for life in trace.requests]
+    assert not {process for process, _ in names} & {track for _, track in names}, "a main thread"
 
 
 def test_steps_preemptions_hits_and_counters_are_all_there(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_steps_preemptions_hits_and_counters_are_all_there(tmp_path: Path) -> No
     assert instants["prefix hit"] == sum(lookup.local_hit_tokens > 0 for lookup in used) > 0
     assert instants["end: length_capped"] == 4
     counters = Counter(event["name"] for event in events if event["ph"] == "C")
-    names = ("requests", "GPU blocks held", "GPU blocks cached", "tokens per step")
+    names = ("requests", "GPU blocks", "tokens per step")
     assert counters == dict.fromkeys(names, len(trace.steps))
     steps = [event for event in events if event.get("cat") == "step"]
     assert [event["name"] for event in steps] == [f"step {s.decision.step}" for s in trace.steps]
