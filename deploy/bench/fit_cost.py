@@ -244,6 +244,8 @@ def mixed_point(
 
     num_new, num_prompt: tokens of the prompts of the new request and of those that decode.
     runs: requests that decode together, and a new one, whose only token they get the next one with.
+    The first token of a stream may arrive after one that was sent later, so of the two steps that
+    ended nearest before it, the longer one counts.
     """
     times_s, num_before = [], []
     for requests, new in runs:
@@ -253,7 +255,8 @@ def mixed_point(
             continue
         for each in requests:
             arrivals_s = np.array(each.arrivals_s)
-            index = int(np.abs(arrivals_s[1:] - at_s).argmin())
+            nearest = int(np.abs(arrivals_s[1:] - at_s).argmin())
+            index = max((nearest, max(nearest - 1, 0)), key=each.gaps_s.__getitem__)
             times_s.append(each.gaps_s[index])
             num_before.append(index + 1)
     if not times_s:

@@ -76,6 +76,15 @@ def test_a_mixed_step_is_the_one_that_ends_with_the_first_token_of_the_new_reque
     assert mixed_point(50, 10, [(decodes, late)]) == []
 
 
+def test_a_first_token_may_arrive_after_the_next_step_of_the_others() -> None:
+    decode = Measured(0.0, 1.0, 0.0, [1.0, 4.0, 0.5, 1.0], 5, 0)  # tokens at 1, 2, 6, 6.5 and 7.5
+    slow = Measured(3.2, 3.2, 3.2, [], 1, 0)  # at 6.4, of the step that ended at 6
+    (point,) = mixed_point(50, 10, [([decode], slow)])
+    assert (point.seconds, point.work.num_context) == (4.0, 50 + 10 + 2)
+    first = Measured(0.0, 1.2, 1.2, [], 1, 0)  # nothing is before the first step
+    assert mixed_point(50, 10, [([decode], first)])[0].seconds == 1.0
+
+
 def test_a_decode_counts_only_while_all_requests_decode() -> None:
     first = Measured(0.0, 1.0, 11.0, [1.0] * 10, 11, 0)  # tokens at 1, 2, ... 11
     second = Measured(0.0, 5.0, 14.0, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], 7, 0)
