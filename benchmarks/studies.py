@@ -4,7 +4,7 @@
 
 Each study simulates the conversation trace (`benchmarks/traces`), or agents, with the cost model
 `h100-llama-8b` and writes `study-NAME.png` into DIR (docs/images). `--requests` reads fewer lines
-of the trace, for a first look. docs/studies.md shows what came out, except for `agents`.
+of the trace, for a first look. docs/studies.md shows what came out.
 
     tiers      host memory behind the KV cache of an engine: hit rates and TTFT by size
     eviction   eviction policies of that tier, by size
@@ -12,7 +12,7 @@ of the trace, for a first look. docs/studies.md shows what came out, except for 
     routers    routing policies in front of 4 engines at rising load: TTFT and hit rates
     split      4 unified engines, and 4 for prefill and decode, at rising load: TTFT and TPOT
     engines    1 to 64 engines, with as much load for each: throughput, hit rates and TTFT
-    agents     fcfs, priority and continuum: completion times of agents' jobs at rising load
+    agents     fcfs and continuum: completion times of agents' jobs at rising load, and hit rates
 """
 
 import json
@@ -124,10 +124,10 @@ def engines(trace: Row) -> Iterator[Row]:
 
 def agents(trace: Row) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        for rate in (0.1, 0.2, 0.3):
+        for rate in (0.01, 0.02, 0.04, 0.07, 0.1, 0.15):
             path = Path(folder) / f"jobs-{rate}.jsonl"
-            make_agents(AgentsOptions(out=path, num_jobs=60, job_rate=rate))
-            for policy in ("fcfs", "priority", "continuum"):
+            make_agents(AgentsOptions(out=path, num_jobs=40, job_rate=rate))
+            for policy in ("fcfs", "continuum"):
                 yield {"policy": policy, "jobs_per_s": rate, **result_of(trace=path, policy=policy)}
 
 
@@ -146,15 +146,16 @@ TTFT: Final = (("ttft_mean_s",), ("ttft_p99_s",))
 TIMES: Final = (("ttft_p50_s",), ("ttft_p99_s",), ("tpot_p50_s",), ("tpot_p99_s",))
 HITS: Final = ("all_hits", "gpu_hits")
 MEAN_AND_P90: Final = ("ttft_mean_s", "ttft_p90_s")
+JOBS: Final = (("job_mean_s",), ("job_p90_s",), ("all_hits",))
 RATES: Final = (("output_tokens_per_s",), ("all_hits",), ("ttft_mean_s",))
 STUDIES: Final[dict[str, Study]] = {
     "tiers": Study(tiers, "host_gib", None, (HITS, MEAN_AND_P90), 6000),
-    "eviction": Study(eviction, "host_gib", "policy", (("all_hits",), ("ttft_mean_s",)), 1500),
+    "eviction": Study(eviction, "host_gib", "policy", (("all_hits",), ("ttft_mean_s",)), 6000),
     "scheduling": Study(scheduling, "offered_per_s", "policy", TTFT, 4000),
     "routers": Study(routers, "offered_per_s", "router", (*TTFT, ("all_hits",)), 800),
     "split": Study(split, "offered_per_s", "deployment", TIMES, 1200),
     "engines": Study(engines, "engines", "router", RATES, 4000),
-    "agents": Study(agents, "jobs_per_s", "policy", (("job_mean_s",), ("job_p90_s",))),
+    "agents": Study(agents, "jobs_per_s", "policy", JOBS),
 }
 STEPS: Final = ("host_gib", "engines")
 LABELS: Final[dict[str | Sequence[str], str]] = {
