@@ -152,7 +152,7 @@ STUDIES: Final[dict[str, Study]] = {
     "tiers": Study(tiers, "host_gib", None, (HITS, MEAN_AND_P90), 6000),
     "eviction": Study(eviction, "host_gib", "policy", (("all_hits",), ("ttft_mean_s",)), 6000),
     "scheduling": Study(scheduling, "offered_per_s", "policy", TTFT, 4000),
-    "routers": Study(routers, "offered_per_s", "router", (*TTFT, ("all_hits",)), 800),
+    "routers": Study(routers, "offered_per_s", "router", (*TTFT, ("all_hits",)), 3000),
     "split": Study(split, "offered_per_s", "deployment", TIMES, 1200),
     "engines": Study(engines, "engines", "router", RATES, 4000),
     "agents": Study(agents, "jobs_per_s", "policy", JOBS),
