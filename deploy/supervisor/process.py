@@ -125,6 +125,7 @@ class ManagedProcess:
         self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
         self.was_ready = self.is_hung = self._must_answer = False
+        self._is_told_to_stop = False
         self.failed: Failed | None = None
         self.late: str | None = None
         self.doing = "starting"
@@ -309,8 +310,9 @@ class ManagedProcess:
         return True
 
     def terminate(self) -> None:
-        """Ask the process to shut down."""
-        if self.poll() is None:
+        """Ask the process to shut down, once: one that is ending may handle no signal any more."""
+        if not self._is_told_to_stop and self.poll() is None:
+            self._is_told_to_stop = True
             self._popen.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:

@@ -100,6 +100,28 @@ def test_configuration_is_private_and_deleted_once_read(
             process.close()
 
 
+def test_a_process_is_told_to_stop_once(supervisor: Supervisor, output: io.StringIO) -> None:
+    folder = supervisor.runtime_dir.path
+    process = ManagedProcess(spec("worker 0", "await others"), folder, LogRelay(output))
+    other = folder / "waits.1"
+    other.touch()
+    try:
+        while process.ready is None:
+            select.select([process], [], [])
+            process.read_lifeline()
+        process.terminate()
+        wait_until(lambda: "told to stop" in output.getvalue())
+        process.terminate()
+        assert not process.wait(0.1)
+        other.unlink()
+        assert process.wait(60)
+        assert process.poll() == 0
+    finally:
+        process.kill()
+        process.close()
+    assert output.getvalue().count("told to stop") == 1
+
+
 def test_settings_in_variables_do_not_reach_the_children(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
