@@ -6,7 +6,8 @@ time to live, and when blocks are short. After Continuum (arXiv 2511.02230); see
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -22,7 +23,14 @@ from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import ContinuumPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.request import Request
+from longshore.scheduler.request import Request, RequestStatus
+
+_QUEUED: Final = (
+    RequestStatus.WAITING,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+    RequestStatus.PREEMPTED,
+)
 
 
 class Pin(msgspec.Struct):
@@ -138,6 +146,7 @@ class Pins:
         job_id = request.job_id
         if job_id is None:
             return
+        self._policy.ended(request)
         self.release_job(job_id)
         if self._taken_over.get(job_id) is request:
             del self._taken_over[job_id]
@@ -174,6 +183,9 @@ class Pins:
         if saved_s is None:  # as long as no prefill was measured, only their sizes are compared
             saved_s = float(num_tokens)
         saved_s /= len(ids)
+        expires_at_s, value = now + ttl.seconds, saved_s * ttl.probability
+        if self._has_queued_turn(job_id):
+            expires_at_s, value = math.inf, saved_s
         self._pins[job_id] = Pin(
             request.request_id,
             request.client_index,
@@ -181,12 +193,16 @@ class Pins:
             kept,
             num_own,
             saved_s,
-            saved_s * ttl.probability,
-            now + ttl.seconds,
+            value,
+            expires_at_s,
         )
         self.num_blocks += num_own
-        self._next_expiry_s = min(self._next_expiry_s, now + ttl.seconds)
+        self._next_expiry_s = min(self._next_expiry_s, expires_at_s)
         self._is_announced = False
+
+    def _has_queued_turn(self, job_id: str) -> bool:
+        turns = cast(Sequence[Request], self._policy.turns_of(job_id))
+        return any(turn.status in _QUEUED for turn in turns)
 
     def _saved_s(self, request: Request, blocks: HeldBlocks, num_tokens: int) -> float | None:
         """Seconds until a turn without a pin has this KV again: it loads what the connector has,

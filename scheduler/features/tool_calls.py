@@ -38,7 +38,7 @@ _CALLS: Final = tuple(
         rf"<function={_NAME}>",
         rf"\bto=functions\.{_NAME}",
         # The command of a code block, after those that only change the folder.
-        rf"```(?:bash|sh|shell)\s*\n\s*(?:cd\s[^\n]*?(?:&&|;|\n)\s*)*{_NAME}",
+        rf"```(?:bash|sh|shell)[^\S\n]*\n\s*(?:cd\s[^\n]*?(?:&&|;|\n)\s*)*{_NAME}",
     )
 )
 
@@ -109,7 +109,8 @@ def choose_ttl(gaps: Sequence[float], *, saved_s: float, share: float, max_ttl_s
 
 @dataclass(slots=True)
 class _Call:
-    """The end of a turn. gap_s: None while no other turn of the job has arrived."""
+    """The end of a turn. gap_s: None while no other turn of the job has arrived; NaN if several
+    had ended by then, and this was not the last of them."""
 
     tool: str | None
     ended_s: float
@@ -119,7 +120,7 @@ class _Call:
 @dataclass(slots=True)
 class _Job:
     """calls: the newest ones. open: those that no turn has followed; several, if turns of the job
-    run at the same time."""
+    have run at the same time."""
 
     calls: deque[_Call] = field(default_factory=lambda: deque(maxlen=MAX_CALLS_OF_JOB))
     open: deque[_Call] = field(default_factory=lambda: deque(maxlen=MAX_CALLS_OF_JOB))
@@ -139,11 +140,14 @@ class ToolCallEstimator:
         self._jobs: OrderedDict[str, _Job] = OrderedDict()
 
     def turn_arrived(self, job_id: str, arrived_s: float) -> None:
-        """A turn of a job has arrived: it ends the gap that an earlier turn has begun."""
+        """A turn of a job has arrived: it ends the gap that the newest turn has begun. Other open
+        gaps are forgotten, because perhaps no turn follows those, as after a request with n = 2."""
         job = self._jobs.get(job_id)
         if job is not None and job.open:
-            call = job.open.popleft()
+            call = job.open.pop()
             call.gap_s = max(arrived_s - call.ended_s, 0.0)
+            while job.open:
+                job.open.pop().gap_s = math.nan
 
     def turn_ended(self, job_id: str, output_ids: Sequence[int], now: float) -> None:
         """A turn of a job has ended, and is not the last one."""
@@ -182,7 +186,7 @@ class ToolCallEstimator:
         tool = of_job[-1].tool
         own = [call for call in of_job if call.tool == tool]
         for calls in (own, self._tools[tool], self._calls):
-            gaps = [call.gap_s for call in calls if call.gap_s is not None]
+            gaps = [call.gap_s for call in calls if call.gap_s is not None and call.gap_s >= 0]
             # A turn that has not come within the longest time to live counts as one that never
             # comes; of the others that have not come, nothing is known.
             num_late = sum(call.gap_s is None and now - call.ended_s > max_ttl_s for call in calls)

@@ -342,6 +342,16 @@ class ContinuumPolicy(OrderedPolicy):
             self._sweep()
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._jobs))
 
+    def ended(self, request: PolicyRequest) -> None:
+        """A request has ended; nothing of it is kept."""
+        if (job := self._jobs.get(request.job_id or "")) is not None:
+            job.turns = [turn for turn in job.turns if turn is not request]
+
+    def turns_of(self, job_id: str) -> Sequence[PolicyRequest]:
+        """The requests of a job that have not ended."""
+        job = self._jobs.get(job_id)
+        return () if job is None else job.turns
+
     def _is_remembered(self, job_id: str, job: _Job) -> bool:
         return job.is_live() or job_id in self._pinned or not job.is_over
 

@@ -1,5 +1,7 @@
 """Pins: what is kept between the turns of a job, for how long, and what ends it."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from longshore.connectors.base import FinishAction, RequestView, SwapSize
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import TransferOperation
 from longshore.scheduler.queue.policies import POLICIES
+from longshore.scheduler.step.planner import PauseState
 from tests.harness.clients import RequestKey
 from tests.harness.driver import Driver
 from tests.harness.shared_drivers import connected
@@ -340,3 +343,31 @@ def test_kv_that_host_memory_restores_at_once_is_not_pinned(
         assert bool(pinned(driver)) == bool(index)
         turn(driver, job, prompt_of(16), max_tokens=1)
     assert bool(pinned(driver)) == is_pinned
+
+
+def test_a_pin_does_not_expire_while_a_turn_waits_that_came_before_it() -> None:
+    driver = continuum(max_num_seqs=1, num_blocks=40)
+    driver.add("t1", prompt_of(16), job_id="job", is_last_step=False, max_tokens=3)
+    driver.step()
+    driver.add("t2", prompt_of(16), job_id="job", is_last_step=False, max_tokens=1)
+    driver.scheduler.set_pause(PauseState.PAUSED_NEW)
+    for _ in range(6):
+        driver.step()
+    driver.now += 1000.0
+    driver.plan()
+    assert pinned(driver) == ["job"]
+    driver.scheduler.set_pause(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.scheduler.pins is not None
+    assert (driver.scheduler.pins.num_hits, driver.scheduler.pins.num_expired) == (1, 0)
+
+
+def test_nothing_of_an_ended_request_is_kept() -> None:
+    driver = continuum(num_blocks=40)
+    for number in range(10):
+        driver.add(f"r{number}", prompt_of(16, number), job_id=f"j{number}", max_tokens=1)
+    requests = [weakref.ref(each) for each in driver.requests.values()]
+    driver.run()
+    driver.requests.clear()
+    gc.collect()
+    assert [each() for each in requests] == [None] * 10
