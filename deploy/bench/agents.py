@@ -113,7 +113,13 @@ def make_jobs(options: AgentsOptions) -> Iterator[AgentJob]:
             tool = TOOLS[int(generator.choice(len(TOOLS), p=shares))]
             gap_s = tool.gap_s.draw(generator)
             num_left -= num_new + num_output
-            if num_left < 0 and turns:  # the context is full
+            if num_left < 0 and not turns:
+                raise ConfigError(
+                    f"max_tokens={options.max_tokens} are too few for the first turn of job "
+                    f"{number}, which has {options.max_tokens - num_left:,} tokens. Raise it, or "
+                    "lower token_scale."
+                )
+            if num_left < 0:  # the context is full
                 break
             turns.append(AgentTurn(num_new, num_output, tool.name, round(gap_s, 3)))
         turns[-1] = msgspec.structs.replace(turns[-1], tool=None, gap_s=0.0)

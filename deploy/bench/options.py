@@ -40,6 +40,7 @@ class ThroughputOptions(EngineOptions):
         for name in ("num_prompts", "input_len", "output_len", "repeats"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("shared_prefix", self.shared_prefix, 0)
+        check_at_least("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class ServeBenchOptions:
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "max_concurrency", "vocab_size"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("num_warm_up", "shared_prefix"):
+        for name in ("num_warm_up", "shared_prefix", "seed"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("request_rate", "timeout_s"):
             if not getattr(self, name) > 0:
@@ -128,6 +129,7 @@ class FitCostOptions:
             check_at_least(name, getattr(self, name), 1)
         check_at_least("kv_bytes_per_token", self.kv_bytes_per_token, 2)
         check_at_least("output_len", self.output_len, 8)
+        check_at_least("seed", self.seed, 0)
         for name in ("batch_sizes", "prompt_lens"):
             values = getattr(self, name)
             for value in values:
@@ -164,6 +166,7 @@ class AgentsOptions:
     def __post_init__(self) -> None:
         for name in ("num_jobs", "turns", "max_tokens"):
             check_at_least(name, getattr(self, name), 1)
+        check_at_least("seed", self.seed, 0)
         for name in ("job_rate", "token_scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
@@ -198,6 +201,7 @@ class JobsOptions:
 
     def __post_init__(self) -> None:
         check_at_least("vocab_size", self.vocab_size, 1)
+        check_at_least("seed", self.seed, 0)
         if not self.time_scale >= 0:
             raise ConfigError(f"time_scale={self.time_scale} must be at least 0")
         if not self.timeout_s > 0:

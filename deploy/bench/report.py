@@ -64,14 +64,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, setting: str = "json") -> None:
     """Raise ConfigError if the result file cannot be written. Call it before measuring."""
     if path is None:
         return
+    is_new = not path.exists()
     try:
         path.open("a").close()
     except OSError as error:
-        raise ConfigError(f"json={str(path)!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{setting}={str(path)!r} cannot be written: {error.strerror}") from error
+    if is_new:  # an empty file could be taken for a result
+        path.unlink(missing_ok=True)
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:

@@ -37,9 +37,10 @@ def _print_timeline(explainer: Explainer, request_id: str) -> None:
 
 def describe(result: Result) -> list[str]:
     """The result in lines."""
-    lines = [f"{result.num_plans:,} plans are equal ({result.num_calls:,} calls repeated)"]
+    plans = "1 plan is" if result.num_plans == 1 else f"{result.num_plans:,} plans are"
+    lines = [f"{plans} equal ({result.num_calls:,} calls repeated)"]
     if result.num_runs > 1:
-        lines.append(f"the record is of {result.num_runs} processes, one after the other")
+        lines.append(f"the record is of {result.num_runs} processes")
     if result.is_cut:
         lines.append("the record ends within an entry, as after a process that was killed")
     if result.raised:

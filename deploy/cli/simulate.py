@@ -3,15 +3,10 @@
 import sys
 import time
 
+from longshore.deploy.bench.report import check_writable
 from longshore.deploy.simulator.options import SimulateOptions
 from longshore.deploy.simulator.plots import check_plots, plot
-from longshore.deploy.simulator.results import (
-    check_writable,
-    describe,
-    summarize,
-    write_csv,
-    write_json,
-)
+from longshore.deploy.simulator.results import describe, summarize, write_csv, write_json
 from longshore.deploy.simulator.simulation import simulate
 
 

@@ -25,7 +25,11 @@ def export(file: Path, *, perfetto: Path | None, parquet: Path | None) -> None:
     if perfetto is not None:
         from longshore.deploy.trace.perfetto import export_perfetto
 
-        num_events = export_perfetto(trace, perfetto)
+        try:
+            num_events = export_perfetto(trace, perfetto)
+        except OSError as error:
+            reason = f"perfetto={perfetto} cannot be written: {error.strerror}"
+            raise ConfigError(reason) from error
         print(f"{perfetto}: {num_events:,} events; open it at https://ui.perfetto.dev")
     if parquet is not None:
         from longshore.deploy.trace.tables import export_parquet
@@ -40,6 +44,8 @@ def plot(file: Path, *, out: Path) -> None:
     from longshore.deploy.trace.plots import plot_trace
 
     trace = read_trace(file)
+    if not trace.steps and not trace.requests:
+        raise ConfigError(f"{file} has no steps and no requests, so there is nothing to plot")
     for path in plot_trace(trace, out):
         print(path)
     _print_gaps(trace)

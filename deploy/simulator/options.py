@@ -122,15 +122,23 @@ class SimulateOptions:
             raise ConfigError(f"spread_s={self.spread_s} must be at least 0 and finite")
         for name in ("shared_prefix", "seed"):
             check_at_least(name, getattr(self, name), 0)
-        for name in ("request_rate", "speed"):
-            if not getattr(self, name) > 0 or math.isinf(self.speed):
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and finite")
+        if not self.request_rate > 0:
+            raise ConfigError(f"request_rate={self.request_rate} must be above 0")
+        if not 0 < self.speed < math.inf:
+            raise ConfigError(f"speed={self.speed} must be above 0 and finite")
+        if self.json is not None and self.json == self.csv:
+            raise ConfigError(f"json and csv are the same file, {self.json}; write two files")
         if self.router not in POLICY_NAMES:
             raise ConfigError(
                 f"router={self.router!r} is unknown; use one of {', '.join(POLICY_NAMES)}"
             )
         if self.router == "prefix_aware" and not self.enable_prefix_caching:
             raise ConfigError("router=prefix_aware needs enable_prefix_caching")
+        if self.connector_config != "{}" and self.connector is None:
+            raise ConfigError(
+                f"connector_config={self.connector_config!r} needs a connector; set "
+                "connector=offloading"
+            )
         if self.preemption_mode != "recompute" and self.connector is None:
             raise ConfigError(
                 f"preemption_mode={self.preemption_mode!r} needs connector=offloading, which swaps "

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from longshore.deploy.simulator.records import EngineRecord, RequestRecord, SimulationResult
-from longshore.protocol.errors import ConfigError
 
 FORMAT: Final = 1
 QUANTILES: Final = (50, 90, 99)
@@ -187,16 +186,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(each) for each in value]
     return value
-
-
-def check_writable(result_file: Path | None, setting: str) -> None:
-    """Raise ConfigError if the file cannot be written. Call it before simulating."""
-    if result_file is None:
-        return
-    try:
-        result_file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{setting}={result_file} cannot be written: {error.strerror}") from error
 
 
 def write_json(summary: dict[str, Any], path: Path) -> None:

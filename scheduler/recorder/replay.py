@@ -81,8 +81,8 @@ Watch = Callable[[Call], None]
 class Replay:
     """Replays the files of a record, in order.
 
-    policy: name of the policy of another package that is run; it must be the recorded one. None:
-            the recorded answers of such a policy are used, and no code of the package is run.
+    policy: name of the policy, which must be the recorded one; that of another package is run.
+            None: the recorded answers of such a policy are used, and none of its code is run.
     until:  the replay ends with the first plan that has this step number or a higher one.
     before, after: called before and after each call.
     """
@@ -96,6 +96,8 @@ class Replay:
         before: Callable[[Entry, Scheduler], None] | None = None,
         after: Watch | None = None,
     ) -> None:
+        if until is not None and until < 1:
+            raise RecordError(f"until={until} must be at least 1, the number of the first step")
         self._files = segment_files(path)
         if not self._files:
             raise RecordError(f"there is no record {path}: neither this file nor {path}.000000")
@@ -144,9 +146,15 @@ class Replay:
         self._note_what_is_not_compared(scheduler)
         self.result.policy = segment.header.policy
         policy = scheduler._planner.policy if hasattr(scheduler, "_planner") else None
-        if self._policy is not None and isinstance(policy, CheckedPolicy):
-            assert isinstance(policy.policy, PolicyPlayer)
-            self._run_policy(self._policy, policy.policy, segment)
+        if self._policy is not None:
+            recorded = segment.header.policy
+            if self._policy != recorded:
+                raise RecordError(
+                    f"the record was made with policy {recorded!r}, not {self._policy!r}"
+                )
+            if isinstance(policy, CheckedPolicy):
+                assert isinstance(policy.policy, PolicyPlayer)
+                self._run_policy(self._policy, policy.policy, segment)
         return scheduler
 
     def _note_what_is_not_compared(self, scheduler: Scheduler) -> None:
@@ -163,9 +171,6 @@ class Replay:
 
     def _run_policy(self, name: str, played: PolicyPlayer, segment: Segment) -> None:
         """Run the policy itself, from the state that it had."""
-        recorded = segment.header.policy
-        if name != recorded:
-            raise RecordError(f"the record was made with policy {recorded!r}, not {name!r}")
         checked = load_policy(name)
         assert isinstance(checked, CheckedPolicy)
         real = checked.policy

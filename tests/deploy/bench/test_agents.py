@@ -44,6 +44,12 @@ def test_a_job_ends_before_it_is_too_long_for_the_model() -> None:
     jobs = list(make_jobs(AgentsOptions(out=Path(), token_scale=0.02, max_tokens=1900)))
     assert max(job.num_tokens for job in jobs) <= 1900
     assert all(len(job.turns) == 1 for job in make_jobs(AgentsOptions(out=Path(), turns=1)))
+    with pytest.raises(
+        ConfigError, match="max_tokens=1000 are too few for the first turn of job 0"
+    ):
+        list(make_jobs(AgentsOptions(out=Path(), max_tokens=1000)))
+    with pytest.raises(ConfigError, match="seed=-1 must be at least 0"):
+        AgentsOptions(out=Path(), seed=-1)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,16 @@ def test_an_export_to_nothing_is_rejected(tmp_path: Path) -> None:
         run("trace", "export", tmp_path / "t.jsonl")
 
 
+def test_what_cannot_be_written_or_plotted_is_rejected(tmp_path: Path) -> None:
+    empty = tmp_path / "t.jsonl"
+    empty.touch()
+    with pytest.raises(ConfigError, match="perfetto=.* cannot be written: No such file"):
+        run("trace", "export", empty, "--perfetto", tmp_path / "missing" / "x.json")
+    with pytest.raises(ConfigError, match="nothing to plot"):
+        run("trace", "plot", empty, "--out", tmp_path / "plots")
+    assert not (tmp_path / "plots").exists()
+
+
 def plan_of(path: Path, tmp_path: Path) -> Any:
     options = EngineOptions(device="cpu", sched_trace_path=path, state_dir=tmp_path / "state")
     return plan_engine(options, read_model_folder(DEMO_MODEL_DIR))

@@ -49,3 +49,21 @@ def test_a_run_writes_a_summary_and_all_files(
 def test_a_file_that_cannot_be_written_is_named_before_the_simulation(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"csv=.*missing"):
         run(SimulateOptions(csv=tmp_path / "missing" / "out.csv"))
+
+
+def test_a_simulation_that_fails_leaves_no_files(tmp_path: Path) -> None:
+    old = tmp_path / "old.csv"
+    old.write_text("kept")
+    with pytest.raises(ConfigError, match="num_blocks"):
+        run(SimulateOptions(num_blocks=2, json=tmp_path / "out.json", csv=old))
+    assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
+    assert old.read_text() == "kept"
+
+
+def test_settings_that_cannot_be_followed_are_rejected_by_name() -> None:
+    with pytest.raises(ConfigError, match="^speed=inf must be above 0 and finite"):
+        SimulateOptions(speed=float("inf"))
+    with pytest.raises(ConfigError, match="connector_config=.* needs a connector"):
+        SimulateOptions(connector_config='{"cpu_bytes_to_use": 1}')
+    with pytest.raises(ConfigError, match="json and csv are the same file"):
+        SimulateOptions(json=Path("out"), csv=Path("out"))

@@ -275,6 +275,17 @@ def test_a_policy_of_another_package_that_changes_its_mind_is_named(
         assert result.policy_differs is None, "its code does not run unless it is asked for"
 
 
+def test_a_policy_or_step_that_the_record_cannot_have_is_rejected(tmp_path: Path) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", policy="priority")
+    run_requests(driver)
+    recorder.close()
+    assert Replay(tmp_path / "record", policy="priority").run().is_equal
+    with pytest.raises(RecordError, match="was made with policy 'priority', not 'fcfs'"):
+        Replay(tmp_path / "record", policy="fcfs").run()
+    with pytest.raises(RecordError, match="until=0 must be at least 1"):
+        Replay(tmp_path / "record", until=0)
+
+
 def test_explain_says_why_a_request_waited_and_who_preempted_it(tmp_path: Path) -> None:
     driver, recorder = recorded_driver(tmp_path / "record", num_blocks=17, max_num_seqs=3)
     for number in range(5):
