@@ -41,7 +41,8 @@ def summarize(result: SimulationResult) -> dict[str, Any]:
     """The content of the JSON file."""
     requests = result.requests
     completed = [each for each in requests if each.finish_reason != "rejected"]
-    duration_s = max(each.end_s or 0.0 for each in requests) - requests[0].arrival_s
+    begin_s = min(each.arrival_s for each in requests)  # a trace need not be sorted by time
+    duration_s = max(each.end_s or 0.0 for each in requests) - begin_s
     num_input = sum(each.num_prompt_tokens for each in completed)
     num_output = sum(each.num_output_tokens for each in completed)
     per_s = 1 / duration_s if duration_s else 0.0

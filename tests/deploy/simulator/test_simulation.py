@@ -193,6 +193,17 @@ def test_equal_inputs_give_equal_bytes(tmp_path: Path) -> None:
     assert other["ttft_s"] != json.loads((tmp_path / "a.json").read_text())["ttft_s"]
 
 
+def test_the_duration_begins_with_the_earliest_arrival_also_in_a_trace_that_is_not_sorted(
+    tmp_path: Path,
+) -> None:
+    lines = [request(at_ms, 10, 2, [at_ms]) for at_ms in (60_000, 20_000)]
+    trace = write_lines(tmp_path / "t.jsonl", lines)
+    content = summarize(simulated(ONE_SECOND_PER_STEP, trace=trace))
+    assert content["duration_s"] == 42.0  # from 20 s to 62 s
+    assert content["throughput"]["requests_per_s"] == pytest.approx(2 / 42)
+    assert content["engines"][0]["utilization"] == pytest.approx(4 / 42)
+
+
 def test_requests_that_arrive_all_at_once_give_valid_json(tmp_path: Path) -> None:
     result = simulated(num_requests=5, request_rate=math.inf)
     write_json(summarize(result), tmp_path / "result.json")
