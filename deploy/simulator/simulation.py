@@ -52,7 +52,8 @@ from longshore.scheduler.scheduler import Scheduler
 
 HASH_SEED: Final = bytes(32)
 NUM_SAMPLES: Final = 200
-"""Samples of the engines' states until the last job arrives; the interval stays the same after."""
+"""Samples of the engines' states until the last job arrives. A run that goes on has up to twice as
+many: then every second one is removed, and the interval doubles."""
 MIN_SAMPLE_S: Final = 0.1
 
 DEFAULT_NUM_REQUESTS: Final = 1000
@@ -371,6 +372,9 @@ class Simulation:
         running, waiting = ([*each] for each in zip(*counts, strict=True))
         usage = [engine.scheduler.kv_cache.usage for engine in self._engines]
         self._samples.append(Sample(self._clock.now_s, running, waiting, usage))
+        if len(self._samples) > 2 * NUM_SAMPLES:  # an odd number: the first and the last one stay
+            del self._samples[1::2]
+            self._sample_every_s *= 2
         self._clock.at(self._clock.now_s + self._sample_every_s, self._sample)
 
     def _count_routes(self) -> dict[str, int]:

@@ -10,7 +10,12 @@ import pytest
 
 from longshore.deploy.simulator.options import SimulateOptions
 from longshore.deploy.simulator.results import describe, summarize, write_csv, write_json
-from longshore.deploy.simulator.simulation import Simulation, load_cost_model, load_jobs
+from longshore.deploy.simulator.simulation import (
+    NUM_SAMPLES,
+    Simulation,
+    load_cost_model,
+    load_jobs,
+)
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.queue.outside_policies import PolicyError
 from tests.deploy.simulator.workload_files import (
@@ -202,6 +207,19 @@ def test_the_duration_begins_with_the_earliest_arrival_also_in_a_trace_that_is_n
     assert content["duration_s"] == 42.0  # from 20 s to 62 s
     assert content["throughput"]["requests_per_s"] == pytest.approx(2 / 42)
     assert content["engines"][0]["utilization"] == pytest.approx(4 / 42)
+
+
+def test_a_long_run_has_as_few_samples_as_a_short_one_at_equal_intervals(tmp_path: Path) -> None:
+    gaps_s = (10.0, 39.9, 40.0, 5000.0)  # a sample each 0.1 s at first
+    for number, gap_s in enumerate(gaps_s):
+        job = agent_job(0, 0.0, [(20, 1, gap_s), (20, 1, 0.0)])
+        trace = write_lines(tmp_path / f"{number}.jsonl", [job])
+        times_s = [each.time_s for each in simulated(trace=trace).samples]
+        assert times_s[0] == 0.0
+        assert 100 <= len(times_s) <= 2 * NUM_SAMPLES
+        every_s = times_s[1]
+        assert times_s == pytest.approx([every_s * index for index in range(len(times_s))])
+        assert times_s[-1] + every_s > gap_s, "until the end"
 
 
 def test_requests_that_arrive_all_at_once_give_valid_json(tmp_path: Path) -> None:
