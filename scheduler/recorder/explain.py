@@ -29,6 +29,7 @@ class Explainer:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self.timeline: list[Happening] = []
+        self._scheduler: Scheduler | None = None
         self._request: Request | None = None
         self._status: RequestStatus | None = None
         self._waits_for: str | None = None
@@ -48,6 +49,8 @@ class Explainer:
         """It has been repeated."""
         scheduler = call.scheduler
         self._now = self._now if call.now is None else call.now
+        if scheduler is not self._scheduler:
+            self._begin(scheduler)
         if self._request is None:
             self._find(call.entry, scheduler)
         request = self._request
@@ -71,6 +74,12 @@ class Explainer:
             self._waits_for = None
         elif isinstance(call.entry, Planned):
             self._explain_waiting(scheduler, request)
+
+    def _begin(self, scheduler: Scheduler) -> None:
+        """The replay has loaded another scheduler; the request may be in it again."""
+        if self._request is not None:
+            self._add(scheduler, "interrupted: the scheduler restarted, or calls are not recorded")
+        self._scheduler, self._request, self._waits_for = scheduler, None, None
 
     def _find(self, entry: Entry, scheduler: Scheduler) -> None:
         for request in (*scheduler.running.requests_in_order(), *scheduler.waiting):

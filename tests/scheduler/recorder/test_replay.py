@@ -303,6 +303,44 @@ def test_explain_says_why_a_request_waited_and_who_preempted_it(tmp_path: Path) 
     assert texts[-1] == "ended: FINISHED_LENGTH_CAPPED, 24 output tokens"
 
 
+def explained(path: Path, request_id: str) -> list[str]:
+    explainer = Explainer(request_id)
+    assert Replay(path, before=explainer.before, after=explainer.after).run().is_equal
+    return [happening.text for happening in explainer.timeline]
+
+
+LOST = "interrupted: the scheduler restarted, or calls are not recorded"
+
+
+def test_explain_goes_on_with_the_request_that_is_sent_again_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "record"
+    for num_steps, max_tokens in ((4, 20), (30, 5)):
+        driver, recorder = recorded_driver(path)
+        driver.add("r1", prompt_of(8), max_tokens=max_tokens)
+        driver.steps(num_steps)
+        recorder.close()
+    begin = ["r1 arrived with 8 prompt tokens", "admitted to row 0; 0 of its 8 tokens were cached"]
+    end = "ended: FINISHED_LENGTH_CAPPED, 5 output tokens"
+    assert explained(path, "r1") == [*begin, LOST, *begin, end]
+
+
+def test_explain_goes_on_after_a_gap_in_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    driver, recorder = recorded_driver(path)
+    driver.add("r1", prompt_of(8), max_tokens=20)
+    for _ in range(2):
+        driver.steps(4)
+        recorder.begin_file()
+    driver.run()
+    recorder.close()
+    whole = explained(path, "r1")
+    segment_files(path)[1].unlink()
+    known = "r1 is known, with 8 prompt tokens"
+    assert explained(path, "r1") == [*whole[:-1], LOST, known, whole[-1]]
+
+
 def test_the_replay_ends_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
     driver, recorder = recorded_driver(tmp_path / "record")
     run_requests(driver)
