@@ -26,12 +26,13 @@ class _LateHint(msgspec.Struct):
 
 class LateHints:
     """The newest hints of which keys are missing, with at most this number of missing keys and
-    `MAX_HINTS` hints; older ones are forgotten."""
+    `MAX_HINTS` hints; older ones are forgotten. A key counts once for each hint that it is missing
+    from."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._hints: dict[int, _LateHint] = {}  # by number, oldest first
-        self._number_of_key: dict[bytes, int] = {}
+        self._numbers_of_key: dict[bytes, list[int]] = {}  # of hints, oldest first
         self._last_number = 0
         self._next_expiry_s = math.inf  # or earlier
 
@@ -55,21 +56,23 @@ class LateHints:
         late = _LateHint(hinted, hinted.now + ttl_s, len(missing))
         self._next_expiry_s = min(self._next_expiry_s, late.expires_at_s)
         self._hints[self._last_number] = late
-        self._number_of_key.update(dict.fromkeys(missing, self._last_number))
-        while len(self._number_of_key) > self._max_keys or len(self._hints) > MAX_HINTS:
-            self._forget(next(iter(self._hints)))
+        for key in missing:
+            self._numbers_of_key.setdefault(key, []).append(self._last_number)
+        num_missing = sum(late.num_missing for late in self._hints.values())
+        while num_missing > self._max_keys or len(self._hints) > MAX_HINTS:
+            num_missing -= self._forget(next(iter(self._hints)))
 
     def came(self, keys: Sequence[bytes]) -> Iterator[HintedKeys]:
-        """The tier has these keys now. Yields hints to be applied again, each only when as many
-        keys have come as are still missing, so that it is applied few times."""
-        numbers = set()
+        """The tier has these keys now. Yields hints to be applied again, oldest first, each only
+        when as many keys have come as are still missing, so that it is applied few times."""
+        numbers: set[int] = set()
         for key in keys:
-            number = self._number_of_key.pop(key, 0)
-            late = self._hints.get(number)
-            if late is not None:
+            of_key = self._numbers_of_key.pop(key, ())
+            numbers.update(of_key)
+            for number in of_key:
+                late = self._hints[number]
                 late.num_missing -= 1
                 late.num_new += 1
-                numbers.add(number)
         for number in sorted(numbers):
             late = self._hints[number]
             if late.num_new >= late.num_missing:
@@ -91,10 +94,15 @@ class LateHints:
 
     def clear(self) -> None:
         self._hints.clear()
-        self._number_of_key.clear()
+        self._numbers_of_key.clear()
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int) -> int:
+        """Returns how many keys this hint was missing."""
         late = self._hints.pop(number)
         for key in late.hinted.keys:
-            if self._number_of_key.get(key) == number:
-                del self._number_of_key[key]
+            of_key = self._numbers_of_key.get(key, [])
+            if number in of_key:
+                of_key.remove(number)
+                if not of_key:
+                    del self._numbers_of_key[key]
+        return late.num_missing

@@ -129,6 +129,52 @@ def test_a_late_entry_is_not_retained_by_a_hint_that_has_ended() -> None:
     assert priorities(ledger, "z") == [0]
 
 
+def test_a_late_entry_follows_the_firmest_of_its_hints() -> None:
+    """As one that was stored before the hints."""
+    for is_late in (False, True):
+        ledger = make(16)
+        if not is_late:
+            store(ledger, "abcdefgh")
+        retain(ledger, keys_of("abcd"), CacheHint(1000.0, priority=3))
+        retain(ledger, keys_of("abcdefgh"), CacheHint(5.0, priority=1), now=1.0)
+        if is_late:
+            store(ledger, "abcdefgh")
+        assert priorities(ledger, "abcdefgh") == [3, 3, 3, 3, 1, 1, 1, 1]
+        ledger.expire(6.0)
+        assert priorities(ledger, "abcdefgh") == [3, 3, 3, 3, 0, 0, 0, 0]
+
+
+def test_a_late_entry_is_retained_by_the_other_hints_when_one_has_ended() -> None:
+    for session, ends in (("s", "session"), (None, "time")):
+        ledger = make(16)
+        retain(ledger, keys_of("abcd"), CacheHint(1000.0, priority=2))
+        retain(ledger, keys_of("abcd"), CacheHint(5.0, session, priority=3), now=1.0)
+        if ends == "session":
+            retain(ledger, keys_of("x"), CacheHint(5.0, session), now=2.0)
+        else:
+            ledger.expire(6.0)
+        store(ledger, "abcd")
+        assert priorities(ledger, "abcd") == [2, 2, 2, 2], ends
+
+
+def test_late_hints_end_when_all_their_entries_have_come() -> None:
+    ledger = make(16)
+    retain(ledger, keys_of("ab"), CacheHint(10.0))
+    retain(ledger, keys_of("abc"), CacheHint(10.0))
+    store(ledger, "ab")
+    assert len(ledger._late_hints) == 1
+    store(ledger, "c")
+    assert len(ledger._late_hints) == 0
+
+
+def test_a_late_entry_counts_once_for_each_of_its_hints() -> None:
+    ledger = make(5)
+    for priority, text in ((3, "ab"), (2, "ab"), (1, "ac")):
+        retain(ledger, keys_of(text), CacheHint(10.0, priority=priority))
+    store(ledger, "abc")
+    assert priorities(ledger, "abc") == [2, 2, 1], "the oldest hint is forgotten"
+
+
 def test_hints_whose_entries_never_come_are_forgotten_the_oldest_first() -> None:
     ledger = make(4)
     for text in ("ab", "cd", "e"):
