@@ -102,8 +102,7 @@ class SegmentWriter:
         except OSError as error:
             raise ConfigError(f"--record {self._path}: {error}") from error
         except GraphError:
-            os.close(descriptor)
-            path.unlink()
+            _discard(path, descriptor)
             raise
         self._thread.start()
         self._work.put(_NewSegment(path, descriptor, None))
@@ -118,10 +117,17 @@ class SegmentWriter:
             logger.warning("no further file of the record can be created: %s", error)
             return
         child = None
-        if self._forks:
-            child = self._fork(descriptor, header, snapshot)
-        else:
-            _write(descriptor, _beginning(header, snapshot()))
+        try:
+            if self._forks:
+                child = self._fork(descriptor, header, snapshot)
+            else:
+                _write(descriptor, _beginning(header, snapshot()))
+        except OSError as error:
+            logger.warning(
+                "the snapshot %s was not written; the former file continues: %s", path, error
+            )
+            _discard(path, descriptor)
+            return
         self._work.put(_NewSegment(path, descriptor, child, self._has_gap))
         self._has_gap = False
 
@@ -195,8 +201,7 @@ class SegmentWriter:
     def _switch(self, new: _NewSegment) -> None:
         if new.child is not None and not _wait_for(new.child):
             logger.warning("the snapshot %s was not written; the former file continues", new.path)
-            os.close(new.descriptor)
-            new.path.unlink(missing_ok=True)
+            _discard(new.path, new.descriptor)
             self._is_broken |= new.has_gap
             return
         self._close_file()
@@ -214,6 +219,14 @@ class SegmentWriter:
             path, _ = self._ring.popleft()
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _discard(path: Path, descriptor: int) -> None:
+    """Remove a file that has no snapshot."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _beginning(header: Header, snapshot: bytes) -> bytes:

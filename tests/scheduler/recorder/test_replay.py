@@ -1,5 +1,7 @@
 """A replay repeats every plan of a record, and a record that cannot be replayed says why."""
 
+import errno
+import os
 import random
 import stat
 import threading
@@ -55,6 +57,17 @@ def check_equal(path: Path) -> Result:
     result = Replay(path).run()
     assert result.difference is None, result
     return result
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def check_whole(recorder: Recorder, driver: Driver) -> int:
+    """The record has all plans. Returns the number of its files."""
+    recorder.flush(waits=True)
+    assert check_equal(recorder.path).num_plans == len(driver.plans)
+    return len(segment_files(recorder.path))
 
 
 def run_requests(driver: Driver, num_requests: int = 12) -> None:
@@ -412,6 +425,32 @@ def test_no_snapshot_is_made_in_the_process_itself(
 
 
 @pytest.mark.parametrize("forks", [False, True])
+def test_the_former_file_continues_if_a_snapshot_cannot_be_written(
+    *,
+    forks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver, recorder = recorded_driver(tmp_path / "record", forks=forks)
+    run_requests(driver, 2)
+    recorder.flush(waits=True)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", fail) if forks else patch.setattr(segments, "_write", fail)
+        recorder.begin_file()
+    assert "Cannot allocate memory" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert [file.name for file in segment_files(tmp_path / "record")] == ["record.000000"]
+    run_requests(driver, 2)
+    assert check_whole(recorder, driver) == 1
+    recorder.begin_file()
+    run_requests(driver, 2)
+    assert check_whole(recorder, driver) == 2
+    recorder.close()
+
+
+@pytest.mark.parametrize("forks", [False, True])
 def test_a_scheduler_that_cannot_be_encoded_is_an_error_at_the_start(
     *, forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +486,12 @@ def test_a_slow_disk_leaves_a_gap_which_the_replay_names(
             recorder.flush()
         is_ready.set()
         recorder.flush(waits=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_write", fail)
+        recorder.begin_file()
+    driver.add("lost", prompt_of(7))
+    driver.run()
+    recorder.flush(waits=True)
     recorder.begin_file()
     first = len(driver.plans)
     driver.add("last", prompt_of(7))
