@@ -153,7 +153,7 @@ STUDIES: Final[dict[str, Study]] = {
     "eviction": Study(eviction, "host_gib", "policy", (("all_hits",), ("ttft_mean_s",)), 6000),
     "scheduling": Study(scheduling, "offered_per_s", "policy", TTFT, 4000),
     "routers": Study(routers, "offered_per_s", "router", (*TTFT, ("all_hits",)), 3000),
-    "split": Study(split, "offered_per_s", "deployment", TIMES, 1200),
+    "split": Study(split, "offered_per_s", "deployment", TIMES, 3000),
     "engines": Study(engines, "engines", "router", RATES, 4000),
     "agents": Study(agents, "jobs_per_s", "policy", JOBS),
 }
