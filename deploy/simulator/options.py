@@ -120,6 +120,10 @@ class SimulateOptions:
             check_at_least(name, getattr(self, name), 1)
         if not 0 <= self.spread_s < math.inf:
             raise ConfigError(f"spread_s={self.spread_s} must be at least 0 and finite")
+        if self.trace is None:
+            for name, nothing in (("thin", 1), ("shrink", 1), ("spread_s", 0)):
+                if getattr(self, name) != nothing:
+                    raise ConfigError(f"{name}={getattr(self, name)} changes a trace; set trace")
         for name in ("shared_prefix", "seed"):
             check_at_least(name, getattr(self, name), 0)
         if not self.request_rate > 0:

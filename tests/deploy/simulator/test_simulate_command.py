@@ -65,5 +65,7 @@ def test_settings_that_cannot_be_followed_are_rejected_by_name() -> None:
         SimulateOptions(speed=float("inf"))
     with pytest.raises(ConfigError, match="connector_config=.* needs a connector"):
         SimulateOptions(connector_config='{"cpu_bytes_to_use": 1}')
+    with pytest.raises(ConfigError, match="^thin=3 changes a trace; set trace"):
+        SimulateOptions(thin=3)
     with pytest.raises(ConfigError, match="json and csv are the same file"):
         SimulateOptions(json=Path("out"), csv=Path("out"))
