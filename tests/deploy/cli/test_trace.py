@@ -44,7 +44,7 @@ def test_an_export_to_nothing_is_rejected(tmp_path: Path) -> None:
 def test_what_cannot_be_written_or_plotted_is_rejected(tmp_path: Path) -> None:
     empty = tmp_path / "t.jsonl"
     empty.touch()
-    with pytest.raises(ConfigError, match="perfetto=.* cannot be written: No such file"):
+    with pytest.raises(ConfigError, match=r"perfetto=.* cannot be written: No such file"):
         run("trace", "export", empty, "--perfetto", tmp_path / "missing" / "x.json")
     with pytest.raises(ConfigError, match="nothing to plot"):
         run("trace", "plot", empty, "--out", tmp_path / "plots")

@@ -61,11 +61,11 @@ def test_a_simulation_that_fails_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_followed_are_rejected_by_name() -> None:
-    with pytest.raises(ConfigError, match="^speed=inf must be above 0 and finite"):
+    with pytest.raises(ConfigError, match=r"^speed=inf must be above 0 and finite"):
         SimulateOptions(speed=float("inf"))
-    with pytest.raises(ConfigError, match="connector_config=.* needs a connector"):
+    with pytest.raises(ConfigError, match=r"connector_config=.* needs a connector"):
         SimulateOptions(connector_config='{"cpu_bytes_to_use": 1}')
-    with pytest.raises(ConfigError, match="^thin=3 changes a trace; set trace"):
+    with pytest.raises(ConfigError, match=r"^thin=3 changes a trace; set trace"):
         SimulateOptions(thin=3)
     with pytest.raises(ConfigError, match="json and csv are the same file"):
         SimulateOptions(json=Path("out"), csv=Path("out"))
