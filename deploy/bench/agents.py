@@ -130,7 +130,7 @@ def make_jobs(options: AgentsOptions) -> Iterator[AgentJob]:
 
 
 def run(options: AgentsOptions) -> None:
-    """Write a workload. Raises ConfigError if the file cannot be written."""
+    """Write a workload. Raises ConfigError if max_tokens are too few, or it cannot be written."""
     lines = b"".join(msgspec.json.encode(job) + b"\n" for job in make_jobs(options))
     try:
         options.out.write_bytes(lines)
