@@ -262,6 +262,7 @@ class Lifecycle(SchedulerPart):
         unless a send keeps them. A pin takes references of its own."""
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
+        self.waiting.ended(request)
         if request.cache_hint is not None and blocks is not None:
             self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant, now=now)
         if request.no_store and blocks is not None:  # no later request finds them

@@ -6,7 +6,7 @@ time to live, and when blocks are short. After Continuum (arXiv 2511.02230); see
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Final, cast
 
 import msgspec
@@ -146,7 +146,6 @@ class Pins:
         job_id = request.job_id
         if job_id is None:
             return
-        self._policy.ended(request)
         self.release_job(job_id)
         if self._taken_over.get(job_id) is request:
             del self._taken_over[job_id]
@@ -201,7 +200,7 @@ class Pins:
         self._is_announced = False
 
     def _has_queued_turn(self, job_id: str) -> bool:
-        turns = cast(Sequence[Request], self._policy.turns_of(job_id))
+        turns = cast(Collection[Request], self._policy.turns_of(job_id))
         return any(turn.status in _QUEUED for turn in turns)
 
     def _saved_s(self, request: Request, blocks: HeldBlocks, num_tokens: int) -> float | None:

@@ -4,7 +4,7 @@ Entry point group `longshore.scheduling_policies`, or `package.module:Class`.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -99,8 +99,8 @@ class CheckedPolicy(SchedulingPolicy):
     def arrived(self, request: PolicyRequest) -> None:
         self._ask(self.policy.arrived, request)
 
-    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        return bool(self._ask(self.policy.update_pinned_state, job_ids))
+    def ended(self, request: PolicyRequest) -> None:
+        self._ask(self.policy.ended, request)
 
     def _ask(self, method: Callable[..., Answer], *arguments: Any) -> Answer:
         try:

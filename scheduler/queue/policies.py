@@ -6,13 +6,13 @@ no clock and does no I/O. First what a policy reads, uses and implements, then t
 for those of other packages see `outside_policies` and docs/scheduling_policies.md.
 """
 
-import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from longshore.protocol.requests import Tenant
+from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.queue.shares import Shares
 
 Order: TypeAlias = float | str | tuple[float | str, ...]
@@ -97,42 +97,33 @@ class FCFSQueue(Generic[RequestT]):
 class PriorityQueue(Generic[RequestT]):
     """A heap, with the methods of FCFSQueue; `prepend` keeps the order, so it is `add`. `order` is
     called once per request, when it is added. Requests of equal order are sorted by their ids,
-    which are unique, so the order is total and the same in every run. Operations are O(log n);
-    removing a request that is not the head is O(n)."""
+    which are unique, so the order is total and the same in every run. Operations are O(log n)."""
 
     def __init__(self, order: Callable[[RequestT], Order]) -> None:
         self.order = order
-        self._heap: list[tuple[Order, str, RequestT]] = []
+        self._heap: KeyedHeap[Order, RequestT] = KeyedHeap()
 
     def add(self, request: RequestT) -> None:
-        heapq.heappush(self._heap, (self.order(request), request.request_id, request))
+        self._heap.add(request.request_id, self.order(request), request)
 
     def peek(self) -> RequestT | None:
-        return self._heap[0][2] if self._heap else None
+        first = self._heap.first()
+        return None if first is None else first[1]
 
     def pop(self) -> RequestT:
-        if not self._heap:
-            raise LookupError("the queue is empty")
-        return heapq.heappop(self._heap)[2]
+        return self._heap.pop()
 
     def prepend(self, request: RequestT) -> None:
         self.add(request)
 
     def remove(self, request: RequestT) -> None:
-        for index, (_, _, other) in enumerate(self._heap):
-            if other is request:
-                del self._heap[index]
-                heapq.heapify(self._heap)
-                return
-        raise LookupError(f"{request.request_id} is not in the queue")
+        self._heap.remove(request.request_id)
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def __iter__(self) -> Iterator[RequestT]:
-        heap = self._heap.copy()
-        while heap:  # most callers read only a few, so the rest is not sorted
-            yield heapq.heappop(heap)[2]
+        return iter(self._heap)
 
 
 class FairQueue(Generic[RequestT]):
@@ -143,12 +134,14 @@ class FairQueue(Generic[RequestT]):
         self._shares = shares
         self._order = order
         self._queues: dict[str, PriorityQueue[RequestT]] = {}
+        self._length = 0
 
     def add(self, request: RequestT) -> None:
         queue = self._queues.get(request.tenant.name)
         if queue is None:
             queue = self._queues[request.tenant.name] = PriorityQueue(self._order)
         queue.add(request)
+        self._length += 1
 
     def peek(self) -> RequestT | None:
         """The head; None also if all that wait must leave what is free to others."""
@@ -160,7 +153,7 @@ class FairQueue(Generic[RequestT]):
         if name is None:
             raise LookupError("no request in the queue may be served")
         request = self._queues[name].pop()
-        self._drop_if_empty(name)
+        self._took_from(name)
         return request
 
     def prepend(self, request: RequestT) -> None:
@@ -171,14 +164,15 @@ class FairQueue(Generic[RequestT]):
         if name not in self._queues:
             raise LookupError(f"{request.request_id} is not in the queue")
         self._queues[name].remove(request)
-        self._drop_if_empty(name)
+        self._took_from(name)
 
-    def _drop_if_empty(self, name: str) -> None:
+    def _took_from(self, name: str) -> None:
+        self._length -= 1
         if not len(self._queues[name]):
             del self._queues[name]
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self._length
 
     def __iter__(self) -> Iterator[RequestT]:
         """Tenant by tenant, the one that is served next first."""
@@ -201,7 +195,7 @@ class SchedulingPolicy(ABC):
     def make_queue(self) -> RequestQueue[Any]:
         """An empty FCFSQueue() or PriorityQueue(order), for requests that may be admitted. Called
         a second time for requests set aside, unless the first queue is an FCFSQueue (they keep
-        their positions then), and again after `update_pinned_state` returned True."""
+        their positions then)."""
 
     @abstractmethod
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
@@ -218,10 +212,13 @@ class SchedulingPolicy(ABC):
     def arrived(self, request: PolicyRequest) -> None:  # noqa: B027  # optional
         """A new request is about to be queued. Not called for a preempted request."""
 
-    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        """Receive the jobs whose KV is kept for their next turn; only called with `continuum`. True
-        if this changes the order of waiting requests."""
-        return False
+    def ended(self, request: PolicyRequest) -> None:  # noqa: B027  # optional
+        """A request has ended, for any reason. Called once for each that has arrived."""
+
+    def update_pinned_state(self, job_ids: Collection[str]) -> Collection[PolicyRequest]:
+        """Receive the jobs whose KV is kept for their next turn. Returns the requests whose order
+        this changes, waiting or not. Policies of other packages are not called."""
+        return ()
 
 
 class OrderedPolicy(SchedulingPolicy):
@@ -296,17 +293,13 @@ class FairPolicy(PriorityPolicy):
 
 
 class _Job:
-    """first_arrival_s: arrival of its first turn. turns: its requests; some may have ended.
+    """first_arrival_s: arrival of its first turn. turns: its requests that have not ended, in order.
     is_over: the turn that arrived last is its last step."""
 
     def __init__(self, first_arrival_s: float) -> None:
         self.first_arrival_s = first_arrival_s
-        self.turns: list[PolicyRequest] = []
+        self.turns: dict[PolicyRequest, None] = {}
         self.is_over = False
-
-    def is_live(self) -> bool:
-        self.turns = [turn for turn in self.turns if not turn.is_finished]
-        return bool(self.turns)
 
 
 class ContinuumPolicy(OrderedPolicy):
@@ -334,8 +327,7 @@ class ContinuumPolicy(OrderedPolicy):
         if job is None or not self._is_remembered(request.job_id, job):
             job = _Job(request.arrival_time)
         job.is_over = request.is_last_step
-        if request not in job.turns:
-            job.turns.append(request)
+        job.turns[request] = None
         self._jobs.pop(request.job_id, None)
         self._jobs[request.job_id] = job  # the jobs whose last turn is the newest come last
         if len(self._jobs) >= self._sweep_at:  # amortised: half of them are new since the last
@@ -343,17 +335,16 @@ class ContinuumPolicy(OrderedPolicy):
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._jobs))
 
     def ended(self, request: PolicyRequest) -> None:
-        """A request has ended; nothing of it is kept."""
         if (job := self._jobs.get(request.job_id or "")) is not None:
-            job.turns = [turn for turn in job.turns if turn is not request]
+            job.turns.pop(request, None)
 
-    def turns_of(self, job_id: str) -> Sequence[PolicyRequest]:
+    def turns_of(self, job_id: str) -> Collection[PolicyRequest]:
         """The requests of a job that have not ended."""
         job = self._jobs.get(job_id)
-        return () if job is None else job.turns
+        return () if job is None else job.turns.keys()
 
     def _is_remembered(self, job_id: str, job: _Job) -> bool:
-        return job.is_live() or job_id in self._pinned or not job.is_over
+        return bool(job.turns) or job_id in self._pinned or not job.is_over
 
     def _sweep(self) -> None:
         jobs = {id_: job for id_, job in self._jobs.items() if self._is_remembered(id_, job)}
@@ -368,9 +359,9 @@ class ContinuumPolicy(OrderedPolicy):
             return request.arrival_time
         return self._jobs[request.job_id].first_arrival_s
 
-    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
+    def update_pinned_state(self, job_ids: Collection[str]) -> Collection[PolicyRequest]:
         previous, self._pinned = self._pinned, frozenset(job_ids)
-        return self._pinned != previous
+        return [turn for job_id in self._pinned ^ previous for turn in self.turns_of(job_id)]
 
     def order(self, request: PolicyRequest) -> Order:
         is_pinned = request.job_id is not None and request.job_id in self._pinned

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterator
+from typing import cast
 
 from longshore.protocol.logs.records import fields
 from longshore.scheduler.queue.policies import (
@@ -27,11 +28,12 @@ class WaitingRequests:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._waiting: RequestQueue[Request] = policy.make_queue()
-        self._is_fcfs = isinstance(self._waiting, FCFSQueue)
         self._skipped: RequestQueue[Request] = (
-            PriorityQueue(_position) if self._is_fcfs else policy.make_queue()
+            PriorityQueue(_position)
+            if isinstance(self._waiting, FCFSQueue)
+            else policy.make_queue()
         )
-        self._set_aside: list[Request] = []
+        self._set_aside: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
         self._first_position = self._last_position = 0
         self._head: RequestQueue[Request] = self._waiting  # the queue whose head `peek` returned
@@ -44,7 +46,7 @@ class WaitingRequests:
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests, in the order in which they are tried: first those that this step
         has tried, last those that are parked."""
-        yield from self._set_aside
+        yield from self._set_aside.values()
         queues = {True: iter(self._skipped), False: iter(self._waiting)}
         heads = {key: next(queue, None) for key, queue in queues.items()}
         while (waiting := heads[False]) and (skipped := heads[True]):
@@ -131,7 +133,7 @@ class WaitingRequests:
         """Do not try the request that `peek` returned again in this step."""
         request = self._head.pop()
         self._give_position(request)
-        self._set_aside.append(request)
+        self._set_aside[request.request_id] = request
 
     def park_head(self) -> None:
         """Park the request that `peek` returned."""
@@ -139,38 +141,40 @@ class WaitingRequests:
 
     def end_step(self) -> None:
         """Requests that were set aside are tried first in the next step."""
-        for request in self._set_aside:
+        for request in self._set_aside.values():
             self._skipped.add(request)
-        self._set_aside = []
+        self._set_aside.clear()
 
     def remove(self, request: Request) -> None:
         """Remove a request that ends while it waits."""
-        if self._parked.pop(request.request_id, None) is not None:
-            return
-        if request in self._set_aside:
-            self._set_aside.remove(request)
-            return
+        for others in (self._parked, self._set_aside):
+            if others.pop(request.request_id, None) is not None:
+                return
+        if self._take_out(request) is None:
+            raise LookupError(f"{request.request_id} is not waiting")
+
+    def _take_out(self, request: Request) -> RequestQueue[Request] | None:
+        """Remove a request from the queue that it is in, which is returned; None if it is in
+        neither."""
         for queue in (self._waiting, self._skipped):
             try:
                 queue.remove(request)
             except LookupError:
                 continue
-            return
-        raise LookupError(f"{request.request_id} is not waiting")
+            return queue
+        return None
+
+    def ended(self, request: Request) -> None:
+        """Notify the policy of the end of a request."""
+        self._policy.ended(request)
 
     def update_pinned_state(self, job_ids: Collection[str]) -> None:
         """Set the jobs whose KV is kept for their next turn. Not to be called while requests are
-        set aside. O(n log n) if this changes the policy's order, else O(jobs)."""
-        if self._policy.update_pinned_state(job_ids):
-            self._waiting = self._ordered_anew(self._waiting)
-            if not self._is_fcfs:
-                self._skipped = self._ordered_anew(self._skipped)
-
-    def _ordered_anew(self, requests: RequestQueue[Request]) -> RequestQueue[Request]:
-        queue: RequestQueue[Request] = self._policy.make_queue()
-        for request in requests:
-            queue.add(request)
-        return queue
+        set aside. O(jobs), and O(log n) for each turn of a job that was added or removed."""
+        for turn in self._policy.update_pinned_state(job_ids):
+            request = cast(Request, turn)
+            if (queue := self._take_out(request)) is not None:
+                queue.add(request)
 
 
 def _position(request: Request) -> int:

@@ -8,7 +8,7 @@ What a connector asks of the scheduler during a call, to hold blocks, is noted a
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from longshore.connectors.base import EncoderConnector, SchedulerConnector
@@ -346,8 +346,8 @@ class PolicyRecorder(_Recorder, SchedulingPolicy):
     def arrived(self, request: PolicyRequest) -> None:
         self._ask("arrived", request)
 
-    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        return self._ask("update_pinned_state", job_ids)  # type: ignore[no-any-return]
+    def ended(self, request: PolicyRequest) -> None:
+        self._ask("ended", request)
 
 
 _passes_on(_ConnectorRecorder, CONNECTOR_HOOKS)
@@ -587,8 +587,8 @@ class PolicyPlayer(SchedulingPolicy):
     def arrived(self, request: PolicyRequest) -> None:
         self._of_real("arrived", request)
 
-    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        return bool(self._of_real("update_pinned_state", job_ids))
+    def ended(self, request: PolicyRequest) -> None:
+        self._of_real("ended", request)
 
     def _of_real(self, name: str, *arguments: Any) -> Any:
         real = None if self.real is None else getattr(self.real, name)

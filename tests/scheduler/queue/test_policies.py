@@ -162,7 +162,7 @@ def test_a_job_without_live_requests_is_removed_unless_it_is_pinned() -> None:
     for job_id in ("pinned", "gone"):
         first = turn(f"first of {job_id}", job_id, now=1.0)
         policy.arrived(first)
-        first.status = RequestStatus.FINISHED_STOPPED
+        policy.ended(first)
     policy.update_pinned_state(["pinned"])
     later = [turn("p", "pinned", now=5.0), turn("g", "gone", now=5.0)]
     for request in later:
@@ -177,7 +177,7 @@ def test_the_state_of_continuum_is_bounded_by_the_live_jobs() -> None:
     for number in range(2000):
         request = turn(f"r{number}", f"job {number}", now=1.0 + number)
         policy.arrived(request)
-        request.status = RequestStatus.FINISHED_STOPPED
+        policy.ended(request)
         assert len(policy._jobs) <= 64
     assert policy.order(lasting) == (True, 0.0, 0.0)
 
@@ -256,7 +256,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
         self.finish(request)
 
     def finish(self, request: Request) -> None:
-        request.status = RequestStatus.FINISHED_STOPPED
+        self.waiting.ended(request)
 
     def in_order(self) -> list[Request]:
         def position(request: Request) -> tuple[bool, float, float]:
@@ -413,26 +413,25 @@ class Wrong(OrderedPolicy):
     def arrived(self, request: Any) -> None:
         self._answer("arrived", None)
 
-    def update_pinned_state(self, job_ids: Any) -> Any:
-        return self._answer("update_pinned_state", False)
+    def ended(self, request: Any) -> None:
+        self._answer("ended", None)
 
 
 def ask_everything(policy: CheckedPolicy) -> None:
     """Call each of a policy's methods."""
     waiting = WaitingRequests(policy)
-    waiting.update_pinned_state(["a"])
     waiting.add(turn("a"))
     waiting.add_blocked(turn("b"))
     waiting.peek()
     policy.pick_victim(list(waiting))
+    waiting.ended(turn("a"))
 
 
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
         *((name, ZeroDivisionError("oh")) for name in (
-            "make_queue", "order", "prefers_skipped", "pick_victim", "arrived",
-            "update_pinned_state",
+            "make_queue", "order", "prefers_skipped", "pick_victim", "arrived", "ended",
         )),
         *(("pick_victim", answer) for answer in (-1, 2, None, True, 0.0, "a")),
         *(("prefers_skipped", answer) for answer in (None, 1, "skipped")),
