@@ -15,6 +15,7 @@ import numpy as np
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.requests import AddRequest
+from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
@@ -45,12 +46,40 @@ class _Fork:
 
 
 @dataclass(slots=True)
+class _Family:
+    """The parked forks of a running parent.
+
+    ahead:   those whose common tokens no plan has computed yet, the fewest tokens first.
+    planned: those whose common tokens a plan has computed, the oldest plan first.
+    """
+
+    ahead: KeyedHeap[int, _Fork] = field(default_factory=KeyedHeap)
+    planned: dict[_Fork, None] = field(default_factory=dict)
+
+    def add(self, fork: _Fork) -> None:
+        """Add a fork, or move it back to those whose common tokens must be computed."""
+        fork.step = None
+        self.planned.pop(fork, None)
+        self.ahead.add(fork.request.request_id, fork.num_common, fork)
+
+    def discard(self, fork: _Fork) -> None:
+        """Remove a fork, if it is one of these."""
+        self.planned.pop(fork, None)
+        if fork.request.request_id in self.ahead:
+            self.ahead.remove(fork.request.request_id)
+
+    def __len__(self) -> int:
+        return len(self.ahead) + len(self.planned)
+
+
+@dataclass(slots=True)
 class Forks:
-    """Forks that have not begun.
+    """Forks that have not begun. A step costs O(1) for each running parent of parked forks, and
+    O(log n) for each fork whose common tokens it computes or confirms.
 
     waiting: by request.
     parents: the forks of a request that has some.
-    pending: parked forks whose parents run.
+    pending: the parked forks of parents that run.
     """
 
     running: RunningTable
@@ -59,8 +88,8 @@ class Forks:
     holds: Holds
     in_flight: StepsInFlight
     waiting: dict[Request, _Fork] = field(default_factory=dict)
-    parents: dict[Request, list[_Fork]] = field(default_factory=dict)
-    pending: dict[_Fork, None] = field(default_factory=dict)
+    parents: dict[Request, dict[_Fork, None]] = field(default_factory=dict)
+    pending: dict[Request, _Family] = field(default_factory=dict)
 
     def add(self, request: Request, parent: Request) -> bool:
         """Queue or park a new request that is to begin with its parent's KV. False if it shares
@@ -72,7 +101,7 @@ class Forks:
         if not num_common or self._is_hopeless(fork):
             return False
         self.waiting[request] = fork
-        self.parents.setdefault(parent, []).append(fork)
+        self.parents.setdefault(parent, {})[fork] = None
         if self._is_ready(fork):
             self.queues.add_blocked(request)
         else:
@@ -109,9 +138,9 @@ class Forks:
         """The request has begun to run or to load, or it has ended."""
         fork = self.waiting.pop(request, None)
         if fork is not None:
-            self.pending.pop(fork, None)
+            self._stop_pending(fork)
             siblings = self.parents[fork.parent]
-            siblings.remove(fork)
+            del siblings[fork]
             if not siblings:
                 del self.parents[fork.parent]
 
@@ -121,7 +150,7 @@ class Forks:
         """A request that has forks was admitted."""
         for fork in self.parents[request]:
             if fork.is_parked:
-                self.pending[fork] = None
+                self._pend(fork)
 
     def parent_ends(self, request: Request) -> None:
         """A request with forks is about to end: its forks take the common blocks, if these are
@@ -134,13 +163,14 @@ class Forks:
 
     def planned(self) -> None:
         """A plan has been built: parents may have computed what their forks share."""
-        for fork in self.pending:
-            self._note_step(fork)
+        for parent in list(self.pending):
+            self._note_step(parent)
 
     def answered(self) -> None:
         """An output has been applied: unpark the forks whose common tokens it confirms."""
-        for fork in [fork for fork in self.pending if self._is_ready(fork)]:
-            self._unpark(fork)
+        for family in list(self.pending.values()):
+            while (fork := next(iter(family.planned), None)) and self._is_ready(fork):
+                self._unpark(fork)
 
     def begin_epoch(self) -> None:
         """All KV is lost; parents recompute it, and their forks keep waiting for them."""
@@ -158,7 +188,10 @@ class Forks:
             or fork.parent.is_finished
             or fork.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         ]
-        wrong += [fork for fork in self.pending if fork not in of_parents or not fork.is_parked]
+        for parent, family in self.pending.items():
+            forks = [*family.ahead, *family.planned]
+            siblings = self.parents.get(parent, ())
+            wrong += [fork for fork in forks if fork not in siblings or not fork.is_parked]
         if wrong:
             raise LongshoreError(f"the fork {wrong[0].request.request_id} is recorded wrongly")
         if len(of_parents) != len(self.waiting) or not all(self.parents.values()):
@@ -178,22 +211,40 @@ class Forks:
             "begin with"
         )
         if fork.parent.row >= 0:
-            self.pending[fork] = None
-            self._note_step(fork)
+            self._pend(fork)
+            self._note_step(fork.parent)
 
     def _unpark(self, fork: _Fork) -> None:
-        self.pending.pop(fork, None)
+        self._stop_pending(fork)
         if fork.is_parked:
             fork.is_parked = False
             fork.request.waits_for = None
             self.queues.unpark(fork.request)
 
-    def _note_step(self, fork: _Fork) -> None:
-        row, running = fork.parent.row, self.running
-        if row < 0 or running.num_computed[row] < fork.num_common:
-            fork.step = None
-        elif fork.step is None or not self._is_valid(fork):
+    def _pend(self, fork: _Fork) -> None:
+        self.pending.setdefault(fork.parent, _Family()).add(fork)
+
+    def _stop_pending(self, fork: _Fork) -> None:
+        family = self.pending.get(fork.parent)
+        if family is not None:
+            family.discard(fork)
+            if not family:
+                del self.pending[fork.parent]
+
+    def _note_step(self, parent: Request) -> None:
+        """Note which forks of a parent have their common tokens in a plan by now. If it has lost
+        its row, its forks wait until it has one again."""
+        row, running, family = parent.row, self.running, self.pending[parent]
+        if row < 0:
+            del self.pending[parent]
+            return
+        while (fork := next(iter(family.planned), None)) and not self._is_valid(fork):
+            family.add(fork)  # its parent was rewound, or has another row
+        num_computed = int(running.num_computed[row])
+        while (first := family.ahead.first()) is not None and first[0] <= num_computed:
+            fork = family.ahead.pop()
             fork.step, fork.generation = self.in_flight.newest_step, int(running.generation[row])
+            family.planned[fork] = None
 
     def _is_valid(self, fork: _Fork) -> bool:
         """The parent still has the row on which it computed, and has not been rewound since."""

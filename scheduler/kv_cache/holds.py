@@ -5,8 +5,10 @@ requests recompute everything when they are admitted.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from longshore.protocol.errors import LongshoreError
+from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Hold, HoldKind, Request
@@ -19,6 +21,7 @@ class Holds:
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self.holders: dict[Request, None] = {}
+        self._youngest = {is_loaded: KeyedHeap[int, Request]() for is_loaded in (False, True)}
         self._last_order = 0
         self.num_loaded_blocks = 0
 
@@ -38,6 +41,7 @@ class Holds:
         """Give the references of a hold to a request without a row."""
         request.hold = hold
         self.holders[request] = None
+        self._peers_of(hold).add(request.request_id, -hold.order, request)
         if hold.kind is HoldKind.LOADED:
             self.num_loaded_blocks += hold.blocks.num_blocks
 
@@ -46,6 +50,7 @@ class Holds:
         hold = request.hold
         assert hold is not None
         del self.holders[request]
+        self._peers_of(hold).remove(request.request_id)
         request.hold = None
         if hold.kind is HoldKind.LOADED:
             self.num_loaded_blocks -= hold.blocks.num_blocks
@@ -61,19 +66,15 @@ class Holds:
     def release_youngest(self, *, loaded: bool, besides: Request | None = None) -> bool:
         """Release the youngest hold of loaded requests, or of the others. False if there is none,
         except perhaps that of `besides`."""
-        if loaded and not self.num_loaded_blocks:
+        peers = self._youngest[loaded]
+        found = next((request for request in islice(peers, 2) if request is not besides), None)
+        if found is None:
             return False
-        found = [
-            request
-            for request in self.holders
-            if request is not besides
-            and request.hold is not None
-            and (request.hold.kind is HoldKind.LOADED) is loaded
-        ]
-        if not found:
-            return False
-        self.release(max(found, key=_order))
+        self.release(found)
         return True
+
+    def _peers_of(self, hold: Hold) -> KeyedHeap[int, Request]:
+        return self._youngest[hold.kind is HoldKind.LOADED]
 
     def release_all(self) -> None:
         """Release all holds, the youngest first."""
@@ -89,6 +90,8 @@ class Holds:
                 f"{len(holds)} waiting requests hold blocks, but {len(self.holders)} are recorded"
             )
         loaded = [hold.blocks.num_blocks for hold in holds.values() if hold.kind is HoldKind.LOADED]
+        if sum(map(len, self._youngest.values())) != len(holds):
+            raise LongshoreError(f"{len(holds)} holds are not those that can be released")
         if sum(loaded) != self.num_loaded_blocks:
             raise LongshoreError(
                 f"loaded requests hold {sum(loaded)} blocks, but num_loaded_blocks is "
@@ -100,6 +103,8 @@ class Holds:
         for request in self.holders:
             request.hold = None
         self.holders.clear()
+        for peers in self._youngest.values():
+            peers.clear()
         self.num_loaded_blocks = 0
 
 
