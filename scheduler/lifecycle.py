@@ -39,6 +39,7 @@ class Lifecycle(SchedulerPart):
     sessions: Sessions = field(init=False)
     _requests: dict[tuple[int, int], Request] = field(default_factory=dict)
     _request_ids: set[str] = field(default_factory=set)
+    _live_by_tenant: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(
@@ -62,12 +63,8 @@ class Lifecycle(SchedulerPart):
 
     def count_by_tenant(self) -> tuple[TenantStats, ...]:
         """The live requests of each tenant, by name; those without a tenant do not count."""
-        live = Counter(request.tenant.name for request in self._requests.values())
-        running = Counter(
-            request.tenant.name
-            for request in self._requests.values()
-            if request.status is RequestStatus.RUNNING
-        )
+        live = self._live_by_tenant
+        running = Counter(request.tenant.name for request in self.running.requests_in_order())
         return tuple(
             TenantStats(name, running[name], live[name] - running[name])
             for name in sorted(live)
@@ -86,6 +83,8 @@ class Lifecycle(SchedulerPart):
             )
         if len(waiting) != len(self.waiting) or {r.request_id for r in live} != self._request_ids:
             raise LongshoreError("waiting requests or the ids of live ones are counted wrongly")
+        if Counter(request.tenant.name for request in live) != self._live_by_tenant:
+            raise LongshoreError("the live requests of tenants are counted wrongly")
 
     # Adding requests
 
@@ -115,6 +114,7 @@ class Lifecycle(SchedulerPart):
             eos_token_ids=self.eos_token_ids,
         )
         self._request_ids.add(request_id)
+        self._live_by_tenant[request.tenant.name] += 1
         if self.trace is not None:
             self.trace.queued(request, now)
         if self.transfers is not None:
@@ -262,6 +262,10 @@ class Lifecycle(SchedulerPart):
         unless a send keeps them. A pin takes references of its own."""
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
+        tenant = request.tenant.name
+        self._live_by_tenant[tenant] -= 1
+        if not self._live_by_tenant[tenant]:
+            del self._live_by_tenant[tenant]
         self.waiting.ended(request)
         if request.cache_hint is not None and blocks is not None:
             self.kv_cache.retain(blocks, request.cache_hint, tenant=request.tenant, now=now)

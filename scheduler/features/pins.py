@@ -19,6 +19,7 @@ from longshore.scheduler.features.connector_hooks import view_of
 from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.tool_calls import Decoder, ToolCallEstimator
 from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import ContinuumPolicy
@@ -36,6 +37,7 @@ _QUEUED: Final = (
 class Pin(msgspec.Struct):
     """The kept KV of one turn.
 
+    number:          the pins are numbered in the order in which they were made.
     request_id, client: of the turn that has ended.
     first_arrival_s: of its job.
     blocks:          the pin owns one reference to each.
@@ -45,6 +47,7 @@ class Pin(msgspec.Struct):
                      lowest value is released first.
     """
 
+    number: int
     request_id: str
     client: int
     first_arrival_s: float
@@ -89,8 +92,12 @@ class Pins:
         self._calls = ToolCallEstimator(decode)
         self.prefill_rate = PrefillRate()
         self._pins: dict[str, Pin] = {}
+        self._num_made = 0
+        # Jobs. Of equal pins, the oldest is first.
+        self._least_valuable: KeyedHeap[tuple[float, int], str] = KeyedHeap()
+        self._next_to_expire: KeyedHeap[tuple[float, int], str] = KeyedHeap()
+        self._newest: KeyedHeap[float, str] = KeyedHeap()
         self._taken_over: dict[str, Request] = {}  # by job, the turn that was admitted on its pin
-        self._next_expiry_s = math.inf  # or earlier
         self._is_announced = True
         self.num_blocks = 0
         self.num_hits = self.num_expired = self.num_yielded = 0
@@ -110,12 +117,9 @@ class Pins:
     def begin_step(self, now: float) -> None:
         """Release the pins that have expired, and let the policy know which jobs have one. To be
         called before blocks are allocated."""
-        if now >= self._next_expiry_s:
-            for job_id, pin in list(self._pins.items()):
-                if pin.expires_at_s <= now:
-                    self._release(job_id)
-                    self.num_expired += 1
-            self._next_expiry_s = min((pin.expires_at_s for pin in self), default=math.inf)
+        while (first := self._next_to_expire.first()) is not None and first[0][0] <= now:
+            self._release(first[1])
+            self.num_expired += 1
         if not self._is_announced:
             self._is_announced = True
             self._waiting.update_pinned_state((*self._pins, *self._taken_over))
@@ -130,6 +134,7 @@ class Pins:
         if (pin := self._pins.get(request.job_id)) is not None:
             pin.expires_at_s = math.inf
             pin.value = pin.saved_s
+            self._rank(request.job_id, pin)
 
     def admitted(self, request: Request) -> None:
         """A turn has a row, which holds what it has found of the pin of its job."""
@@ -185,7 +190,9 @@ class Pins:
         expires_at_s, value = now + ttl.seconds, saved_s * ttl.probability
         if self._has_queued_turn(job_id):
             expires_at_s, value = math.inf, saved_s
-        self._pins[job_id] = Pin(
+        self._num_made += 1
+        pin = self._pins[job_id] = Pin(
+            self._num_made,
             request.request_id,
             request.client_index,
             self._policy.first_arrival_s(request),
@@ -195,9 +202,15 @@ class Pins:
             value,
             expires_at_s,
         )
+        self._rank(job_id, pin)
+        self._newest.add(job_id, -pin.first_arrival_s, job_id)
         self.num_blocks += num_own
-        self._next_expiry_s = min(self._next_expiry_s, expires_at_s)
         self._is_announced = False
+
+    def _rank(self, job_id: str, pin: Pin) -> None:
+        """Its value and its expiry are new."""
+        self._least_valuable.add(job_id, (pin.value, pin.number), job_id)
+        self._next_to_expire.add(job_id, (pin.expires_at_s, pin.number), job_id)
 
     def _has_queued_turn(self, job_id: str) -> bool:
         turns = cast(Collection[Request], self._policy.turns_of(job_id))
@@ -229,19 +242,24 @@ class Pins:
     def yield_one(self, *, besides: Request | None = None) -> bool:
         """Release the least valuable pin, but not that of `besides`. False if there is none."""
         own = None if besides is None else besides.job_id
-        return self._yield([job_id for job_id in self._pins if job_id != own])
+        return self._yield(job_id for job_id in self._least_valuable if job_id != own)
 
     def yield_to(self, request: Request) -> bool:
         """Release the least valuable pin of jobs that began later than the request's. False if
         there is none."""
-        first_arrival_s = self._policy.first_arrival_s(request)
-        pins = self._pins.items()
-        return self._yield([id_ for id_, pin in pins if pin.first_arrival_s > first_arrival_s])
-
-    def _yield(self, job_ids: list[str]) -> bool:
-        if not job_ids:
+        first_arrival_s, newest = self._policy.first_arrival_s(request), self._newest.first()
+        if newest is None or -newest[0] <= first_arrival_s:
             return False
-        self._release(min(job_ids, key=lambda job_id: self._pins[job_id].value))
+        pins = self._pins
+        later = (id_ for id_ in self._least_valuable if pins[id_].first_arrival_s > first_arrival_s)
+        return self._yield(later)
+
+    def _yield(self, job_ids: Iterator[str]) -> bool:
+        """Release the pin of the first of these jobs."""
+        job_id = next(job_ids, None)
+        if job_id is None:
+            return False
+        self._release(job_id)
         self.num_yielded += 1
         return True
 
@@ -264,13 +282,16 @@ class Pins:
 
     def _release(self, job_id: str) -> None:
         pin = self._pins.pop(job_id)
+        for heap in (self._least_valuable, self._next_to_expire, self._newest):
+            heap.remove(job_id)
         self.num_blocks -= pin.num_own_blocks
         self._is_announced = False
         self._kv_cache.release(pin.blocks)
 
     def begin_epoch(self) -> None:
         """All KV is lost. No reference is released, because the pool is reset."""
-        self._pins.clear()
+        for pins in (self._pins, self._least_valuable, self._next_to_expire, self._newest):
+            pins.clear()
         self._taken_over.clear()
         self.num_blocks = 0
         self._is_announced = False
@@ -293,11 +314,15 @@ class Pins:
         }
 
     def check(self) -> None:
-        """Raise LongshoreError unless the blocks of pins are counted, the next expiry is no later
-        than that of any pin, and no ended turn counts as one that was admitted on a pin."""
+        """Raise LongshoreError unless the blocks of pins are counted, the heaps have what the pins
+        say, and no ended turn counts as one that was admitted on a pin."""
         if sum(pin.num_own_blocks for pin in self) != self.num_blocks:
             raise LongshoreError(f"pins do not have {self.num_blocks} blocks, which are counted")
-        if any(pin.expires_at_s < self._next_expiry_s for pin in self):
-            raise LongshoreError("a pin expires before the next expiry")
+        values = sorted(self._pins, key=lambda job_id: self._pins[job_id].value)
+        expiries = sorted(self._pins, key=lambda job_id: self._pins[job_id].expires_at_s)
+        if [*self._least_valuable] != values or [*self._next_to_expire] != expiries:
+            raise LongshoreError("pins would be released in another order than theirs")
+        if {*self._newest} != self._pins.keys():
+            raise LongshoreError("the newest jobs with pins are not those that have one")
         if any(turn.status.is_finished for turn in self._taken_over.values()):
             raise LongshoreError("a job is preempted last for a turn that has ended")

@@ -10,6 +10,7 @@ Before that, a tenant that holds at least its share of rows or of the KV cache c
 hold less. So it is admitted only while no such tenant waits.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from math import ceil
 from typing import Final, Protocol, TypeAlias
@@ -191,7 +192,7 @@ class Shares:
     def pick_over(self, names: list[str]) -> set[str]:
         """names: the tenants of running requests, one per request. Those that hold more than their
         share of these rows; all if none does."""
-        num_rows = {name: names.count(name) for name in set(names)}
+        num_rows = Counter(names)
         total = sum(self._accounts[name].weight for name in num_rows)
         over = {
             name

@@ -41,6 +41,14 @@ def keep(driver: Driver) -> None:
     """No pin expires during the test."""
     for pin in driver.scheduler.pins or ():
         pin.expires_at_s += 1000.0
+    rank_anew(driver)
+
+
+def rank_anew(driver: Driver) -> None:
+    """The test has changed pins."""
+    assert driver.scheduler.pins is not None
+    for job_id, pin in driver.scheduler.pins._pins.items():
+        driver.scheduler.pins._rank(job_id, pin)
 
 
 def pinned(driver: Driver) -> list[str]:
@@ -188,6 +196,7 @@ def test_pins_yield_before_a_running_request_is_preempted_the_least_valuable_fir
     pins = list(driver.scheduler.pins or ())
     assert [pin.num_own_blocks for pin in pins] == [6, 4]
     pins[0].value *= 2
+    rank_anew(driver)
     driver.add("grows", prompt_of(5, 70), max_tokens=6)
     driver.steps(5)
     assert pinned(driver) == ["long"]
