@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Iterator
-from itertools import count
 from typing import Final, Generic, TypeAlias, TypeVar
 
 OrderT = TypeVar("OrderT")
@@ -25,11 +24,12 @@ class KeyedHeap(Generic[OrderT, ItemT]):
     def __init__(self) -> None:
         self._entries: dict[str, _Entry[OrderT, ItemT]] = {}
         self._heap: list[_Entry[OrderT, ItemT]] = []
-        self._numbers = count()  # so that items are never compared
+        self._num_added = 0
 
     def add(self, key: str, order: OrderT, item: ItemT) -> None:
         """Add an item; one that has this key already is replaced."""
-        entry = self._entries[key] = (order, key, next(self._numbers), item)
+        self._num_added += 1  # so that items are never compared
+        entry = self._entries[key] = (order, key, self._num_added, item)
         heapq.heappush(self._heap, entry)
         self._drop_removed()
 

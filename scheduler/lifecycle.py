@@ -3,9 +3,10 @@
 Every end goes through `Lifecycle.end_all`: rows and queues first, then blocks, connector, client.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
@@ -37,7 +38,9 @@ class Lifecycle(SchedulerPart):
     num_preemptions: int = 0
     num_restored: int = 0
     sessions: Sessions = field(init=False)
-    _requests: dict[tuple[int, int], Request] = field(default_factory=dict)
+    _of_clients: defaultdict[int, dict[int, Request]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     _request_ids: set[str] = field(default_factory=set)
     _live_by_tenant: Counter[str] = field(default_factory=Counter)
 
@@ -51,15 +54,19 @@ class Lifecycle(SchedulerPart):
         )
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._request_ids)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(each.values() for each in self._of_clients.values())
 
     def get(self, client: int, handle: int) -> Request | None:
         """The live request with this client's handle."""
-        return self._requests.get((client, handle))
+        of_client = self._of_clients.get(client)
+        return None if of_client is None else of_client.get(handle)
 
-    def handles_of(self, client: int) -> list[int]:
-        """Handles of a client's live requests."""
-        return [handle for owner, handle in self._requests if owner == client]
+    def of_client(self, client: int) -> Collection[Request]:
+        """A client's live requests."""
+        return self._of_clients[client].values() if client in self._of_clients else ()
 
     def count_by_tenant(self) -> tuple[TenantStats, ...]:
         """The live requests of each tenant, by name; those without a tenant do not count."""
@@ -75,7 +82,7 @@ class Lifecycle(SchedulerPart):
         """Raise LongshoreError unless each live request has one row or one position in a queue, and
         no other request has one."""
         waiting = list(self.waiting)
-        live = Counter(self._requests.values())
+        live = Counter(self)
         if live != Counter([*self.running.requests_in_order(), *waiting]):
             raise LongshoreError(
                 f"{len(live)} requests are live, but {self.running.num_rows} run and "
@@ -91,14 +98,15 @@ class Lifecycle(SchedulerPart):
     def add(self, message: AddRequest, *, client: int, now: float) -> None:
         """Queue a request; one that is not valid is rejected with a reason."""
         self.log.arrived(message, client=client)
-        key, request_id = (client, message.handle), message.request_id
-        is_duplicate = key in self._requests or request_id in self._request_ids
+        request_id = message.request_id
+        is_duplicate = self.get(client, message.handle) is not None
+        is_duplicate |= request_id in self._request_ids
         if self.transfers is not None and self.transfers.has(request_id):
             is_duplicate = True
         rejection = self.validator.rejection(message, is_duplicate=is_duplicate)
         parent = None
         if rejection is None and message.fork_of is not None and self.kv_cache.follows_from_tokens:
-            parent = self._requests.get((client, message.fork_of))
+            parent = self.get(client, message.fork_of)
             problem = fork_problem(message, parent)
             rejection = None if problem is None else (FinishReason.ERROR, problem)
         if rejection is not None:
@@ -106,7 +114,7 @@ class Lifecycle(SchedulerPart):
             self.outputs.add_rejection(client, message.handle, *rejection, num_outputs)
             self.log.rejected(request_id, *rejection)
             return
-        request = self._requests[key] = Request(
+        request = self._of_clients[client][message.handle] = Request(
             message,
             client_index=client,
             now=now,
@@ -260,7 +268,10 @@ class Lifecycle(SchedulerPart):
     ) -> HeldBlocks | None:
         """End a request that has neither a row nor a position in a queue. Returns its blocks,
         unless a send keeps them. A pin takes references of its own."""
-        del self._requests[request.client_index, request.handle]
+        of_client = self._of_clients[request.client_index]
+        del of_client[request.handle]
+        if not of_client:
+            del self._of_clients[request.client_index]
         self._request_ids.discard(request.request_id)
         tenant = request.tenant.name
         self._live_by_tenant[tenant] -= 1
@@ -343,7 +354,7 @@ class Lifecycle(SchedulerPart):
             self._requeue(request, now)
         self.forks.begin_epoch()
         self.holds.begin_epoch()
-        for request in self._requests.values():
+        for request in self:
             request.resume_after_step = 0
             request.asks_connector = True
             request.is_swapped = False  # the connector has dropped its copy

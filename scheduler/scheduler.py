@@ -6,12 +6,13 @@ the next step, `step.admission` admits waiting ones, `step.output_processor` app
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from longshore.connectors.base import ConnectorOutput, EncoderConnector, SchedulerConnector
-from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
 from longshore.protocol.handshake import Feature
@@ -228,11 +229,15 @@ class Scheduler:
         if self._transfers is not None and transfer_ids:
             self._transfers.hooks.call(self._transfers.connector.release_transfers, transfer_ids)
 
-    def abort_client(self, client: int, now: float) -> None:
-        """A client has disconnected: abort its requests."""
-        self.abort_requests(client, int32_array(self._lifecycle.handles_of(client)), now)
-        if self.pins is not None:
+    def abort_client(self, client: int, now: float, max_requests: int | None = None) -> int:
+        """A client has disconnected: abort its requests, but not more than `max_requests`. Returns
+        how many; if they are as many as allowed, others may be left."""
+        requests = list(islice(self._lifecycle.of_client(client), max_requests))
+        for request in requests:
+            self._lifecycle.end(request, Outcome(FinishReason.ABORTED), now)
+        if self.pins is not None and not self._lifecycle.of_client(client):
             self.pins.release_client(client)
+        return len(requests)
 
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
         """The gateway found a stop string: the request ends, cut to `num_tokens` output tokens."""

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
+from itertools import count
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -42,6 +43,10 @@ _POLLIN: Final = int(zmq.POLLIN)  # arithmetic on an IntFlag costs as much as as
 
 HEARTBEAT_INTERVAL_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 5000
+MAX_MESSAGES_PER_TURN: Final = 256
+"""Messages that a loop takes from a socket before it does something else. A loop that reports that
+it is alive, or that has other peers, must not serve one socket for as long as its peer sends."""
+
 HANDSHAKE_TIMEOUT_MS: Final = 5000
 """A connection that does not prove its key within this time is closed, with what it has sent."""
 
@@ -162,6 +167,16 @@ class _TypedSocket(Generic[Out, In]):
         self._encoder: Encoder[Out] = Encoder()
         self._decoder: Decoder[In] = Decoder(receives)
 
+    def _arrived(self, max_messages: int | None) -> Iterator[list[Frame]]:
+        """The frames of each message that has arrived, for at most `max_messages`."""
+        for number in count() if max_messages is None else range(max_messages):
+            if number and not has_input(self.socket):
+                return
+            frames = receive_frames(self.socket, 0)
+            if frames is None:
+                return
+            yield frames
+
     def close(self) -> None:
         self.socket.close()
 
@@ -186,15 +201,19 @@ class Channel(_TypedSocket[Out, In]):
     def receive(self, timeout_s: float | None = 0.0) -> In | None:
         """The next valid message, or None after `timeout_s`; `timeout_s=None` waits forever."""
         timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
-        while True:
-            frames = receive_frames(self.socket, timeout_ms)
-            if frames is None:
-                return None
-            try:
-                if (contents := self._contents(frames)) is not None:
-                    return self._decoder.decode(contents)
-            except ProtocolError as error:
-                count_bad(self.num_bad, error)
+        while (frames := receive_frames(self.socket, timeout_ms)) is not None:
+            if (message := self._decode(frames)) is not None:
+                return message
+        return None
+
+    def _decode(self, frames: list[Frame]) -> In | None:
+        """None if there is no message, or an invalid one, which is counted."""
+        try:
+            if (contents := self._contents(frames)) is not None:
+                return self._decoder.decode(contents)
+        except ProtocolError as error:
+            count_bad(self.num_bad, error)
+        return None
 
     def _contents(self, frames: list[Frame]) -> list[Frame] | None:
         """The frames that have a message, if any."""
@@ -206,12 +225,13 @@ class Channel(_TypedSocket[Out, In]):
         of the former peer has arrived."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
-    def drain(self) -> Iterator[In]:
-        """All messages that have arrived. Call it when the socket is readable."""
-        message = self.receive()
-        while message is not None:
-            yield message
-            message = self.receive() if has_input(self.socket) else None
+    def drain(self, max_messages: int | None = MAX_MESSAGES_PER_TURN) -> Iterator[In]:
+        """The messages that have arrived, but not more than `max_messages`: a loop that serves other
+        sockets, too, leaves the rest for its next turn. None: all of them, until the peer has sent
+        no more. Call it when the socket is readable."""
+        for frames in self._arrived(max_messages):
+            if (message := self._decode(frames)) is not None:
+                yield message
 
 
 class ClientChannel(Channel[Out, In]):
@@ -276,37 +296,45 @@ class ServerChannel(_TypedSocket[Out, In]):
                     which is then counted but not logged.
         """
         while (frames := receive_frames(self.socket, 0)) is not None:
-            peer = bytes(frames[0])
-            try:
-                if len(frames) < 2:
-                    raise MalformedMessage("a message has no frames; it needs at least its header")
-                if (numbering := self._numberings.get(peer)) is None:
-                    numbering = self._numberings[peer] = Numbering()
-                contents = numbering.check(frames[1:])
-                if contents is not None:
-                    return peer, self._decoder.decode(contents)
-                self._send(peer, PING)
-            except MessagesLost as lost:
-                self.disconnect(peer)
-                return peer, lost
-            except RepeatedMessage as error:
+            if (received := self._decode(frames, answer_bad)) is not None:
+                return received
+        return None
+
+    def _decode(
+        self, frames: list[Frame], answer_bad: AnswerBad | None
+    ) -> tuple[bytes, In | MessagesLost] | None:
+        """None if there is no message, or an invalid one, which is counted."""
+        peer = bytes(frames[0])
+        try:
+            if len(frames) < 2:
+                raise MalformedMessage("a message has no frames; it needs at least its header")
+            if (numbering := self._numberings.get(peer)) is None:
+                numbering = self._numberings[peer] = Numbering()
+            contents = numbering.check(frames[1:])
+            if contents is not None:
+                return peer, self._decoder.decode(contents)
+            self._send(peer, PING)
+        except MessagesLost as lost:
+            self.disconnect(peer)
+            return peer, lost
+        except RepeatedMessage as error:
+            count_bad(self.num_bad, error)
+        except ProtocolError as error:
+            header = bytes(frames[1])[PREFIX_BYTES:] if len(frames) > 1 else b""
+            if answer_bad is not None and answer_bad(peer, header, error):
+                self.num_bad[type(error).__name__] += 1
+            else:
                 count_bad(self.num_bad, error)
-            except ProtocolError as error:
-                header = bytes(frames[1])[PREFIX_BYTES:] if len(frames) > 1 else b""
-                if answer_bad is not None and answer_bad(peer, header, error):
-                    self.num_bad[type(error).__name__] += 1
-                else:
-                    count_bad(self.num_bad, error)
         return None
 
     def drain(
-        self, answer_bad: AnswerBad | None = None
+        self, answer_bad: AnswerBad | None = None, max_messages: int = MAX_MESSAGES_PER_TURN
     ) -> Iterator[tuple[bytes, In | MessagesLost]]:
-        """All messages that have arrived. Call it when the socket is readable. See `receive`."""
-        message = self.receive(answer_bad)
-        while message is not None:
-            yield message
-            message = self.receive(answer_bad) if has_input(self.socket) else None
+        """The messages that have arrived, but not more than `max_messages`, as `Channel.drain`; see
+        `receive`."""
+        for frames in self._arrived(max_messages):
+            if (received := self._decode(frames, answer_bad)) is not None:
+                yield received
 
 
 def has_input(socket: "zmq.Socket[bytes]") -> bool:

@@ -21,7 +21,9 @@ class Holds:
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self.holders: dict[Request, None] = {}
-        self._youngest = {is_loaded: KeyedHeap[int, Request]() for is_loaded in (False, True)}
+        self._youngest: dict[bool, KeyedHeap[int, Request]] = {
+            is_loaded: KeyedHeap() for is_loaded in (False, True)
+        }
         self._last_order = 0
         self.num_loaded_blocks = 0
 

@@ -55,13 +55,16 @@ class Clients:
     def __contains__(self, index: int) -> bool:
         return index in self._peer_of_index
 
-    def drain(self, reject_request: RejectRequest) -> Iterator[tuple[int, ToEngine | MessagesLost]]:
-        """What clients have sent, each with its number; the first message is its hello. Others are
-        told why they are not accepted.
+    def drain(
+        self, reject_request: RejectRequest, max_messages: int
+    ) -> Iterator[tuple[int, ToEngine | MessagesLost]]:
+        """What clients have sent, at most so many messages, each with its number; the first message
+        is its hello. Others are told why they are not accepted.
 
         reject_request: gets requests of which only the handle could be decoded, and the reason.
         """
-        for peer, message in self._channel.drain(partial(self._reject_malformed, reject_request)):
+        answer_bad = partial(self._reject_malformed, reject_request)
+        for peer, message in self._channel.drain(answer_bad, max_messages):
             index = self._index_of_peer.get(peer)
             if isinstance(message, ClientHello):
                 reason = self._mismatch(message)

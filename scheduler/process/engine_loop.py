@@ -9,10 +9,12 @@ import contextlib
 import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, assert_never
 
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.commands import EngineCommand
 from longshore.protocol.errors import EngineDead, LongshoreError, MessagesLost
 from longshore.protocol.handshake import (
@@ -60,7 +62,11 @@ from longshore.scheduler.inspect.stall_log import StallLog
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
 from longshore.scheduler.kv_events.publisher import EventPublisher
 from longshore.scheduler.process.clients import Clients
-from longshore.scheduler.process.operator_commands import ASLEEP, OperatorCommands
+from longshore.scheduler.process.operator_commands import (
+    ASLEEP,
+    WORK_PER_TURN,
+    OperatorCommands,
+)
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -146,6 +152,11 @@ class Engine:
         self._stalls = StallLog(scheduler)
         self._unanswered_since_s = 0.0
         self._poll: asyncio.TimerHandle | None = None
+        # Requests to abort before another message of a client is read: all those of clients that
+        # are gone, then these of one client.
+        self._gone: deque[int] = deque()
+        self._aborted: tuple[int, Int32Array] = (0, EMPTY_INT32)
+        self._is_aborting = False
 
     async def run(self) -> None:
         """Serve until the process is stopped. Workers get `Shutdown` in every case."""
@@ -334,7 +345,7 @@ class Engine:
         may_adopt = self._config.adopts_kv and self._has_kv and not sleeps
         keeps_kv = restarting.were_killed and may_adopt
         for worker in self._workers:
-            for message in worker.drain():
+            for message in worker.drain(max_messages=None):
                 if self._handshake is None:  # else none of them has had a plan
                     self._apply(message)
         if self._failing is not None:
@@ -429,30 +440,68 @@ class Engine:
     # Clients
 
     def _on_clients(self) -> None:
-        now = time.monotonic()
-        for index, message in self._clients.drain(self._reject_request):
-            match message:
-                case ClientHello():
-                    self._greet(index)
-                case MessagesLost():
-                    self._drop_client(index, str(message))
-                case AddRequest():
-                    self._scheduler.add_request(message, client=index, now=now)
-                case AbortRequests():
-                    self._scheduler.abort_requests(index, message.handles, now)
-                    self._scheduler.release_transfers(message.transfer_ids)
-                case StopFound():
-                    self._scheduler.stop_found(index, message, now)
-                case ContinueSession():
-                    self._scheduler.continue_session(index, message, now)
-                case DescribeEngine():
-                    self._send(index, self._scheduler.make_report(now, self._engine_id))
-                case DescribeBlocks():
-                    self._send(index, self._scheduler.make_block_snapshot(now, self._engine_id))
-                case _:
-                    assert_never(message)
+        """Do what clients want, in this order, up to a limit of work per turn of the loop."""
+        num_left = self._abort(WORK_PER_TURN)
+        if num_left:
+            for index, message in self._clients.drain(self._reject_request, num_left):
+                self._take_client_message(index, message)
+                num_left -= 1
+                if self._has_aborts and not (num_left := self._abort(num_left)):
+                    break
         self._send_outputs_and_plans()
         self._check_sockets()
+
+    def _take_client_message(self, index: int, message: ToEngine | MessagesLost) -> None:
+        now = time.monotonic()
+        match message:
+            case ClientHello():
+                self._greet(index)
+            case MessagesLost():
+                self._drop_client(index, str(message))
+            case AddRequest():
+                self._scheduler.add_request(message, client=index, now=now)
+            case AbortRequests():
+                self._aborted = index, message.handles
+                self._scheduler.release_transfers(message.transfer_ids)
+            case StopFound():
+                self._scheduler.stop_found(index, message, now)
+            case ContinueSession():
+                self._scheduler.continue_session(index, message, now)
+            case DescribeEngine():
+                self._send(index, self._scheduler.make_report(now, self._engine_id))
+            case DescribeBlocks():
+                self._send(index, self._scheduler.make_block_snapshot(now, self._engine_id))
+            case _:
+                assert_never(message)
+
+    @property
+    def _has_aborts(self) -> bool:
+        return bool(self._gone) or len(self._aborted[1]) > 0
+
+    def _abort(self, num_left: int) -> int:
+        """Abort up to `num_left` of the requests that are to be; returns how many more could have
+        been. If others are left, they follow in the next turn."""
+        while self._gone and num_left:
+            num_left -= self._scheduler.abort_client(self._gone[0], time.monotonic(), num_left)
+            if num_left:
+                self._gone.popleft()
+        index, handles = self._aborted
+        if num_left and len(handles):
+            self._scheduler.abort_requests(index, handles[:num_left], time.monotonic())
+            self._aborted = index, handles[num_left:]
+            num_left = max(num_left - len(handles), 0)
+        if self._has_aborts:
+            self._abort_soon()
+        return num_left
+
+    def _abort_soon(self) -> None:
+        if not self._is_aborting:
+            self._is_aborting = True
+            asyncio.get_running_loop().call_soon(self._guarded(self._abort_more))
+
+    def _abort_more(self) -> None:
+        self._is_aborting = False
+        self._on_clients()
 
     def _reject_request(self, index: int, malformed: Malformed, reason: str) -> None:
         self._scheduler.reject_message(malformed, reason, client=index, now=time.monotonic())
@@ -549,7 +598,8 @@ class Engine:
     def _drop_client(self, index: int, reason: str) -> None:
         self._clients.forget(index)
         logger.info("client %d disconnected; aborting its requests: %s", index, reason)
-        self._scheduler.abort_client(index, time.monotonic())
+        self._gone.append(index)
+        self._abort_soon()
 
     def _check_answers(self) -> None:
         """Stop the engine if an output is overdue. Ranks report a peer that hangs only if they

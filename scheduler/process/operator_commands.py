@@ -29,6 +29,10 @@ from longshore.scheduler.step.planner import PauseState
 POLL_S: Final = 0.02
 """How often a command that waits for running requests looks at them."""
 
+WORK_PER_TURN: Final = 256
+"""Requests that are aborted, or messages of clients that are read, in one turn of the engine's loop:
+some 10 ms of work. Other sockets, steps and the sign of life come in between."""
+
 PAUSED: Final = "paused by the operator"
 DRAINING: Final = "draining for a restart by the operator"
 DRAINED: Final = "drained by the operator"
@@ -168,8 +172,17 @@ class OperatorCommands:
             self._begin(self._answer_when_idle(command.timeout_s, True, answer))
             return
         if command.mode == "abort":
-            for client in self._clients:
-                self._scheduler.abort_client(client, time.monotonic())
+            self._begin(self._abort_all(answer))
+            return
+        self._advance()
+        answer(True, "")
+
+    async def _abort_all(self, answer: Callable[..., None]) -> None:
+        """Abort all requests, and answer; other work runs between two parts."""
+        for client in self._clients:
+            while self._scheduler.abort_client(client, time.monotonic(), WORK_PER_TURN):
+                self._advance()
+                await asyncio.sleep(0)
         self._advance()
         answer(True, "")
 

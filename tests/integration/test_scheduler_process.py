@@ -18,7 +18,13 @@ from longshore.protocol.handshake import (
     WorkerAccepted,
     WorkerReady,
 )
-from longshore.protocol.outputs import EngineFailed, FinishReason, ModelRunnerOutput, WorkerFailed
+from longshore.protocol.outputs import (
+    EngineFailed,
+    EngineOutputs,
+    FinishReason,
+    ModelRunnerOutput,
+    WorkerFailed,
+)
 from longshore.protocol.requests import AbortRequests, AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import ClientChannel
@@ -30,6 +36,7 @@ from longshore.protocol.transport.lifeline import (
     Ready,
 )
 from longshore.scheduler.config import CacheConfig
+from longshore.scheduler.process.operator_commands import WORK_PER_TURN
 from tests.harness.sockets import sending
 from tests.integration.engine_process import (
     IDENTITY,
@@ -281,6 +288,58 @@ def test_requests_of_a_client_that_vanished_are_aborted(engine: EngineProcess) -
         time.sleep(0.005)
     assert worker.rows.num_rows == 0
     assert worker.plans[-1].step < 1900
+
+
+def test_aborts_of_many_requests_leave_turns_to_the_streams_of_others(
+    engine: EngineProcess,
+) -> None:
+    """One message aborts 3,000 requests. No turn of the loop ends more than WORK_PER_TURN, and the
+    stream of another client gets tokens in between."""
+    streaming = ready_engine(engine)
+    leaving, _ = engine.connect()
+    worker = ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.005))
+    streaming.add(3000, max_tokens=500)
+    streaming.receive_until(lambda: bool(streaming.tokens))
+    for handle in range(3000):
+        leaving.add(handle, max_tokens=100)
+    leaving.receive_until(lambda: leaving.stats is not None and leaving.stats.num_waiting > 2800)
+    leaving.channel.send(AbortRequests(np.arange(3000, dtype=np.int32)))
+    plans_at_ends = []
+    num_left = 3000 - len(leaving.finished)
+    while num_left:
+        message = leaving.channel.receive(TIMEOUT_S)
+        assert isinstance(message, EngineOutputs)
+        assert len(message.finished) <= 2 * WORK_PER_TURN  # of a turn, and of a step
+        num_left -= len(message.finished)
+        if message.finished:
+            plans_at_ends.append(len(worker.plans))
+    assert len(plans_at_ends) >= 2800 // (2 * WORK_PER_TURN)
+    assert plans_at_ends[-1] - plans_at_ends[0] >= len(plans_at_ends) // 2
+    streaming.receive_until(lambda: len(streaming.finished) == 1)
+
+
+def test_requests_of_a_lost_connection_can_be_sent_again_at_once(engine: EngineProcess) -> None:
+    """The requests of the old connection end in several turns; none of them is read before that."""
+    client = ready_engine(engine)
+    worker = ScriptedWorker(engine, answers=False)
+    for handle in range(1000):
+        client.add(handle, prompt_len=200)
+    with sending(client.channel, times=0):
+        client.add(1000)
+    client.channel.ping()
+    with pytest.raises(MessagesLost):
+        client.receive_until(lambda: False)
+    again, answer = engine.connect()
+    assert isinstance(answer, EngineReady)
+    for handle in range(1000):
+        again.add(handle, prompt_len=200)
+    again.receive_until(
+        lambda: (
+            again.stats is not None and again.stats.num_running + again.stats.num_waiting == 1000
+        )
+    )
+    assert not again.finished  # a request that is live already would have been rejected
+    assert worker.plans
 
 
 def test_failing_worker_fails_the_engine_and_tells_the_clients_why(engine: EngineProcess) -> None:

@@ -23,6 +23,7 @@ from longshore.protocol.handshake import ClientHello, Rejected
 from longshore.protocol.outputs import EngineFailed
 from longshore.protocol.requests import AbortRequests, StopFound
 from longshore.protocol.transport.channel import (
+    MAX_MESSAGES_PER_TURN,
     Channel,
     ClientChannel,
     Endpoint,
@@ -119,6 +120,43 @@ def test_a_server_distinguishes_its_clients_and_drops_messages_to_one_that_is_go
         assert client.receive(WAIT_S) == Rejected(f"you are {number}")
     assert server.send(b"nobody", Rejected("hello?")) is False
     assert server.receive() is None
+
+
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_a_turn_takes_a_limited_number_of_messages_and_leaves_the_rest(
+    sockets: Sockets, endpoint: Endpoint, is_valid: bool
+) -> None:
+    """Invalid ones count, too: otherwise a peer that sends them would never let go of a loop."""
+    server, client = sockets.server(endpoint), sockets.client(endpoint)
+    message = ClientHello("a client", "f") if is_valid else msgspec.Raw(b"\xc1")
+    for _ in range(20):
+        client.send(message)
+    num_taken = 0
+    while num_taken < 20:
+        assert server.socket.poll(WAIT_S * 1000)
+        num_bad = server.num_bad.total()
+        taken = len(list(server.drain(max_messages=4))) + server.num_bad.total() - num_bad
+        assert 0 < taken <= 4
+        num_taken += taken
+    assert server.num_bad.total() == (0 if is_valid else 20)
+
+
+def test_a_turn_of_a_channel_to_one_peer_is_limited_unless_it_is_to_read_everything(
+    pair: Pair,
+) -> None:
+    server, client = pair
+    for number in range(3 * MAX_MESSAGES_PER_TURN):
+        client.send(StopFound(number, 1))
+    handles: list[int] = []
+    while len(handles) < MAX_MESSAGES_PER_TURN:
+        assert server.socket.poll(WAIT_S * 1000)
+        taken = [message.handle for message in server.drain()]
+        assert len(taken) <= MAX_MESSAGES_PER_TURN
+        handles += taken
+    while len(handles) < 3 * MAX_MESSAGES_PER_TURN:
+        assert server.socket.poll(WAIT_S * 1000)
+        handles += [message.handle for message in server.drain(max_messages=None)]
+    assert handles == list(range(3 * MAX_MESSAGES_PER_TURN))
 
 
 Clients = tuple[ServerChannel[Any, Any], bytes, ClientChannel[Any, Any]]
