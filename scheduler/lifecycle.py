@@ -18,6 +18,7 @@ from longshore.scheduler.features.transfers import EndedLoad
 from longshore.scheduler.inspect.request_log import RequestLog
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.part import SchedulerPart
+from longshore.scheduler.queue.queues import SharedEvent
 from longshore.scheduler.request import Outcome, Request, RequestChange, RequestStatus
 from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.validation import RequestValidator
@@ -334,13 +335,17 @@ class Lifecycle(SchedulerPart):
             self.kv_cache.fence(blocks, self.in_flight.newest_step)
             self.in_flight.note_vacated(requests, blocks, is_void=is_void)
         self.running.release(requests)
-        if self.loras is not None:
-            for request in requests:
-                self.loras.release(request.lora_name)
+        for request in requests:
+            self._release_adapter(request)
         if self.encoder is not None:
             for request in requests:
                 self.encoder.release(request)
         return blocks
+
+    def _release_adapter(self, request: Request) -> None:
+        """A request has lost its row."""
+        if self.loras is not None and self.loras.release(request.lora_name):
+            self.waiting.happened(SharedEvent.ADAPTERS)
 
     def begin_epoch(self, now: float) -> None:
         """The workers are gone, and with them all rows and blocks. Running requests return to the
@@ -348,12 +353,13 @@ class Lifecycle(SchedulerPart):
         running = self.running.requests_in_order()
         self.running.release(running)
         for request in reversed(running):
-            if self.loras is not None:
-                self.loras.release(request.lora_name)
+            self._release_adapter(request)
             request.change(RequestChange.PREEMPTED)
             self._requeue(request, now)
         self.forks.begin_epoch()
         self.holds.begin_epoch()
+        for event in SharedEvent:
+            self.waiting.happened(event)
         for request in self:
             request.resume_after_step = 0
             request.asks_connector = True

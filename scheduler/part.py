@@ -20,7 +20,7 @@ from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import ContinuumPolicy, FairPolicy, SchedulingPolicy
-from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.queues import SharedEvent, WaitingRequests
 from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
@@ -91,7 +91,8 @@ def make_shared(
     if isinstance(policy, FairPolicy):
         num_slots = blocks.num_usable_blocks * cache.block_size
         shares = policy.shares = Shares(config.max_num_seqs, num_slots)
-    waiting = WaitingRequests(policy)
+    polls = connector is not None and not connector.names_answers
+    waiting = WaitingRequests(policy, polled=(SharedEvent.CONNECTOR,) if polls else ())
     running = RunningTable(config.max_num_seqs, config.max_model_len, config.num_speculative_tokens)
     in_flight = StepsInFlight(running)
     holds = Holds(blocks)

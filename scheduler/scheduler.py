@@ -58,6 +58,7 @@ from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.part import make_shared
 from longshore.scheduler.queue.outside_policies import checked, load_policy
 from longshore.scheduler.queue.policies import SchedulingPolicy
+from longshore.scheduler.queue.queues import SharedEvent
 from longshore.scheduler.request import Outcome, RequestStatus
 from longshore.scheduler.step.admission import Admission, AdmissionGates
 from longshore.scheduler.step.client_outputs import ClientOutputs
@@ -259,9 +260,12 @@ class Scheduler:
             self._end_failed(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
-        if self._transfers is not None and self._transfers.loads:
+        if self._transfers is not None:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
+            if self.waiting.awaits(SharedEvent.CONNECTOR):
+                for request_id in self._transfers.answered(now):
+                    self.waiting.unpark_one(SharedEvent.CONNECTOR, request_id)
         if now >= self._retained.next_expiry_s:
             self.kv_cache.pool.expire_retained(now)
         if self.pins is not None:
@@ -340,6 +344,7 @@ class Scheduler:
         of_encoder, metadata = self._encoder_connector, report.ec_connector_metadata
         if of_encoder is not None and metadata and report.epoch == self._plan.epoch:
             of_encoder.update_connector_output(report.rank, metadata)
+            self.waiting.happened(SharedEvent.ENCODER)
             return
         if report.epoch != self._plan.epoch or transfers is None:
             self._num_bad_reports += 1
@@ -422,6 +427,12 @@ class Scheduler:
         return self.running.num_rows > 0 or any(
             request.status is not between for request in self.waiting
         )
+
+    @property
+    def has_untried(self) -> bool:
+        """Whether the last plan has not tried all waiting requests that it could have, because it
+        had tried enough: another one may admit some."""
+        return self._planner.admission.has_untried
 
     def has_finished_requests(self) -> bool:
         """Whether rows were emptied that the workers still hold."""

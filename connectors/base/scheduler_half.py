@@ -44,6 +44,8 @@ class SchedulerConnector:
     uses_shared_memory: the worker halves of an engine get a descriptor of memory that they share.
     num_leasable_blocks: how many blocks it holds at most for other engines after the end of
                   requests. A client sends no request whose blocks would be more.
+    names_answers: `take_answered` names the requests that are to be asked for again after AskLater.
+                  Otherwise all of them are, in turn, a limited number in each step.
     worker_half:  `package.module:Class` of its `WorkerConnector`; a name rather than the class, so
                   that the scheduler does not import what only workers need.
     """
@@ -57,6 +59,7 @@ class SchedulerConnector:
     reads_ahead: bool = False
     uses_shared_memory: ClassVar[bool] = False
     num_leasable_blocks: int = 0
+    names_answers: bool = False
     worker_half: ClassVar[str] = ""
 
     def __init__(self, config: ConnectorConfig = _DEFAULTS) -> None:
@@ -86,6 +89,13 @@ class SchedulerConnector:
         steps. Not called during an asynchronous load for this request id, nor after a successful
         one."""
         return Matched(0)
+
+    def take_answered(self, now: float) -> Sequence[str]:
+        """Ids of requests for which `get_num_new_matched_tokens` has returned AskLater and is to be
+        called again, since the last call. With `names_answers`, called before each plan, and some
+        50 times per second where none can be made, while a request waits for it. now: seconds on
+        the scheduler's clock. Unknown ids, and those that do not wait, are ignored."""
+        return ()
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int

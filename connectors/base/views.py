@@ -111,7 +111,8 @@ class Matched:
 @dataclass(frozen=True, slots=True)
 class AskLater:
     """The number is not known yet. The request is skipped in this step, and the connector is asked
-    again in the next one."""
+    again in a later one: in the next, unless many requests wait; or, with `names_answers`, when the
+    connector has named the request."""
 
 
 Match: TypeAlias = Matched | AskLater

@@ -135,6 +135,13 @@ class MultiConnector(SchedulerConnector):
     def reads_ahead(self) -> bool:  # type: ignore[override]  # of the children
         return any(child.reads_ahead for child in self.children)
 
+    @property
+    def names_answers(self) -> bool:  # type: ignore[override]  # of the children
+        return all(child.names_answers for child in self.children)
+
+    def take_answered(self, now: float) -> list[str]:
+        return [each for child in self.children for each in child.take_answered(now)]
+
     def on_new_request(self, request: RequestView) -> None:
         for child in self.children:
             child.on_new_request(request)

@@ -226,9 +226,9 @@ class Channel(_TypedSocket[Out, In]):
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
     def drain(self, max_messages: int | None = MAX_MESSAGES_PER_TURN) -> Iterator[In]:
-        """The messages that have arrived, but not more than `max_messages`: a loop that serves other
-        sockets, too, leaves the rest for its next turn. None: all of them, until the peer has sent
-        no more. Call it when the socket is readable."""
+        """The messages that have arrived, but not more than `max_messages`: a loop that serves
+        other sockets, too, leaves the rest for its next turn. None: all of them, until the peer has
+        sent no more. Call it when the socket is readable."""
         for frames in self._arrived(max_messages):
             if (message := self._decode(frames)) is not None:
                 yield message

@@ -1,7 +1,7 @@
 """Calls the hooks of the connector's scheduler half. What they raise ends the engine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from longshore.connectors.base import RequestView, SchedulerConnector
@@ -55,6 +55,13 @@ class ConnectorHooks:
             return self._connector.has_pending_work
         except Exception as error:
             raise self._failed("has_pending_work", error) from error
+
+    def take_answered(self, now: float) -> Sequence[str]:
+        """Called so often that it must not make the next plan ask for instructions."""
+        try:
+            return self._connector.take_answered(now)
+        except Exception as error:
+            raise self._failed("take_answered", error) from error
 
     def wants_next_plan(self) -> bool:
         """Whether the connector must be asked for its instructions in a plan that does not change

@@ -17,10 +17,12 @@ class LoRASlots:
         """Whether a request with this adapter can run without exceeding the limit."""
         return name is None or name in self._running or len(self._running) < self._max_loras
 
-    def acquire(self, name: str | None) -> None:
-        """A request with this adapter was admitted."""
-        if name is not None:
-            self._running[name] += 1
+    def acquire(self, name: str | None) -> bool:
+        """A request with this adapter was admitted. True if others with it can run since then."""
+        if name is None:
+            return False
+        self._running[name] += 1
+        return self._running[name] == 1
 
     def check(self, names: Iterable[str | None]) -> None:
         """Raise LongshoreError unless these are the adapters of the running requests."""
@@ -28,9 +30,12 @@ class LoRASlots:
         if expected != self._running:
             raise LongshoreError(f"adapters run as {dict(expected)}, not as {dict(self._running)}")
 
-    def release(self, name: str | None) -> None:
-        """A request with this adapter has lost its row."""
-        if name is not None:
-            self._running[name] -= 1
-            if not self._running[name]:
-                del self._running[name]
+    def release(self, name: str | None) -> bool:
+        """A request with this adapter has lost its row. True if this leaves its slot to others."""
+        if name is None:
+            return False
+        self._running[name] -= 1
+        if self._running[name]:
+            return False
+        del self._running[name]
+        return True

@@ -140,6 +140,10 @@ class Transfers:
             return Matched(0)
         return match
 
+    def answered(self, now: float) -> Sequence[str]:
+        """Ids of requests that are to be asked for again, if the connector names them."""
+        return self.hooks.take_answered(now) if self.connector.names_answers else ()
+
     def allocated(
         self, request: Request, block_ids: tuple[Int32Array, ...], num_external: int
     ) -> None:

@@ -550,7 +550,8 @@ class Engine:
         is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
         if is_idle and self._poll is None and self.is_awake:
             loop = asyncio.get_running_loop()
-            self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))
+            delay_s = 0.0 if scheduler.has_untried else POLL_INTERVAL_S
+            self._poll = loop.call_later(delay_s, self._guarded(self._on_poll))
 
     def _on_poll(self) -> None:
         self._poll = None

@@ -293,8 +293,8 @@ class FairPolicy(PriorityPolicy):
 
 
 class _Job:
-    """first_arrival_s: arrival of its first turn. turns: its requests that have not ended, in order.
-    is_over: the turn that arrived last is its last step."""
+    """first_arrival_s: arrival of its first turn. turns: its requests that have not ended, in
+    order. is_over: the turn that arrived last is its last step."""
 
     def __init__(self, first_arrival_s: float) -> None:
         self.first_arrival_s = first_arrival_s

@@ -1,8 +1,11 @@
 """Waiting requests: two queues in the policy's order, and those that wait for an event."""
 
+import enum
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Final, cast
 
 from longshore.protocol.logs.records import fields
 from longshore.scheduler.queue.policies import (
@@ -16,6 +19,31 @@ from longshore.scheduler.request import Request
 logger = logging.getLogger(__name__)
 
 
+RETRY_BLOCKS: Final = 4096
+"""Work of trying again what has waited for an event of many, per step, in blocks of prompts: a
+connector looks each of them up, which takes 1 or 2 ms together."""
+
+MIN_TRY_BLOCKS: Final = 64
+"""What trying a request costs at least, in blocks: some 20 µs."""
+
+
+class SharedEvent(enum.Enum):
+    """An event for which many requests may wait, and which may be the one of any of them."""
+
+    ADAPTERS = "other adapters run than before"
+    ENCODER = "an encoder connector has reported"
+    CONNECTOR = "the connector may know more than before"
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests that wait for a shared event, and are tried again in turn. num_due: how many of
+    them, the first, the last event concerns."""
+
+    requests: OrderedDict[str, Request] = field(default_factory=OrderedDict)
+    num_due: int = 0
+
+
 class WaitingRequests:
     """Two queues in the policy's order: requests that may be admitted, and requests set aside.
 
@@ -23,25 +51,42 @@ class WaitingRequests:
     so no request is tried twice in one step. A request that waits for an event is parked: it is not
     tried before the event, so parked requests add no cost to a step. It keeps its position among
     those set aside, which under FCFS is a number that it gets when it is first set aside.
+
+    There are three kinds of parked requests: those with an event of their own, which names them
+    (`unpark`); those with a shared event, after which they are tried again in turn, a limited
+    number per step; and those that wait until other loads have ended, of which the first is tried
+    in each step.
     """
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy, polled: Collection[SharedEvent] = ()) -> None:
+        """polled: shared events that may happen at any time, so that each step is one."""
         self._policy = policy
+        self._polled = polled
         self._waiting: RequestQueue[Request] = policy.make_queue()
-        self._skipped: RequestQueue[Request] = (
-            PriorityQueue(_position)
-            if isinstance(self._waiting, FCFSQueue)
-            else policy.make_queue()
-        )
+        self._skipped = self._make_queue_of_skipped()
+        self._for_loads = self._make_queue_of_skipped()
+        self._next_load: Request | None = None  # of these, the one that is to be tried
         self._set_aside: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
+        self._groups = {event: _Group() for event in SharedEvent}
+        self._num_retries_left = 0
         self._first_position = self._last_position = 0
         self._head: RequestQueue[Request] = self._waiting  # the queue whose head `peek` returned
         self._has_warned = False
 
+    def _make_queue_of_skipped(self) -> RequestQueue[Request]:
+        is_fcfs = isinstance(self._waiting, FCFSQueue)
+        return PriorityQueue(_position) if is_fcfs else self._policy.make_queue()
+
     def __len__(self) -> int:
-        tried = len(self._set_aside) + len(self._parked)
-        return len(self._waiting) + len(self._skipped) + tried
+        return len(self._waiting) + self._num_skipped
+
+    @property
+    def _num_skipped(self) -> int:
+        """All that have been tried, or wait for an event."""
+        num_tried = len(self._skipped) + len(self._set_aside)
+        num_in_groups = sum(len(group.requests) for group in self._groups.values())
+        return num_tried + len(self._parked) + len(self._for_loads) + num_in_groups
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests, in the order in which they are tried: first those that this step
@@ -57,6 +102,9 @@ class WaitingRequests:
             if head is not None:
                 yield head
             yield from queues[key]
+        for group in self._groups.values():
+            yield from group.requests.values()
+        yield from self._for_loads
         yield from self._parked.values()
 
     def add(self, request: Request) -> None:
@@ -84,6 +132,21 @@ class WaitingRequests:
         """The event of a parked request has happened: it may be tried again, at its position."""
         self._skipped.add(self._parked.pop(request.request_id))
 
+    def happened(self, event: SharedEvent) -> None:
+        """All that wait for this event are to be tried again, in this or the next steps."""
+        group = self._groups[event]
+        group.num_due = len(group.requests)
+
+    def awaits(self, event: SharedEvent) -> bool:
+        """Whether a request waits for it."""
+        return bool(self._groups[event].requests)
+
+    def unpark_one(self, event: SharedEvent, request_id: str) -> None:
+        """The event concerns this request, if it waits for it."""
+        request = self._groups[event].requests.pop(request_id, None)
+        if request is not None:
+            self._skipped.add(request)
+
     def _give_position(self, request: Request) -> None:
         if request.queue_position is None:
             self._last_position += 1
@@ -105,7 +168,7 @@ class WaitingRequests:
     def put_back(self, request: Request) -> None:
         """Queue a preempted request at the front: also before requests set aside. Otherwise a
         stream of requests that arrive blocked and become ready later could overtake it forever."""
-        if len(self._skipped) or self._parked:
+        if self._num_skipped:
             self._first_position -= 1
             request.queue_position = self._first_position
             self._skipped.prepend(request)
@@ -125,19 +188,70 @@ class WaitingRequests:
 
     def pop(self) -> Request:
         """Remove the request that `peek` returned: it is admitted."""
-        request = self._head.pop()
+        request = self._pop_head()
         request.queue_position = None
+        return request
+
+    def _pop_head(self) -> Request:
+        request = self._head.pop()
+        self._forget_next_load(request)
         return request
 
     def set_aside(self) -> None:
         """Do not try the request that `peek` returned again in this step."""
-        request = self._head.pop()
+        request = self._pop_head()
         self._give_position(request)
         self._set_aside[request.request_id] = request
 
-    def park_head(self) -> None:
-        """Park the request that `peek` returned."""
-        self.park(self._head.pop())
+    def park_head(self, event: SharedEvent | None = None) -> None:
+        """Park the request that `peek` returned. None: its event will name it."""
+        request = self._pop_head()
+        if event is None:
+            self.park(request)
+            return
+        self._give_position(request)
+        self._groups[event].requests[request.request_id] = request
+
+    def delay_load(self) -> None:
+        """Park the request that `peek` returned until other loads have ended."""
+        request = self._pop_head()
+        self._give_position(request)
+        self._for_loads.add(request)
+
+    @property
+    def has_retries(self) -> bool:
+        """Whether `begin_step` lets requests be tried again."""
+        return self._for_loads.peek() is not None or any(
+            group.requests and (group.num_due or event in self._polled)
+            for event, group in self._groups.items()
+        )
+
+    def begin_step(self) -> None:
+        """Let those be tried again whose shared event has happened, as many as a step may try."""
+        for event in self._polled:
+            self.happened(event)
+        self._num_retries_left = RETRY_BLOCKS
+        self.unpark_due()
+        self.unpark_load()
+
+    def unpark_due(self) -> None:
+        """The same, for events of this step."""
+        for group in self._groups.values():
+            while group.num_due and group.requests and self._num_retries_left > 0:
+                group.num_due -= 1
+                _, request = group.requests.popitem(last=False)
+                self._num_retries_left -= try_cost(request)
+                self._skipped.add(request)
+
+    def unpark_load(self) -> None:
+        """Let the first of those be tried again that wait until other loads have ended."""
+        if self._next_load is None and self._for_loads.peek() is not None:
+            self._next_load = self._for_loads.pop()
+            self._skipped.add(self._next_load)
+
+    def _forget_next_load(self, request: Request) -> None:
+        if request is self._next_load:
+            self._next_load = None
 
     def end_step(self) -> None:
         """Requests that were set aside are tried first in the next step."""
@@ -147,7 +261,9 @@ class WaitingRequests:
 
     def remove(self, request: Request) -> None:
         """Remove a request that ends while it waits."""
-        for others in (self._parked, self._set_aside):
+        self._forget_next_load(request)
+        in_groups = (group.requests for group in self._groups.values())
+        for others in (self._parked, self._set_aside, *in_groups):
             if others.pop(request.request_id, None) is not None:
                 return
         if self._take_out(request) is None:
@@ -155,8 +271,8 @@ class WaitingRequests:
 
     def _take_out(self, request: Request) -> RequestQueue[Request] | None:
         """Remove a request from the queue that it is in, which is returned; None if it is in
-        neither."""
-        for queue in (self._waiting, self._skipped):
+        none."""
+        for queue in (self._waiting, self._skipped, self._for_loads):
             try:
                 queue.remove(request)
             except LookupError:
@@ -175,6 +291,11 @@ class WaitingRequests:
             request = cast(Request, turn)
             if (queue := self._take_out(request)) is not None:
                 queue.add(request)
+
+
+def try_cost(request: Request) -> int:
+    """Of trying a request, in blocks; see RETRY_BLOCKS."""
+    return max(len(request.block_hashes), MIN_TRY_BLOCKS)
 
 
 def _position(request: Request) -> int:

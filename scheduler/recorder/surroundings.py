@@ -58,6 +58,7 @@ CONNECTOR_HOOKS: Final = (
     "on_new_request",
     "skips_prefix_cache",
     "get_num_new_matched_tokens",
+    "take_answered",
     "update_state_after_alloc",
     "build_connector_meta",
     "update_connector_output",
@@ -79,6 +80,7 @@ CONNECTOR_VALUES: Final = (
     "can_swap",
     "needs_every_step",
     "reads_ahead",
+    "names_answers",
     "num_leasable_blocks",
 )
 ENCODER_HOOKS: Final = (

@@ -1,8 +1,9 @@
 """Admission: moves requests from the waiting queue to rows.
 
-A request that cannot be admitted for a reason of its own (its grammar, its adapter, a load) is set
-aside and the next one is tried. A shortage of tokens, rows or blocks ends the step's admissions,
-because a smaller request that went first would starve a bigger one.
+A request that cannot be admitted for a reason of its own (its grammar, its adapter, a load) is
+parked until an event, and the next one is tried, up to a limit per step. A shortage of tokens, rows
+or blocks ends the step's admissions, because a smaller request that went first would starve a
+bigger one.
 """
 
 import enum
@@ -18,6 +19,7 @@ from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.part import SchedulerPart
+from longshore.scheduler.queue.queues import SharedEvent, try_cost
 from longshore.scheduler.queue.shares import RESERVED
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
@@ -105,14 +107,21 @@ class Attempt(enum.Enum):
 
 _NOTHING: Final = Matched(0)
 
+MAX_TRIED_BLOCKS: Final = 8192
+"""Work of trying requests in vain, per step, in blocks as `try_cost` counts them."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Admission(SchedulerPart):
-    """Admits waiting requests."""
+    """Admits waiting requests.
+
+    has_untried: the last step has not tried all that could be, because it had tried enough.
+    """
 
     gates: AdmissionGates
     lifecycle: Lifecycle
     _now: float = 0.0
+    has_untried: bool = False
     _num_left: int = 0
     _num_scheduled: Int64Array = field(init=False)
     _loads_are_full: bool = False
@@ -123,25 +132,37 @@ class Admission(SchedulerPart):
         admitted rows to `num_scheduled` (max_num_seqs,) and returns their sum, at most `budget`."""
         self._num_left, self._num_scheduled, self._now = budget, num_scheduled, now
         running = self.running
-        self._loads_are_full = False
+        self._loads_are_full = self.has_untried = False
         self._asked = None
+        self.waiting.begin_step()
+        num_tries_left = MAX_TRIED_BLOCKS
         while self._num_left > 0 and running.num_rows < running.max_num_seqs:
             request = self.waiting.peek()
             if request is None or not self.plan.can_add(request):
                 break
+            if num_tries_left <= 0:
+                self.has_untried = True
+                break
             attempt = self._try(request)
             if self.trace is not None:
                 self.trace.tried(request, attempt.name.lower())
-            if attempt is Attempt.SET_ASIDE:
-                self.waiting.set_aside()
-            elif attempt is Attempt.PARKED:
-                self.waiting.park_head()
-            elif attempt is Attempt.NO_TOKENS or (
+            if attempt is Attempt.NO_TOKENS or (
                 attempt is Attempt.NO_BLOCKS and not self._release_holds(request)
             ):
                 break
+            if attempt is Attempt.SET_ASIDE:
+                self.waiting.set_aside()
+            if attempt is not Attempt.ADMITTED:
+                num_tries_left -= try_cost(request)
+            if not self._loads_are_full:
+                self.waiting.unpark_load()
         self.waiting.end_step()
         return budget - self._num_left
+
+    def _park(self, event: SharedEvent | None = None) -> Attempt:
+        """The head waits for an event."""
+        self.waiting.park_head(event)
+        return Attempt.PARKED
 
     def _try(self, request: Request) -> Attempt:
         """Try to admit the head of the queue."""
@@ -180,12 +201,12 @@ class Admission(SchedulerPart):
                 self.lifecycle.end(request, Outcome(reason, str(error)), self._now)
                 return Attempt.ENDED
         if self.loras is not None and not self.loras.has_slot(request.lora_name):
-            return Attempt.SET_ASIDE
+            return self._park(SharedEvent.ADAPTERS)
         if self.encoder is not None and request.multimodal and self.encoder.is_loading(request):
             request.waits_for = "the output of its encoder, for which other engines are asked"
-            return Attempt.SET_ASIDE
+            return self._park(SharedEvent.ENCODER)
         if request.hold is None and request in self.forks.waiting and self.forks.must_wait(request):
-            return Attempt.PARKED
+            return self._park()
         return None
 
     # Blocks and a row
@@ -334,8 +355,9 @@ class Admission(SchedulerPart):
             self.pins.admitted(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
         self.plan.add(request, start)
-        if self.loras is not None:
-            self.loras.acquire(request.lora_name)
+        if self.loras is not None and self.loras.acquire(request.lora_name):
+            self.waiting.happened(SharedEvent.ADAPTERS)
+            self.waiting.unpark_due()
         if self.encoder is not None and request.multimodal:
             self.encoder.admit(request, num_computed, need)
         self.kv_cache.full_blocks.cache_row(
@@ -359,7 +381,7 @@ class Admission(SchedulerPart):
             request.waits_for = "its connector, which does not know yet what it can load"
             if request.is_swapped:
                 request.waits_for = "the copy of its KV, which is being swapped out"
-            return Attempt.SET_ASIDE
+            return self._park(SharedEvent.CONNECTOR)
         num_external = min(match.num_tokens, len(request.token_ids) - prefix.num_tokens)
         if match.is_async and num_external > 0:
             attempt = self._begin_load(transfers, request, prefix, num_external)
@@ -398,7 +420,8 @@ class Admission(SchedulerPart):
             request.waits_for = (
                 f"other loads to end: all loads together may hold max_loading_blocks={limit} blocks"
             )
-            return Attempt.SET_ASIDE
+            self.waiting.delay_load()
+            return Attempt.PARKED
         num_computed = min(num_loaded, len(request.token_ids) - 1)
         demand = self.kv_cache.demand(
             prefix,
@@ -425,7 +448,7 @@ class Admission(SchedulerPart):
             order=self.holds.next_order(),
         )
         self.plan.has_new_loads = True
-        return Attempt.PARKED
+        return self._park()
 
     def _reserve_for_load(
         self, transfers: Transfers, request: Request, demand: BlockDemand, num_external: int

@@ -100,7 +100,7 @@ class StepPlanner(SchedulerPart):
         if running.num_rows < running.max_num_seqs:
             if self.shares is not None and len(self.waiting):
                 self.count_shares()  # a row may have become free since the last step
-            if self.waiting.peek() is not None:
+            if self.waiting.peek() is not None or self.waiting.has_retries:
                 return None
         if self.swaps is not None and self.swaps.may_act:
             return None

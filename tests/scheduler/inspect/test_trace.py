@@ -91,7 +91,7 @@ def test_a_snapshot_has_the_pins() -> None:
     [
         (Matched(4), 4, False, "admitted"),
         (Matched(4, is_async=True), 4, True, "parked"),
-        (AskLater(), None, False, "set_aside"),
+        (AskLater(), None, False, "parked"),
     ],
 )
 def test_a_lookup_has_local_and_external_hits(
@@ -139,7 +139,7 @@ def test_a_connector_that_does_not_know_yet_leaves_the_external_hits_open() -> N
     driver.plan()
     lookup = records_of(written, "prefix_cache_event")[-1]
     assert lookup["request"] == "second"
-    assert (lookup["external_hit_tokens"], lookup["result"]) == (None, "set_aside")
+    assert (lookup["external_hit_tokens"], lookup["result"]) == (None, "parked")
 
 
 @pytest.mark.req("TRC-05")

@@ -30,7 +30,7 @@ from longshore.scheduler.queue.policies import (
     PriorityQueue,
 )
 from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.request import Request
 from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import prompt_of
 from tests.scheduler.test_request import make_request

@@ -10,7 +10,12 @@ from longshore.scheduler.queue.policies import (
     PolicyRequest,
     PriorityPolicy,
 )
-from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.queues import (
+    MIN_TRY_BLOCKS,
+    RETRY_BLOCKS,
+    SharedEvent,
+    WaitingRequests,
+)
 from longshore.scheduler.request import Request
 from tests.scheduler.test_request import make_request
 
@@ -228,3 +233,114 @@ def test_parked_requests_cost_a_step_nothing() -> None:
     assert take(waiting).request_id == "runs"
     assert waiting.peek() is None
     assert policy.num_questions == 0
+
+
+# Events that concern many requests
+
+
+def park_all(waiting: WaitingRequests, event: SharedEvent, count: int) -> list[Request]:
+    requests = [make_request(f"r{index:03}", now=float(index)) for index in range(count)]
+    for request in requests:
+        waiting.add(request)
+    for _ in requests:
+        assert waiting.peek() is not None
+        waiting.park_head(event)
+    return requests
+
+
+@pytest.mark.req("QUE-05")
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_what_waits_for_a_shared_event_is_tried_after_it_a_limited_number_per_step(
+    name: str,
+) -> None:
+    waiting = WaitingRequests(POLICIES[name]())
+    per_step = RETRY_BLOCKS // MIN_TRY_BLOCKS
+    requests = park_all(waiting, SharedEvent.ADAPTERS, per_step + 10)
+    waiting.begin_step()
+    assert waiting.peek() is None
+    assert not waiting.has_retries
+    waiting.happened(SharedEvent.ENCODER)  # another one
+    waiting.begin_step()
+    assert waiting.peek() is None
+    waiting.happened(SharedEvent.ADAPTERS)
+    tried = []
+    for _ in range(2):
+        assert waiting.has_retries
+        waiting.begin_step()
+        tried.append(drain(waiting))
+        waiting.end_step()
+    ids = [request.request_id for request in requests]
+    assert tried == [ids[:per_step], ids[per_step:]]
+    assert len(waiting) == 0
+
+
+def test_what_was_tried_in_vain_waits_for_the_next_event_behind_those_not_tried() -> None:
+    waiting = WaitingRequests(FCFSPolicy())
+    per_step = RETRY_BLOCKS // MIN_TRY_BLOCKS
+    requests = park_all(waiting, SharedEvent.CONNECTOR, per_step + 10)
+    waiting.happened(SharedEvent.CONNECTOR)
+    waiting.begin_step()
+    for request in requests[:per_step]:
+        assert waiting.peek() is request
+        waiting.park_head(SharedEvent.CONNECTOR)
+    waiting.happened(SharedEvent.CONNECTOR)
+    waiting.begin_step()
+    tried = drain(waiting)
+    assert {request.request_id for request in requests[per_step:]} < set(tried)
+
+
+def test_a_long_prompt_counts_for_as_many_tries_as_it_has_blocks() -> None:
+    waiting = WaitingRequests(FCFSPolicy())
+    requests = park_all(waiting, SharedEvent.CONNECTOR, 4)
+    for request in requests:
+        request.block_hashes = [b"hash"] * RETRY_BLOCKS
+    waiting.happened(SharedEvent.CONNECTOR)
+    for request in requests:
+        waiting.begin_step()
+        assert drain(waiting) == [request.request_id]
+
+
+def test_an_event_that_names_its_request_wakes_only_that_one() -> None:
+    waiting = WaitingRequests(FCFSPolicy())
+    requests = park_all(waiting, SharedEvent.CONNECTOR, 5)
+    waiting.unpark_one(SharedEvent.CONNECTOR, "r003")
+    waiting.unpark_one(SharedEvent.CONNECTOR, "gone")
+    waiting.unpark_one(SharedEvent.ENCODER, "r001")  # it waits for something else
+    waiting.begin_step()
+    assert drain(waiting) == ["r003"]
+    waiting.remove(requests[0])
+    assert len(waiting) == 3
+
+
+def test_a_polled_event_happens_in_every_step() -> None:
+    waiting = WaitingRequests(FCFSPolicy(), polled=(SharedEvent.CONNECTOR,))
+    park_all(waiting, SharedEvent.CONNECTOR, 2)
+    assert waiting.has_retries
+    waiting.begin_step()
+    assert drain(waiting) == ["r000", "r001"]
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_of_those_that_wait_for_other_loads_a_step_tries_the_first(name: str) -> None:
+    waiting = WaitingRequests(POLICIES[name]())
+    requests = [make_request(f"r{index}", now=float(index)) for index in range(4)]
+    for request in requests:
+        waiting.add(request)
+    for _ in requests:
+        assert waiting.peek() is not None
+        waiting.delay_load()
+    for _ in range(3):
+        waiting.begin_step()
+        waiting.begin_step()  # no other one before the first has been tried
+        assert waiting.peek() is requests[0]
+        waiting.delay_load()
+        assert waiting.peek() is None
+        assert len(waiting) == 4
+    waiting.begin_step()
+    waiting.remove(requests[0])
+    waiting.remove(requests[2])
+    waiting.begin_step()
+    assert take(waiting) is requests[1]
+    waiting.unpark_load()
+    assert take(waiting) is requests[3]
+    assert len(waiting) == 0
