@@ -9,7 +9,7 @@ not the ownership: the blocks stay in quarantine until every rank has reported t
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,11 +30,15 @@ from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.connector_hooks import ConnectorHooks, view_of
 from longshore.scheduler.features.step_loads import StepLoads
 from longshore.scheduler.features.transfer_statistics import TransferStatistics, sums_by_medium
+from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
+
+MAX_EXPIRED: Final = 256
+"""Loads whose requests stop waiting in one step; the next one goes on."""
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class Transfers:
         self._kv_cache = kv_cache
         self._num_ranks = num_ranks
         self.loads: dict[str, _Transfer] = {}
+        self._awaited: KeyedHeap[float, Request] = KeyedHeap()  # by deadline
         self._sends: dict[str, _Transfer] = {}
         self._holds: dict[int, HeldBlocks] = {}
         self.step_loads = StepLoads(num_ranks)
@@ -184,12 +189,14 @@ class Transfers:
         """A load fills `blocks` up to `num_tokens` tokens while the request waits."""
         load = _Transfer(blocks, request, num_tokens, deadline, order)
         self.loads[request.request_id] = load
+        self._awaited.add(request.request_id, deadline, request)
         self.num_loading_blocks += blocks.num_blocks
 
     def abandon_load(self, request: Request) -> None:
         """The request no longer waits; the blocks of its load are put into quarantine."""
         load = self.loads[request.request_id]
         load.request = None
+        self._awaited.remove(request.request_id)
         self.num_loading_blocks -= load.blocks.num_blocks
         self.hooks.call(self.connector.load_abandoned, request.request_id)
 
@@ -217,13 +224,14 @@ class Transfers:
         them too."""
         return sum(self._holds[hold_id].num_blocks for hold_id in self._leaving)
 
-    def expired(self, now: float) -> list[Request]:
-        """Requests whose load has passed its deadline."""
-        return [
-            load.request
-            for load in self.loads.values()
-            if load.request is not None and load.deadline <= now
-        ]
+    def expired(self, now: float) -> Iterator[Request]:
+        """Up to MAX_EXPIRED requests whose load has passed its deadline, which the caller abandons,
+        the earliest first."""
+        for _ in range(MAX_EXPIRED):
+            first = self._awaited.first()
+            if first is None or first[0] > now:
+                return
+            yield first[1]
 
     # What ranks report
 
@@ -287,6 +295,7 @@ class Transfers:
         return transfers.pop(request_id)
 
     def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
+        self._awaited.remove(request.request_id)
         self.num_loading_blocks -= load.blocks.num_blocks
         num_good = load.num_tokens
         bad = list(load.failed | load.invalid)
@@ -369,7 +378,11 @@ class Transfers:
         loading = {
             request for request in waiting if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         }
-        if {load.request for load in awaited} != loading or len(awaited) != len(loading):
+        if (
+            {load.request for load in awaited} != loading
+            or len(awaited) != len(loading)
+            or (set(self._awaited) != loading)
+        ):
             raise LongshoreError(
                 f"{len(loading)} requests wait for loads, but {len(awaited)} loads are waited for"
             )
@@ -390,6 +403,7 @@ class Transfers:
     def begin_epoch(self, epoch: int) -> None:
         """A new epoch has no transfers."""
         self.loads, self._sends, self._holds = {}, {}, {}
+        self._awaited.clear()
         self.step_loads.clear()
         self._leaving.clear()
         self.num_loading_blocks = 0

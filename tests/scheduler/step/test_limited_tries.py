@@ -1,4 +1,4 @@
-"""A step tries a limited number of waiting requests, and those that wait for an event not at all."""
+"""A step tries a limited number of waiting requests; those that wait for an event cost nothing."""
 
 from collections.abc import Sequence
 

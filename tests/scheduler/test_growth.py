@@ -1,0 +1,213 @@
+"""No event costs more than n log n in the number n of waiting requests, whatever they wait for, and
+a step costs what changed. Operations are counted, not time (`tests.harness.operations`)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longshore.connectors.base import (
+    AskLater,
+    Match,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+)
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.requests import LoRARequest, Tenant
+from longshore.scheduler.queue.policies import POLICIES
+from longshore.scheduler.step.planner import PauseState
+from tests.harness.engine import Engine
+from tests.harness.operations import count_operations, grows_at_most_n_log_n
+from tests.harness.tokens import prompt_of
+
+SIZES = (1024, 4096, 16384)
+NUM_STEPS = 8
+STREAM = 1_000_000
+"""The handle of the request that runs all the time."""
+
+
+def ask_later(request: RequestView, num_computed_tokens: int) -> Match:
+    return AskLater() if request.request_id != "stream" else Matched(0)
+
+
+def load(request: RequestView, num_computed_tokens: int) -> Match:
+    is_loaded = request.request_id != "stream" and num_computed_tokens < 4
+    return Matched(4 - num_computed_tokens if is_loaded else 0, is_async=is_loaded)
+
+
+class Matching(SchedulerConnector):
+    """Has what `match` says, and loads nothing."""
+
+    def __init__(self, match: Callable[[RequestView, int], Match]) -> None:
+        super().__init__()
+        self._match = match
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return self._match(request, num_computed_tokens)
+
+
+REASONS: dict[str, dict[str, Any]] = {
+    "a row": {"max_num_seqs": 1},
+    "an adapter": {"max_loras": 1},
+    "its connector": {"match": ask_later},
+    "other loads": {"match": load, "max_loading_blocks": 1},
+    "its load": {"match": load, "max_loading_blocks": 40_000},
+    "its parent": {},
+    "its client": {},
+}
+"""What the requests wait for, and the settings for it."""
+
+
+class Crowd:
+    """An engine in which one request runs, and `size` others wait for one reason."""
+
+    def __init__(self, policy: str, reason: str, size: int) -> None:
+        self.reason, self.size = reason, size
+        settings: dict[str, Any] = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 4096,
+            "max_model_len": 2048,
+        }
+        settings |= REASONS[reason]
+        match = settings.pop("match", None)
+        self.engine = Engine(
+            policy=policy,
+            num_blocks=40_000,
+            max_tokens=2000,
+            connector=None if match is None else Matching(match),
+            **settings,
+        )
+        self.scheduler, self.now = self.engine.scheduler, 0.0
+        first = prompt_of(900) if reason == "its parent" else prompt_of(5, 900)
+        adapter = LoRARequest("a") if reason == "an adapter" else None
+        self.engine.add("stream", first, handle=STREAM, lora=adapter)
+        self.step()
+        self.operations = {"arrive": count_operations(self.arrive)}
+        for _ in range(1 + size // 32):  # until all have been tried
+            self.step()
+        self.count("step", lambda: [self.step() for _ in range(NUM_STEPS)])
+
+    def arrive(self) -> None:
+        fields: dict[str, Any] = {}
+        match self.reason:
+            case "an adapter":
+                fields["lora"] = LoRARequest("b")
+            case "its parent":
+                fields["fork_of"] = STREAM
+            case "its client":
+                fields["resumable"] = True
+        for handle in range(self.size):
+            prompt = prompt_of(899) if self.reason == "its parent" else prompt_of(6, handle % 90)
+            self.engine.add(
+                f"r{handle}",
+                prompt,
+                handle=handle,
+                client=1,
+                max_tokens=1,
+                priority=handle % 3,
+                job_id=f"job {handle % 700}",
+                tenant=Tenant(f"key {handle % 8}"),
+                **fields,
+            )
+
+    def step(self) -> None:
+        """Plan, and answer what can be answered."""
+        self.now += 0.01
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self.now)
+        if plan is not None:
+            rows = scheduler._in_flight.steps[-1].sampling.rows
+            tokens = np.full(len(rows), 7, np.int32)
+            scheduler.update_from_output(ModelRunnerOutput(1, plan.step, tokens), self.now)
+        scheduler.take_outputs()
+        scheduler.take_kv_events()
+
+    def count(self, event: str, run: Callable[[], object]) -> None:
+        self.operations[event] = count_operations(run)
+
+    def tell_and_end(self) -> dict[str, int]:
+        """Everything that does not end the requests, and their end."""
+        scheduler, size = self.scheduler, self.size
+        self.count("statistics", lambda: scheduler.make_stats())
+        self.count("report", lambda: scheduler.make_report(self.now, "engine"))
+        self.count("snapshot", lambda: scheduler.make_block_snapshot(self.now + 60, "engine"))
+        self.count("stall", lambda: scheduler.idle_s(self.now))
+        scheduler.set_pause(PauseState.PAUSED_ALL)
+        self.count("pause", self.step)
+        scheduler.set_pause(PauseState.UNPAUSED)
+        self.count("resume", self.step)
+        half = int32_array(list(range(0, size, 2)))
+        self.count("abort", lambda: scheduler.abort_requests(1, half, self.now))
+        self.count("after aborts", self.step)
+        self.now += 1000.0
+        self.count("expire", lambda: [self.step() for _ in range(NUM_STEPS)])
+        self.count(
+            "reset",
+            lambda: scheduler.reset_prefix_cache(self.now, reset_running_requests=True),
+        )
+        self.count("disconnect", lambda: scheduler.abort_client(1, self.now))
+        assert len(scheduler.waiting) + scheduler.running.num_rows == 1
+        return self.operations
+
+    def begin_epoch(self) -> dict[str, int]:
+        self.count("epoch", lambda: self.scheduler.begin_epoch(2, self.now))
+        self.count("first plan", lambda: self.scheduler.schedule(self.now))
+        return self.operations
+
+
+@cache
+def operations(policy: str, reason: str, size: int) -> dict[str, int]:
+    crowd = Crowd(policy, reason, size)
+    assert len(crowd.scheduler.waiting) >= size - 4, "the others do not wait"
+    return crowd.tell_and_end() | Crowd(policy, reason, size).begin_epoch()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("reason", list(REASONS))
+def test_what_happens_to_waiting_requests_costs_at_most_n_log_n(policy: str, reason: str) -> None:
+    counts = {size: operations(policy, reason, size) for size in SIZES}
+    for event in counts[SIZES[0]]:
+        of_event = {size: max(counts[size][event], size // 8) for size in SIZES}
+        assert grows_at_most_n_log_n(of_event), (event, of_event)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("reason", list(REASONS))
+def test_a_step_costs_the_same_however_many_requests_wait(policy: str, reason: str) -> None:
+    few, many = (Crowd(policy, reason, size).operations["step"] for size in (256, 2048))
+    assert many <= 1.25 * few + 50
+
+
+@contextmanager
+def planted(owner: type, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def test_a_scan_of_the_queue_would_be_found() -> None:
+    """The harness sees what it is to guard against."""
+    from longshore.scheduler.queue.queues import WaitingRequests
+
+    remove = WaitingRequests.remove
+
+    def slow_remove(self: WaitingRequests, request: Any) -> None:
+        assert request in list(self)
+        remove(self, request)
+
+    def abort_all(size: int) -> int:
+        crowd = Crowd("priority", "a row", size)
+        return count_operations(lambda: crowd.scheduler.abort_client(1, 0.0))
+
+    with planted(WaitingRequests, "remove", slow_remove):
+        assert not grows_at_most_n_log_n({size: abort_all(size) for size in (64, 256)})
