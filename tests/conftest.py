@@ -1,12 +1,13 @@
-"""What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, the option
---long and the mark of this name, a state directory, and the order in which several processes start
-the test files."""
+"""What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, and the
+option --req, the option --long and the mark of this name, a state directory, and the order in which
+several processes start the test files."""
 
 import gc
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -73,6 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run the tests marked long, and others with more seeds: about an hour more",
     )
+    parser.addoption("--req", metavar="ID", help="only tests marked with this id of a requirement")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -126,7 +128,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unknown:
         listed = "\n".join(sorted(unknown))
         raise pytest.UsageError(f"not an id of docs/requirements.md:\n{listed}")
+    if (id_ := config.getoption("--req")) is not None:
+        keep(config, items, lambda item: any(id_ in m.args for m in item.iter_markers("req")))
     if not config.getoption("--long"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        keep(config, items, lambda item: item.get_closest_marker("long") is None)
+
+
+def keep(
+    config: pytest.Config, items: list[pytest.Item], is_wanted: Callable[[pytest.Item], bool]
+) -> None:
+    """Deselect all other tests."""
+    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+    items[:] = filter(is_wanted, items)
