@@ -90,9 +90,11 @@ def test_a_request_that_asks_in_every_step_counts_once() -> None:
 
 @pytest.mark.req("LDS-02", "ERR-26")
 def test_a_second_request_waits_for_the_load_of_the_first() -> None:
-    driver = small()
+    """Blocks and `max_loading_blocks` would allow both loads."""
+    driver = small(num_blocks=30, max_loading_blocks=1000)
     driver.ask("first", prompt_of(33))
     driver.ask("other", OTHER)
+    driver.ask("more", prompt_of(58, 11), max_tokens=1)
     keys = [driver.add("one", prompt_of(33)), driver.add("two", prompt_of(30))]
     other = driver.add("third", prompt_of(9, 70))
     driver.steps(3)
@@ -107,8 +109,9 @@ def test_a_second_request_waits_for_the_load_of_the_first() -> None:
 @pytest.mark.req("LDS-02")
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_nothing_waits_for_a_load_that_was_abandoned(how: str) -> None:
-    """It may never end; its blocks stay in quarantine."""
-    driver = small(num_blocks=33, load_timeout_s=50.0)
+    """It may never end; its blocks stay in quarantine. Blocks and `max_loading_blocks` would allow
+    a second load beside it."""
+    driver = small(num_blocks=33, load_timeout_s=50.0, max_loading_blocks=1000)
     driver.ask("first", prompt_of(33))
     driver.ask("other", prompt_of(58, 45))
     driver.ask("more", prompt_of(58, 11), max_tokens=1)

@@ -1,6 +1,7 @@
 """When events of block hashes are published."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +22,7 @@ def stored(name: bytes, group: int = 0) -> BlockStored:
     return BlockStored(name, None, TOKENS, group)
 
 
+@pytest.mark.req("MET-02")
 def test_a_hash_is_published_once_the_step_that_computes_its_block_is_answered() -> None:
     log = KVEventLog()
     log.stored(stored(b"a"), 3)
@@ -33,6 +35,18 @@ def test_a_hash_is_published_once_the_step_that_computes_its_block_is_answered()
     assert log.take(9) == [stored(b"b")]
 
 
+@pytest.mark.req("MET-02")
+def test_a_hash_waits_for_its_newest_block_which_may_be_the_only_valid_one() -> None:
+    log = KVEventLog()
+    log.stored(stored(b"a"), 3)
+    log.copied(b"a", 0, 5)
+    assert log.take(4) == []
+    assert log.take(5) == [stored(b"a")]
+    log.copied(b"a", 0, 7)
+    assert log.take(9) == []
+
+
+@pytest.mark.req("MET-02")
 def test_a_hash_that_was_removed_before_it_was_proven_is_never_published() -> None:
     log = KVEventLog()
     log.stored(stored(b"a"), 3)

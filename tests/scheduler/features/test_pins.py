@@ -122,6 +122,21 @@ def test_a_job_has_one_pin_and_shared_blocks_stay() -> None:
     driver.scheduler.check()
 
 
+@pytest.mark.req("CTM-05")
+def test_the_pin_of_a_turn_replaces_that_of_one_which_ran_beside_it() -> None:
+    """Neither was admitted while the job had a pin, so none has been taken over."""
+    driver = continuum()
+    turn(driver, "job", prompt_of(16), runs=False, max_tokens=2)
+    turn(driver, "job", prompt_of(16, 60), runs=False, max_tokens=6)
+    driver.steps(3)
+    assert num_held(driver) > 4, "the second one still runs"
+    assert pinned(driver) == ["job"]
+    driver.run()
+    assert pinned(driver) == ["job"]
+    assert num_held(driver) == 5, "the KV of the second turn's 21 tokens"
+    driver.scheduler.check()
+
+
 @pytest.mark.req("CTM-06", "CTM-07", "CTM-09", "ERR-36")
 def test_a_pin_ends_with_its_time_to_live_before_blocks_are_allocated() -> None:
     driver = continuum(num_blocks=9, max_model_len=32)

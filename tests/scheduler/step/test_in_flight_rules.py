@@ -241,23 +241,37 @@ def test_an_answer_to_nothing_raises() -> None:
         Driver().scheduler.update_from_output(ModelRunnerOutput(1, 1), 0.0)
 
 
-def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_planned() -> None:
-    driver = Driver(max_num_batched_tokens=6, **ASYNC)
-    driver.add("r", prompt_of(10), max_tokens=12)
+@pytest.mark.req("KVM-09")
+@pytest.mark.parametrize(
+    ("steps_in_flight", "num_drafts"), [(2, 0), (1, 3), (2, 3)], ids=["tokens", "drafts", "both"]
+)
+def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_planned(
+    steps_in_flight: int, num_drafts: int
+) -> None:
+    driver = Driver(
+        max_num_batched_tokens=6,
+        max_steps_in_flight=steps_in_flight,
+        num_speculative_tokens=num_drafts,
+        draft=lambda name, position: [5] * num_drafts,  # no request ever samples it
+    )
+    driver.add("r", prompt_of(10), max_tokens=14)
     names, running = driver.requests["r"].block_hashes, driver.scheduler.running
+    num_unverified = 0
     for _ in range(14):
         driver.plan()
         row = driver.requests["r"].row
         num_tokens, num_computed = int(running.num_tokens[row]), int(running.num_computed[row])
+        num_unverified += num_computed // 4 > num_tokens // 4
         pool = driver.scheduler.kv_cache.pool
         cached = [pool.block_hash(block_id) is not None for block_id in driver.table("r")]
         count = sum(cached)
         assert cached[:count] == [True] * count
         assert 4 * count <= min(num_tokens, num_computed)
         assert 4 * (count + 1) > min(num_tokens, num_computed)
-        if len(driver.unanswered) == 2:
+        if len(driver.unanswered) == steps_in_flight:
             driver.answer()
     assert len(names) == 5
+    assert num_unverified > 0, "unverified tokens have completed a block"
 
 
 @pytest.mark.req("ERR-13")
