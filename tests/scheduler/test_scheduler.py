@@ -110,6 +110,22 @@ def test_a_running_request_with_nothing_to_do_does_not_stop_the_ones_after_it() 
     assert len(driver.received[done]) == 1
 
 
+@pytest.mark.req("SCH-05")
+def test_under_pressure_a_request_with_nothing_to_do_does_not_stop_the_ones_after_it() -> None:
+    driver = pressed(enable_prefix_caching=False, **ASYNC)
+    driver.add("done", prompt_of(5, 0), max_tokens=1)
+    driver.add("old", prompt_of(8, 30), max_tokens=3)
+    driver.add("young", prompt_of(16, 60), max_tokens=3)
+    driver.plan()
+    assert driver.num_free_blocks == 0
+    plan = driver.plan()  # the only token of `done` is still in flight, and `old` needs a block
+    assert plan is not None
+    assert plan.preempted_rows.tolist() == [2]
+    assert driver.scheduled == {"old": 1}
+    driver.run()
+    assert len(driver.finished) == 3
+
+
 @pytest.mark.req("SCH-05", "SCH-08")
 def test_admission_ends_when_nothing_of_the_budget_is_left_for_the_head() -> None:
     driver = Driver(max_num_batched_tokens=5)

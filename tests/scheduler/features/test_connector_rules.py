@@ -367,6 +367,26 @@ def test_a_request_that_was_loaded_is_not_asked_about_again() -> None:
     driver.check_complete(*keys)
 
 
+@pytest.mark.req("CON-05")
+def test_a_request_whose_load_took_too_long_is_not_asked_about_again_when_the_load_has_ended() -> (
+    None
+):
+    driver = connected(rules=only("late"), max_num_seqs=1, load_timeout_s=5.0)
+    late = driver.add("late", prompt_of(9))
+    driver.plan()
+    runs = driver.add("runs", prompt_of(9, 30), max_tokens=20)
+    driver.step()
+    driver.now += 5.0
+    driver.step()
+    assert driver.adversary.abandoned == ["late"]
+    driver.ranks.end_load("late")
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 0
+    assert driver.requests["late"].row < 0, "it waits for the row"
+    settle(driver)
+    assert driver.adversary.asked["late"] == 1
+    driver.check_complete(late, runs)
+
+
 @pytest.mark.req("SCH-13")
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("length", [8, 9])

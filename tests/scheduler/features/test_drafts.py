@@ -162,12 +162,14 @@ def test_drafts_that_waited_for_want_of_budget_are_dropped_not_kept_for_later() 
     assert driver.scheduled == {"r": 1}
 
 
-def test_more_drafts_than_the_engine_takes_are_cut() -> None:
+@pytest.mark.req("SPD-02")
+def test_more_drafts_than_the_engine_takes_are_cut_from_the_end() -> None:
     driver = Driver(num_speculative_tokens=2, draft=drafter(5, lambda name, position: 5))
     key = driver.add("r", prompt_of(6), max_tokens=20)
     driver.step()
     driver.step()
     assert driver.scheduled == {"r": 3}
+    assert driver.plans[-1].draft_tokens.tolist() == expected_output("r", 3)[1:]
     driver.run()
     assert driver.received[key] == expected_output("r", 20)
 

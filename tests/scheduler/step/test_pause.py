@@ -50,6 +50,22 @@ def test_paused_all_schedules_nothing_although_outputs_still_arrive(steps_in_fli
 
 
 @pytest.mark.req("SCH-20")
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_paused_all_ends_a_steady_decode_for_which_nothing_waits(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    key = driver.add("runs", prompt_of(6), max_tokens=20)
+    driver.steps(5)
+    driver.scheduler.set_pause(PauseState.PAUSED_ALL)
+    while driver.unanswered:
+        driver.answer()
+    assert driver.plan() is None
+    assert driver.running == ["runs"]
+    driver.scheduler.set_pause(PauseState.UNPAUSED)
+    driver.run()
+    assert driver.received[key] == expected_output("runs", 20)
+
+
+@pytest.mark.req("SCH-20")
 def test_workers_learn_of_ends_while_everything_is_paused() -> None:
     driver = with_one_running_and_one_waiting(1)
     driver.scheduler.set_pause(PauseState.PAUSED_ALL)
