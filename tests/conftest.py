@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # The same examples in every run, and no time limits, because the machine may be slow.
 settings.register_profile(
@@ -23,6 +23,11 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(  # for scripts/mutate, which asks only whether a test fails
+    "unshrunk",
+    settings.get_profile("longshore"),
+    phases=[phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)],
 )
 settings.load_profile("longshore")
 
