@@ -1,6 +1,5 @@
 """Who is looked at, and what keeps a waiting request out: requirements SCH."""
 
-from typing import Any
 
 import pytest
 
@@ -59,26 +58,22 @@ def test_a_resumed_request_needs_all_its_tokens_cut_to_threshold_and_budget(
 # Who is looked at
 
 
-def waiting_with_witness(**settings: Any) -> tuple[Driver, FakeCompiler]:
-    """A full pool with two running requests; `polled` grows when `waits` is tried."""
+@pytest.mark.req("SCH-07")
+def test_no_waiting_request_is_tried_in_a_step_that_preempted() -> None:
+    """It is more urgent than the victim, which would need more blocks than are free."""
     grammars = FakeCompiler()
     driver = pressed(
+        "priority",
         enable_prefix_caching=False,
         cache={"preempt_threshold": 1.0},
         grammars=grammars,
-        **settings,
     )
-    driver.add("old", prompt_of(15, 0), max_tokens=8)
-    driver.add("young", prompt_of(16, 40), max_tokens=8)
+    driver.add("old", prompt_of(15, 0), max_tokens=8, priority=1)
+    driver.add("young", prompt_of(16, 40), max_tokens=8, priority=1)
     driver.step()
     assert driver.running == ["old", "young"]
-    driver.add("waits", prompt_of(1, 80), structured_output=StructuredOutput("regex", "g"))
-    return driver, grammars
-
-
-@pytest.mark.req("SCH-07")
-def test_no_waiting_request_is_tried_in_a_step_that_preempted() -> None:
-    driver, grammars = waiting_with_witness()
+    waits = StructuredOutput("regex", "g")
+    driver.add("waits", prompt_of(1, 80), priority=0, structured_output=waits)
     plan = driver.plan()
     assert plan is not None
     assert len(plan.preempted_rows) == 1

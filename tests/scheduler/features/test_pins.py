@@ -144,10 +144,11 @@ def test_a_pin_ends_with_its_time_to_live_before_blocks_are_allocated() -> None:
     (pin,) = driver.scheduler.pins or ()
     ended_at = driver.now
     assert pin.expires_at_s - 10.0 <= ended_at
-    driver.now = pin.expires_at_s - 1.5
+    driver.now = pin.expires_at_s - 2.0
     driver.plan()
     assert pinned(driver) == ["job"]
     driver.plan()
+    assert driver.now == pin.expires_at_s
     assert pinned(driver) == []
     assert num_held(driver) == 0
     assert driver.scheduler.make_stats().num_pins_expired == 1
