@@ -283,6 +283,20 @@ def test_blocks_go_through_host_memory_to_the_store_and_back() -> None:
     assert find(third, ranks, keys) == 1
 
 
+@pytest.mark.req("TIE-01")
+def test_a_block_is_read_from_the_fastest_tier_that_has_it() -> None:
+    tiers = [one_rank(), one_rank()]
+    manager = TieredManager(OffloadLedger(8, LRU(8)), tiers)
+    keys = keys_of(0, 0, 3)
+    for tier, present in zip(tiers, (b"\1\1\0", b"\1\1\1"), strict=True):
+        ask(tier, keys)
+        (query,) = queries(tier)
+        answer(tier, 0, query, present)
+    assert manager.lookup(keys) == 3
+    source = msgspec.msgpack.decode(manager.prepare_load(keys).tier_data, type=LoadSource)
+    assert sorted(source.reads) == [(0, 0, 0), (1, 0, 0), (2, 1, 0)]
+
+
 def test_a_block_that_was_evicted_meanwhile_is_a_miss() -> None:
     ranks, keys = Ranks(1), keys_of(0, 0, 3)
     ranks.stored[0].update(keys)
