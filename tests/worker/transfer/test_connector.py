@@ -315,6 +315,25 @@ def test_ended_transfers_are_reported_once(open_rank: OpenRank) -> None:
     assert rank.hooks.take_report() is None
 
 
+@pytest.mark.req("CON-09")
+@pytest.mark.parametrize(
+    "ended",
+    [FinishedTransfers(["r"], [], []), FinishedTransfers([], ["r"], [])],
+    ids=["sent", "received"],
+)
+def test_a_transfer_that_ends_alone_is_reported(
+    ended: FinishedTransfers, open_rank: OpenRank
+) -> None:
+    connector = RecordingConnector()
+    rank = open_rank(connector)
+    connector.ended = [ended]
+    report = rank.hooks.take_report()
+    assert report is not None
+    assert [*report.finished_sending] == ended.sent
+    assert [*report.finished_receiving] == ended.received
+
+
+@pytest.mark.req("CON-09")
 def test_a_message_without_an_ended_transfer_is_reported(open_rank: OpenRank) -> None:
     connector = RecordingConnector()
     rank = open_rank(connector)
@@ -324,6 +343,7 @@ def test_a_message_without_an_ended_transfer_is_reported(open_rank: OpenRank) ->
     assert report.connector_metadata == b"found"
 
 
+@pytest.mark.req("CON-03", "CON-09")
 def test_ended_requests_are_named_once_also_by_plans_without_metadata(
     open_rank: OpenRank,
 ) -> None:
