@@ -148,6 +148,7 @@ def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_fli
     assert connector.log == ["end of one", "end of two", "answer 3"]
 
 
+@pytest.mark.req("FRQ-05")
 def test_requests_that_end_in_one_step_free_their_blocks_in_admission_order() -> None:
     driver = Driver()
     sampling = {"repetition": RepetitionDetection(1, 1, 4)}  # such tokens are applied one by one

@@ -1,6 +1,5 @@
 """Who is looked at, and what keeps a waiting request out: requirements SCH."""
 
-
 import pytest
 
 from longshore.protocol.requests import (

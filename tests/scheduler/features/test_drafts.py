@@ -123,7 +123,7 @@ def test_a_limit_per_request_trims_drafts_too() -> None:
     assert (driver.scheduled, len(plan.draft_tokens)) == ({"r": 3}, 2)
 
 
-@pytest.mark.req("SPD-02")
+@pytest.mark.req("SPD-02", "REQ-10")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_no_draft_is_verified_that_no_output_can_need(steps_in_flight: int) -> None:
     driver = drafting(4, num_right=4, max_steps_in_flight=steps_in_flight)
@@ -280,12 +280,17 @@ def test_slots_for_drafts_are_reserved_after_every_step_but_not_after_the_models
 ) -> None:
     driver = Driver(num_lookahead_tokens=3, max_model_len=24, max_steps_in_flight=steps_in_flight)
     driver.add("r", prompt_of(5), max_tokens=None)
-    driver.run()
-    for plan in driver.plans:
-        for state in plan.full_state or ():
-            if state.num_scheduled_tokens:
-                num_tokens = state.num_computed_tokens + state.num_scheduled_tokens + 3
-                assert len(state.block_ids[0]) == -(-min(num_tokens, 24) // 4)
+    num_blocks = set()
+    while not driver.finished:
+        plan = driver.plan()
+        if plan is not None and driver.scheduled.get("r"):
+            row = driver.requests["r"].row
+            num_tokens = int(driver.scheduler.running.num_computed[row]) + 3
+            num_blocks.add(len(driver.table("r")))
+            assert len(driver.table("r")) == -(-min(num_tokens, 24) // 4)
+        if plan is None or len(driver.unanswered) == steps_in_flight:
+            driver.answer()
+    assert num_blocks == {2, 3, 4, 5, 6}
 
 
 def test_a_request_preempts_for_its_lookahead_slots_as_for_any_other() -> None:

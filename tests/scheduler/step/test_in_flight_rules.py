@@ -354,6 +354,7 @@ def test_non_finite_logits_uncache_blocks_although_their_request_has_ended(fate:
     assert driver.finished[key].num_cached_tokens == 0
 
 
+@pytest.mark.req("SCH-03")
 def test_order_does_not_follow_row_numbers() -> None:
     driver = Driver(max_num_seqs=3, max_num_batched_tokens=8)
     keys = [driver.add(name, prompt_of(2, 20 * i), max_tokens=20) for i, name in enumerate("abc")]

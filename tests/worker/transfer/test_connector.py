@@ -103,6 +103,8 @@ def test_a_registered_block_is_one_run_of_bytes_with_all_layers(open_rank: OpenR
     (group,) = connector.kv_caches.groups
     assert len(group.layers) > 1
     assert group.blocks[2].is_contiguous()
+    starts = [layer[2].data_ptr() for layer in group.layers.values()]  # type: ignore[union-attr]
+    assert starts == sorted(starts), "in the order of the layers"
     group.blocks[2] = 255
     for layer in group.layers.values():
         assert (layer[2].contiguous().view(torch.uint8) == 255).all()  # type: ignore[union-attr]
