@@ -34,6 +34,7 @@ from longshore.connectors.offloading.disk.segments import supports_direct_io
 from longshore.connectors.offloading.disk.store import DiskStore
 from longshore.deploy.machine.bandwidth import IDENTITY, StoredBlocks
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import Folder
 
 SIZES: Final = (64 << 10, 2 << 20)
 BATCH_BYTES: Final = 64 << 20
@@ -103,7 +104,8 @@ def seconds(move: Move) -> float:
 def compare(path: Path, kind: str, blocks: StoredBlocks, pairs: int) -> list[dict[str, Any]]:
     """A row per direction. Both files have been written once before."""
     size, num_bytes = blocks.slot_bytes, len(blocks.memory)
-    direct = os.O_DIRECT if supports_direct_io(path) else 0
+    with Folder.open(path) as folder:
+        direct = os.O_DIRECT if supports_direct_io(folder) else 0
     fd = os.open(path / "raw", os.O_RDWR | os.O_CREAT | direct, 0o600)
     os.posix_fallocate(fd, 0, num_bytes)
     backend = make_backend(kind)

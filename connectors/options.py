@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import Folder
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -82,14 +83,15 @@ class Options:
 
 
 def make_folder(connector: str, path: Path) -> None:
-    """Create a connector's folder, with mode 0700, if it is missing. Raises ConfigError."""
+    """Create a connector's folder, with mode 0700, if it is missing. Raises ConfigError, also if
+    other users can write to it."""
+    where = f"--kv-connector-config: the connector {connector} cannot use its folder"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Folder.make(path).close()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except OSError as error:
-        raise ConfigError(
-            f"--kv-connector-config: the connector {connector} cannot use its folder 'path': "
-            f"{error}. Give a folder that exists or can be created."
-        ) from error
+        raise ConfigError(f"{where}: {error}. Give one that exists or can be created.") from error
 
 
 def parse_size(name: str, value: int | str) -> int:

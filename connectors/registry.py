@@ -30,6 +30,7 @@ from longshore.connectors.base import (
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheConfig, of_all_ranks
+from longshore.protocol.model_files import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def parse_options(text: str, setting: str = "--kv-connector-config") -> dict[str
     Raises ConfigError if it is neither."""
     if text.endswith(".toml"):
         try:
-            return tomllib.loads(Path(text).read_text(encoding="utf-8"))
+            return tomllib.loads(read_bytes(Path(text)).decode())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{setting} {text} cannot be read: {error}") from None
     try:

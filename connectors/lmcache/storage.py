@@ -21,6 +21,7 @@ from longshore.connectors.base import WorkerConnectorConfig
 from longshore.connectors.lmcache.options import INSTALL_COMMAND, LMCacheOptions
 from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
 from longshore.connectors.offloading.groups import StoredGroup
+from longshore.connectors.options import make_folder
 from longshore.protocol.errors import ConfigError
 
 try:
@@ -294,10 +295,7 @@ def _adapters(options: LMCacheOptions) -> L2AdaptersConfig:
     for adapter in options.l2_adapters:
         path = adapter.get("base_path")
         if isinstance(path, str) and path:  # LMCache would let everybody read it
-            try:
-                Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"l2_adapters: base_path={path!r} is unusable: {error}") from None
+            make_folder("lmcache", Path(path))
         if adapter["type"] == "resp":
             _check_reachable(adapter)
     arguments = argparse.Namespace(l2_adapter=[json.dumps(each) for each in options.l2_adapters])

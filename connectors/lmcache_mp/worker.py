@@ -7,6 +7,7 @@ an engine are different models for the server, so that each finds its own chunks
 import hashlib
 import logging
 import mmap
+import os
 import secrets
 import threading
 import time
@@ -28,6 +29,7 @@ from longshore.connectors.prefix_store.messages import Prefix, Store
 from longshore.connectors.prefix_store.store import PrefixStore, StoreError, stand_in_tokens
 from longshore.connectors.prefix_store.worker import PrefixStoreWorker
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import Folder
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +115,11 @@ class ServerStore:
             raise StoreError("the server has no shared memory for engines")
         path = SHARED_MEMORY / pool.shm_name.lstrip("/").replace("/", "_")
         try:
-            with path.open("r+b") as file:
-                status = path.stat()
+            # Everyone may create files here, so another user could have made this one.
+            with Folder.open(SHARED_MEMORY) as folder:
+                descriptor = folder.open_own_file(path.name, os.O_RDWR)
+            with open(descriptor, "r+b") as file:
+                status = os.fstat(descriptor)
                 if (status.st_dev, status.st_ino) != self._pool_file:
                     mapped = mmap.mmap(file.fileno(), pool.pool_size)
                     self._pool = np.frombuffer(mapped, np.uint8)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from longshore.connectors.offloading.copies import Copier, HostCopier
+from longshore.protocol.model_files import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def _read(state_dir: Path | None) -> dict[str, HostCopySpeed]:
     if state_dir is None:
         return {}
     try:
-        data = (state_dir / COPY_METHODS_FILE).read_bytes()
+        data = read_bytes(state_dir / COPY_METHODS_FILE)
         return msgspec.json.decode(data, type=dict[str, HostCopySpeed])
     except FileNotFoundError:
         return {}

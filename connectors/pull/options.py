@@ -8,6 +8,7 @@ import msgspec
 
 from longshore.connectors.options import Options
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import read_private
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -24,6 +25,7 @@ _KEYS: Final = (
     "max_leased_share",
     "read_timeout_s",
 )
+_MAX_SECRET_FILE_BYTES: Final = 4096
 _OWN_KEYS: Final = {"mooncake": ("protocol", "device_name"), "moriio": ("protocol",)}
 _PROTOCOLS: Final = {"mooncake": ("tcp", "rdma"), "moriio": ("rdma", "tcp")}
 
@@ -104,8 +106,8 @@ def read_options(
 def _read_secret(options: Options, path: str) -> str:
     """The secret in a file: 40 characters, as `zmq.curve_keypair` makes them."""
     try:
-        secret = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        secret = read_private(Path(path), _MAX_SECRET_FILE_BYTES).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise options.error(f"'secret_file' to be readable: {error}") from error
     if len(secret) != 40:
         raise ConfigError(

@@ -62,7 +62,7 @@ def find_socket() -> Path:
 def _is_served(path: Path) -> bool:
     """Whether it belongs to this user, so that nobody else answers, and somebody listens."""
     try:
-        if path.parent.stat().st_uid != os.geteuid():
+        if any(each.st_uid != os.geteuid() for each in (path.parent.lstat(), path.parent.stat())):
             return False
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(CONNECT_TIMEOUT_S)

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from longshore.deploy.supervisor.state_dir import check_private
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import read_private
 
 MIN_CHARACTERS: Final = 16
 MAX_CHARACTERS: Final = 512
@@ -15,11 +15,7 @@ def read_private_key(path: Path, setting: str) -> str:
     """The key in a file that a setting names. Raises ConfigError if the file cannot be read, is not
     private, or has no usable key."""
     try:
-        check_private(path)
-        if not path.is_file():  # opening a pipe would block
-            raise ConfigError(f"{setting}={str(path)!r} is not a regular file")
-        with path.open("rb") as file:
-            key = file.read(MAX_CHARACTERS + 2).decode("ascii", "replace").strip()
+        key = read_private(path, MAX_CHARACTERS + 2).decode("ascii", "replace").strip()
     except OSError as error:
         raise ConfigError(f"{setting}={str(path)!r} cannot be read ({error.strerror})") from error
     if not re.fullmatch(rf"[!-~]{{{MIN_CHARACTERS},{MAX_CHARACTERS}}}", key):

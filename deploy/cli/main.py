@@ -38,6 +38,7 @@ from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.protocol.errors import ConfigError, LongshoreError
+from longshore.protocol.model_files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -521,6 +522,7 @@ def _settings_file(path: Path) -> Toml:
     """Raises ConfigError for a table that belongs to no command and for `no-` keys."""
     settings = Toml(path, must_exist=True)
     try:
+        open_regular(path).close()  # reading a pipe would wait for a writer
         tables = settings.config
     except (OSError, CycloptsError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error

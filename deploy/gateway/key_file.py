@@ -19,8 +19,8 @@ from typing import Annotated, Final
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey, CacheSharing, digest_of
-from longshore.deploy.supervisor.state_dir import check_private
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import read_private
 
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_KEYS: Final = 1000
@@ -88,11 +88,7 @@ def read_key_file(path: Path, sharing: CacheSharing) -> tuple[ApiKey, ...]:
 def _read_private(path: Path) -> str:
     """The content of a file that only its owner can use."""
     try:
-        check_private(path)
-        if not path.is_file():  # reading a fifo would wait for a writer
-            raise ConfigError("it is not a file")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_private(path, MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"it is larger than {MAX_FILE_BYTES} bytes")
         return content.decode()

@@ -9,8 +9,8 @@ from typing import Final
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
 from longshore.deploy.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES
-from longshore.deploy.supervisor.state_dir import check_private
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import check_private
 from longshore.worker.process.host_resources import host_memory, meminfo
 
 MIN_OPEN_FILES: Final = 4096

@@ -16,11 +16,14 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from longshore.deploy.supervisor.state_dir import StateDir, check_private
+from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import read_bytes
+from longshore.protocol.private_files import check_private, read_private
 from longshore.protocol.transport.security import MAX_AUTHORIZED_BYTES, CurveKeys
 
 _FOLDER: Final = "keys"
+_MAX_PAIR_BYTES: Final = 4096
 _PAIR_FILE: Final = "kv-events.json"
 _AUTHORIZED_FILE: Final = "kv-events.authorized"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,8 +52,8 @@ class EventKeys:
             return None
         try:
             check_private(self.folder)
-            check_private(self._pair_file)
-            keys = msgspec.json.decode(self._pair_file.read_bytes(), type=CurveKeys)
+            content = read_private(self._pair_file, _MAX_PAIR_BYTES)
+            keys = msgspec.json.decode(content, type=CurveKeys)
             if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
                 raise ValueError("public does not belong to secret")
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -63,7 +66,7 @@ class EventKeys:
     def subscribers(self) -> list[Subscriber]:
         """All that are authorized, the first added first."""
         try:
-            text = self._authorized_file.read_text("utf-8")
+            text = read_bytes(self._authorized_file).decode()
         except FileNotFoundError:
             return []
         except (OSError, UnicodeDecodeError) as error:

@@ -11,9 +11,10 @@ from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
-from longshore.deploy.supervisor.state_dir import StateDir, check_private
+from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventSource, KVEventsConfig
+from longshore.protocol.private_files import check_private
 from longshore.protocol.transport.channel import Endpoint, is_loopback
 from longshore.protocol.transport.security import CurveKeys
 

@@ -7,17 +7,17 @@ Whoever knows the seed can guess block hashes, so only the owner may read it.
 
 import os
 import secrets
-import stat
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.model_files import read_bytes
+from longshore.protocol.private_files import check_private, read_private
 from longshore.protocol.transport.security import new_secret
 
 HASH_SEED_BYTES: Final = 32
 _SEED_FILE: Final = "block_hash_seed"
+_MAX_SEED_FILE_BYTES: Final = 4096
 _TRANSFER_SECRET_FILE: Final = "transfer_secret"
 _OTHER_DIR: Final = "Set state_dir (--state-dir) to a directory that you own and can write to."
 
@@ -105,9 +105,9 @@ class StateDir:
 def read_block_hash_seed(path: Path) -> bytes:
     """The seed in a private file. Raises ConfigError if other users can read it or it is damaged,
     OSError if it cannot be read."""
-    check_private(path)
+    content = read_private(path, _MAX_SEED_FILE_BYTES)
     try:
-        text = read_bytes(path).decode("ascii").strip()
+        text = content.decode("ascii").strip()
     except UnicodeDecodeError:
         text = ""
     if len(text) == 2 * HASH_SEED_BYTES:
@@ -120,21 +120,3 @@ def read_block_hash_seed(path: Path) -> bytes:
         "hexadecimal digits. Restore the file from a backup, or delete it to get a new seed, "
         "with which no KV that is stored already can be found."
     )
-
-
-def check_private(path: Path) -> None:
-    """Raise ConfigError if other users can use a file or directory. Raises OSError if it does not
-    exist."""
-    status = path.stat()
-    is_directory = stat.S_ISDIR(status.st_mode)
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"{path} belongs to another user (uid {status.st_uid}), who could read or replace what "
-            f"is stored in it. Run: chown {os.geteuid()} {path}, or use another."
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"{path} has mode {mode:04o}, so other users can use it. "
-            f"Run: chmod {'700' if is_directory else '600'} {path}, or use another."
-        )

@@ -35,6 +35,7 @@ from longshore.deploy.cli.options import EngineOptions, ServeOptions
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import open_regular
 
 MAX_FILE_BYTES: Final = 1 << 20
 MAX_NODES: Final = 256
@@ -203,7 +204,7 @@ def read_topology(path: Path) -> Topology:
     """Raises ConfigError, with the path of the key, for a file that cannot be read, unknown keys
     and values of wrong types. `check_topology` finds the other errors."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"topology {path} cannot be read: {error.strerror}") from error

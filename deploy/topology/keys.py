@@ -7,9 +7,10 @@ from typing import Final
 import msgspec
 import zmq
 
-from longshore.deploy.supervisor.state_dir import check_private, read_block_hash_seed
+from longshore.deploy.supervisor.state_dir import read_block_hash_seed
 from longshore.deploy.topology.file import KeyPaths
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import read_private
 from longshore.protocol.transport.security import CurveKeys, new_secret
 
 _MAX_FILE_BYTES: Final = 4096
@@ -76,11 +77,7 @@ def read_hash_seed(paths: KeyPaths) -> bytes | None:
 
 def _read(path: Path, command: str) -> bytes:
     try:
-        check_private(path)
-        if not path.is_file():  # opening a pipe would block
-            raise ConfigError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            return file.read(_MAX_FILE_BYTES)
+        return read_private(path, _MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"the key file {path} cannot be read ({error.strerror}). Run `{command}`, or copy it "

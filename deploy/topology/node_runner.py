@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from longshore.protocol.model_files import read_bytes
+
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S: Final = 1.0
@@ -90,7 +92,7 @@ class NodeRunner:
 
     def _wrong_file(self) -> str | None:
         try:
-            digest = hashlib.sha256(self._topology.read_bytes()).hexdigest()
+            digest = hashlib.sha256(read_bytes(self._topology)).hexdigest()
         except OSError as error:
             return f"the topology {self._topology} cannot be read on this node: {error.strerror}"
         if digest != self._digest:

@@ -18,6 +18,7 @@ from zmq.utils import z85
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.logs.limits import LogLimit
+from longshore.protocol.model_files import open_regular
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -124,7 +125,7 @@ class AuthorizedKeys:
             )
             return False
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 lines = file.read(MAX_AUTHORIZED_BYTES).splitlines()
         except OSError as error:
             self._warnings.warning(

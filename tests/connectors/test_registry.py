@@ -1,5 +1,6 @@
 """Connectors by name, and the errors for connectors that cannot be loaded."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -232,7 +233,8 @@ def test_options_are_a_json_object_or_a_toml_file(tmp_path: Path) -> None:
     table.write_text('depth = 3\n[tier]\npath = "/kv"\n')
     assert parse_options(str(table)) == {"depth": 3, "tier": {"path": "/kv"}}
     table.write_text("depth =")
-    for path in (table, tmp_path / "missing.toml"):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (table, tmp_path / "missing.toml", tmp_path / "pipe.toml"):
         with pytest.raises(ConfigError, match=f"{path} cannot be read"):
             parse_options(str(path))
     assert parse_options('{"depth": 3, "path": "/kv"}') == {"depth": 3, "path": "/kv"}

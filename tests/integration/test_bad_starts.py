@@ -191,6 +191,34 @@ def test_what_only_a_process_finds_is_the_last_line(
     assert list(temp_dir.iterdir()) == []
 
 
+def open_to_others(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (open_to_others, "has mode 0777, so other users can write to it. Run: chmod 700 "),
+        (os.mkfifo, "the disk tier cannot use "),
+    ],
+    ids=["open to others", "pipe"],
+)
+def test_a_disk_path_that_another_user_could_have_planted_is_the_last_line(
+    folder: Path, temp_dir: Path, tmp_path: Path, plant: Callable[[Path], None], reason: str
+) -> None:
+    plant(tmp_path / "tier")
+    tier = {"disk_path": str(tmp_path / "tier"), "disk_bytes": "32MiB"}
+    options = json.dumps({"cpu_bytes_to_use": "8MiB", **tier})
+    flags = ("--kv-connector", "offloading", "--kv-connector-config", options)
+    status, lines = serve(folder, temp_dir, *flags, "--state-dir", str(tmp_path / "state"))
+    assert status == 1, lines
+    assert lines[-1].startswith("longshore: error: worker 0: ")
+    assert reason in lines[-1]
+    assert not any("Traceback" in line or "restart" in line for line in lines)
+    assert list(temp_dir.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_a_good_start_leaves_nothing_and_the_next_one_removes_what_killed_processes_left(
     start_deployment: StartDeployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

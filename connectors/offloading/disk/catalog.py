@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from longshore.connectors.offloading.disk.index import (
 )
 from longshore.connectors.offloading.disk.lock import StoreLock, is_locked
 from longshore.connectors.offloading.disk.segments import SegmentFiles
+from longshore.protocol.private_files import Folder
 
 _IDENTITY_DIRECTORY: Final = re.compile(r"[0-9a-f]{32}")
 _RANK_DIRECTORY: Final = re.compile(r"rank-(?P<rank>\d+)")
@@ -95,7 +97,9 @@ def identity_directories(path: Path) -> list[Path]:
         return sorted(
             entry
             for entry in path.iterdir()
-            if _IDENTITY_DIRECTORY.fullmatch(entry.name) and entry.is_dir()
+            if _IDENTITY_DIRECTORY.fullmatch(entry.name)
+            and entry.is_dir()
+            and not entry.is_symlink()
         )
     except OSError as error:
         raise DiskStoreError(
@@ -133,15 +137,15 @@ def check_blocks(rank: RankReport) -> Iterator[BlockCheck]:
     digest = rank_digest(rank.directory.parent.name, rank.rank)
     index_path = rank.directory / INDEX_FILE
     try:
-        with open(index_path, "rb", buffering=0) as index:
+        with Folder.open(rank.directory) as directory, _open(directory, INDEX_FILE) as index:
             geometry, image = read_image(index.fileno())
-            segments = SegmentFiles(rank.directory, geometry, len(image), direct=False)
+            segments = SegmentFiles(directory, geometry, len(image), direct=False)
             intact, _ = intact_and_damaged(image)
             for slot in sorted(intact.tolist()):
                 entry = entry_in(image, slot)
                 assert entry is not None
                 path = segments.path(segments.segment_of(slot))
-                problem = _problem(path, segments.offset_of(slot), entry, digest)
+                problem = _problem(directory, path.name, segments.offset_of(slot), entry, digest)
                 if problem and _has_changed(index.fileno(), image, slot):
                     continue
                 yield BlockCheck(entry, path, problem)
@@ -154,7 +158,8 @@ def remove(store: StoreReport) -> None:
     with contextlib.ExitStack() as locks:  # no engine may begin to use it meanwhile
         try:
             for rank in store.ranks:
-                locks.callback(StoreLock(rank.directory).close)
+                directory = locks.enter_context(Folder.open(rank.directory))
+                locks.callback(StoreLock(directory).close)
             shutil.rmtree(store.directory)
         except StoreInUse as error:
             raise StoreInUse(f"{store.name}: {error}") from None
@@ -173,10 +178,12 @@ def _ranks(directory: Path) -> list[RankReport]:
 
 def _rank(rank: int, directory: Path) -> RankReport:
     slot_bytes = num_entries = num_damaged = entry_bytes = 0
-    problem = ""
+    problem, in_use = "", False
     try:
-        with open(directory / INDEX_FILE, "rb", buffering=0) as index:
-            geometry, image = read_image(index.fileno())
+        with Folder.open(directory) as folder:
+            in_use = is_locked(folder)
+            with _open(folder, INDEX_FILE) as index:
+                geometry, image = read_image(index.fileno())
         intact, damaged = intact_and_damaged(image)
         slot_bytes, entry_bytes = geometry.slot_bytes, block_bytes(image, intact)
         num_entries, num_damaged = len(intact), len(damaged)
@@ -191,7 +198,7 @@ def _rank(rank: int, directory: Path) -> RankReport:
         size_bytes=size_on_disk(directory),
         slot_bytes=slot_bytes,
         last_write_s=_last_write_s(directory),
-        in_use=is_locked(directory),
+        in_use=in_use,
         index_problem=problem,
     )
 
@@ -204,9 +211,13 @@ def _last_write_s(directory: Path) -> float:
     return max(times)
 
 
-def _problem(path: Path, offset: int, entry: Entry, digest: bytes) -> str:
+def _open(directory: Folder, name: str) -> FileIO:
+    return FileIO(directory.open_file(name, os.O_RDONLY))
+
+
+def _problem(directory: Folder, name: str, offset: int, entry: Entry, digest: bytes) -> str:
     try:
-        with open(path, "rb", buffering=0) as segment:
+        with _open(directory, name) as segment:
             segment.seek(offset)
             content = segment.read(entry.size_bytes)
     except OSError as error:

@@ -11,9 +11,11 @@ from typing import Final
 import msgspec
 
 from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES
+from longshore.protocol.private_files import Folder
 
 FORMAT_VERSION: Final = 1
 IDENTITY_FILE: Final = "identity.json"
+_MAX_FILE_BYTES: Final = 1 << 20
 
 
 class StoreIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,23 +69,25 @@ class _IdentityFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_identity(directory: Path) -> StoreIdentity | None:
     """The identity of the store in `directory`; None if the file is missing or damaged."""
     try:
-        content = (directory / IDENTITY_FILE).read_bytes()
-        file = msgspec.json.decode(content, type=_IdentityFile)
+        with Folder.open(directory) as folder:
+            descriptor = folder.open_file(IDENTITY_FILE, os.O_RDONLY)
+        with open(descriptor, "rb") as content:
+            file = msgspec.json.decode(content.read(_MAX_FILE_BYTES), type=_IdentityFile)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     intact = file.checksum == _checksum(file.identity) and file.identity.digest == directory.name
     return file.identity if intact else None
 
 
-def write_identity(directory: Path, identity: StoreIdentity) -> None:
+def write_identity(directory: Folder, identity: StoreIdentity) -> None:
     """Write the file in one step, so that a reader sees all of it or nothing."""
     content = msgspec.json.encode(_IdentityFile(identity, _checksum(identity)))
-    temporary = directory / f"{IDENTITY_FILE}.{os.getpid()}"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    temporary = f"{IDENTITY_FILE}.{os.getpid()}"
+    with open(directory.create_file(temporary), "wb") as file:
         file.write(msgspec.json.format(content) + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(directory / IDENTITY_FILE)
+    directory.replace(temporary, IDENTITY_FILE)
 
 
 def _checksum(identity: StoreIdentity) -> str:

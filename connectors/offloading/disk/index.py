@@ -12,7 +12,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from longshore.connectors.offloading.disk.identity import FORMAT_VERSION
+from longshore.protocol.private_files import Folder
 
 MAX_KEY_BYTES: Final = 36
 """A sha256 block hash and the 4 bytes of its group."""
@@ -85,27 +85,27 @@ class SlotIndex:
         self._unclear: set[int] = set()
 
     @classmethod
-    def create(cls, path: Path, geometry: Geometry, num_slots: int) -> "SlotIndex":
+    def create(cls, directory: Folder, geometry: Geometry, num_slots: int) -> "SlotIndex":
         """Make an empty index, which replaces an existing file. Raises OSError; then there is no
         file."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = directory.create_file(INDEX_FILE)
         try:
             allocate(fd, HEADER_BYTES + num_slots * RECORD_BYTES)
             _write_all(fd, memoryview(_header(geometry)), 0)
         except OSError:
             os.close(fd)
-            path.unlink()
+            directory.unlink(INDEX_FILE)
             raise
         return cls(fd, geometry, bytearray(num_slots * RECORD_BYTES))
 
     @classmethod
-    def load(cls, path: Path, slot_bytes: int, num_slots: int) -> tuple["SlotIndex", int]:
+    def load(cls, directory: Folder, slot_bytes: int, num_slots: int) -> tuple["SlotIndex", int]:
         """Read an existing index, with at least `num_slots` slots. Damaged records are cleared;
         returns their number too. Of two entries with one key the older is cleared.
 
         Raises FileNotFoundError, IndexDamaged or OSError.
         """
-        fd = os.open(path, os.O_RDWR)
+        fd = directory.open_own_file(INDEX_FILE, os.O_RDWR)
         try:
             geometry, image = read_image(fd)
             if geometry.slot_bytes != slot_bytes:

@@ -5,10 +5,10 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Final
 
 from longshore.connectors.offloading.disk.errors import StoreInUse
+from longshore.protocol.private_files import Folder
 
 LOCK_FILE: Final = "lock"
 NUM_TRIES: Final = 5
@@ -19,15 +19,14 @@ class StoreLock:
     """Held until `close` or the end of the process. Raises StoreInUse if it is held already, with
     the holder's name, and OSError."""
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / LOCK_FILE
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    def __init__(self, directory: Folder) -> None:
+        self._fd = directory.open_file(LOCK_FILE, os.O_RDWR | os.O_CREAT)
         if not _lock(self._fd):
             holder = _holder(self._fd)
             os.close(self._fd)
             raise StoreInUse(
-                f"the disk store {directory} is in use by {holder}. Stop that process, or give "
-                "this engine another path."
+                f"the disk store {directory.path} is in use by {holder}. Stop that process, or "
+                "give this engine another path."
             )
         content = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
         os.ftruncate(self._fd, 0)
@@ -49,10 +48,10 @@ def _lock(fd: int) -> bool:
     return False
 
 
-def is_locked(directory: Path) -> bool:
+def is_locked(directory: Folder) -> bool:
     """Whether a process has opened this store for writing."""
     try:
-        fd = os.open(directory / LOCK_FILE, os.O_RDONLY)
+        fd = directory.open_file(LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -30,6 +30,7 @@ from longshore.connectors.offloading.disk.segments import (
     whole_pages,
 )
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.private_files import Folder
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _MAX_SEGMENTS: Final = 256
 class StoreFiles:
     """The open files of a store."""
 
-    directory: Path
+    directory: Folder
     lock: StoreLock
     index: SlotIndex
     segments: SegmentFiles
@@ -50,6 +51,7 @@ class StoreFiles:
         self.segments.close()
         self.index.close()
         self.lock.close()
+        self.directory.close()
 
 
 def open_files(
@@ -63,24 +65,24 @@ def open_files(
             f"the disk tier's capacity of {capacity_bytes} bytes per rank holds no block of "
             f"{stride} bytes; give it at least {stride + RECORD_BYTES + HEADER_BYTES}"
         )
-    directory = path / identity.digest / f"rank-{rank}"
     try:
-        with ExitStack() as cleanup:
-            for folder in (path, directory.parent, directory):
-                folder.mkdir(mode=0o700, parents=folder is path, exist_ok=True)
-            _check_space(path, identity.num_ranks * capacity_bytes)
+        with ExitStack() as cleanup, Folder.make(path) as top:
+            store = cleanup.enter_context(top.make_folder(identity.digest))
+            directory = store.make_folder(f"rank-{rank}")
+            cleanup.callback(directory.close)
+            _check_space(top, identity.num_ranks * capacity_bytes)
             lock = StoreLock(directory)
             cleanup.callback(lock.close)
-            _check_identity(directory.parent, identity)
+            _check_identity(store, identity)
             index = _open_index(directory, stride, num_slots, capacity_bytes)
             cleanup.callback(index.close)
             segments = SegmentFiles(
                 directory, index.geometry, index.num_slots, direct=supports_direct_io(directory)
             )
             cleanup.callback(segments.close)
-            _clear_lost(directory, index, segments)
+            _clear_lost(directory.path, index, segments)
             if index.num_slots > num_slots:
-                lower_capacity(directory, index, segments, num_slots)
+                lower_capacity(directory.path, index, segments, num_slots)
             cleanup.pop_all()
     except OSError as error:
         raise DiskStoreError(
@@ -89,28 +91,29 @@ def open_files(
     return StoreFiles(directory, lock, index, segments)
 
 
-def _check_space(path: Path, capacity_bytes: int) -> None:
+def _check_space(folder: Folder, capacity_bytes: int) -> None:
     """capacity_bytes: of all ranks. Raises ConfigError if the whole disk is smaller."""
-    disk_bytes = shutil.disk_usage(path).total
+    disk_bytes = shutil.disk_usage(folder.descriptor).total
     if capacity_bytes > disk_bytes:
         raise ConfigError(
-            f"the disk tier's capacity of {capacity_bytes} bytes is more than the disk of {path} "
-            f"has, {disk_bytes} bytes. Lower disk_bytes, or use another disk_path."
+            f"the disk tier's capacity of {capacity_bytes} bytes is more than the disk "
+            f"of {folder.path} has, {disk_bytes} bytes. Lower disk_bytes, or use another disk_path."
         )
 
 
-def _check_identity(directory: Path, identity: StoreIdentity) -> None:
+def _check_identity(directory: Folder, identity: StoreIdentity) -> None:
     """The directory is named by the digest of the identity, so a damaged file can be replaced."""
-    if read_identity(directory) is None:
-        if (directory / IDENTITY_FILE).exists():
-            logger.warning("disk store: %s was damaged; written again", directory / IDENTITY_FILE)
+    if read_identity(directory.path) is None:
+        if directory.file_size(IDENTITY_FILE) is not None:
+            path = directory.path / IDENTITY_FILE
+            logger.warning("disk store: %s was damaged; written again", path)
         write_identity(directory, identity)
 
 
-def _open_index(directory: Path, stride: int, num_slots: int, capacity_bytes: int) -> SlotIndex:
-    path = directory / INDEX_FILE
+def _open_index(directory: Folder, stride: int, num_slots: int, capacity_bytes: int) -> SlotIndex:
+    path = directory.path / INDEX_FILE
     try:
-        index, num_damaged = SlotIndex.load(path, stride, num_slots)
+        index, num_damaged = SlotIndex.load(directory, stride, num_slots)
     except FileNotFoundError:
         pass
     except IndexDamaged as error:
@@ -119,11 +122,12 @@ def _open_index(directory: Path, stride: int, num_slots: int, capacity_bytes: in
         if num_damaged:
             logger.warning("disk store: %s has %d damaged records; removed", path, num_damaged)
         return index
-    for file in directory.iterdir():
-        if file.name != LOCK_FILE:
-            file.unlink()
+    for name in directory.names():
+        if name != LOCK_FILE:
+            directory.unlink(name)
     segment_bytes = max(_MIN_SEGMENT_BYTES, capacity_bytes // _MAX_SEGMENTS)
-    return SlotIndex.create(path, Geometry(stride, max(1, segment_bytes // stride)), num_slots)
+    geometry = Geometry(stride, max(1, segment_bytes // stride))
+    return SlotIndex.create(directory, geometry, num_slots)
 
 
 def _clear_lost(directory: Path, index: SlotIndex, segments: SegmentFiles) -> None:

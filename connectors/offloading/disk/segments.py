@@ -4,7 +4,6 @@ A segment is allocated on disk when it is first written, so that a full disk sho
 writes of blocks need no new space; it is removed when it has no entries.
 """
 
-import contextlib
 import mmap
 import os
 from collections.abc import Container
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longshore.connectors.offloading.disk.index import Geometry, allocate
+from longshore.protocol.private_files import Folder
 
 PAGE_BYTES: Final = 4096
 """Slots and direct I/O are aligned to this, which is a multiple of every disk's block size."""
@@ -22,8 +22,6 @@ PAGE_BYTES: Final = 4096
 MAX_OPEN: Final = 384
 """Segments that stay open. A store has fewer, unless its capacity was raised much: the size of its
 segments stays the same."""
-
-_NAME: Final = "segment-{:06d}.kv"
 
 
 class SegmentFiles:
@@ -33,7 +31,7 @@ class SegmentFiles:
     """
 
     def __init__(
-        self, directory: Path, geometry: Geometry, num_slots: int, *, direct: bool
+        self, directory: Folder, geometry: Geometry, num_slots: int, *, direct: bool
     ) -> None:
         self._directory = directory
         self._geometry = geometry
@@ -49,31 +47,31 @@ class SegmentFiles:
         return slot % self._geometry.slots_per_segment * self._geometry.slot_bytes
 
     def path(self, segment: int) -> Path:
-        return self._directory / _NAME.format(segment)
+        return self._directory.path / _name(segment)
 
     def fd(self, segment: int, *, create: bool) -> int:
         """The open file of a segment. Raises OSError: FileNotFoundError if it does not exist and
         `create` is False, ENOSPC if there is no space for a new one."""
         if (fd := self._fds.get(segment)) is None:
             flags = os.O_RDWR | (os.O_DIRECT * self.direct) | (os.O_CREAT * create)
-            fd = os.open(self.path(segment), flags, 0o600)
+            fd = self._directory.open_own_file(_name(segment), flags)
             try:
                 allocate(fd, self._size(segment))
             except OSError:
                 os.close(fd)
-                if create and not os.path.getsize(self.path(segment)):
-                    self.path(segment).unlink()
+                if create and self._directory.file_size(_name(segment)) == 0:
+                    self._directory.unlink(_name(segment))
                 raise
             self._fds[segment] = fd
         return fd
 
     def present_bytes(self) -> NDArray[np.int64]:
-        """(num_segments,) size of each segment's file, 0 if it does not exist."""
+        """(num_segments,) size of each segment's file, 0 if it does not exist. Raises OSError if
+        one is not a regular file."""
         num_segments = -(-self._num_slots // self._geometry.slots_per_segment)
         sizes = np.zeros(num_segments, np.int64)
         for segment in range(num_segments):
-            with contextlib.suppress(FileNotFoundError):
-                sizes[segment] = self.path(segment).stat().st_size
+            sizes[segment] = self._directory.file_size(_name(segment)) or 0
         return sizes
 
     def resize(self, num_slots: int) -> None:
@@ -82,8 +80,8 @@ class SegmentFiles:
         self._num_slots = num_slots
         for segment in range(first + 1, last + 1):
             self.remove(segment)
-        if self.path(first).exists() and self.path(first).stat().st_size > self._size(first):
-            os.truncate(self.path(first), self._size(first))
+        if (self._directory.file_size(_name(first)) or 0) > self._size(first):
+            os.ftruncate(self.fd(first, create=False), self._size(first))
 
     def close_idle(self, in_use: Container[int]) -> None:
         """Close segments that nothing reads or writes, the first opened ones first, as long as
@@ -96,7 +94,7 @@ class SegmentFiles:
         """Delete a segment's file, if it exists. Raises OSError."""
         if (fd := self._fds.pop(segment, None)) is not None:
             os.close(fd)
-        self.path(segment).unlink(missing_ok=True)
+        self._directory.unlink(_name(segment))
 
     def close(self) -> None:
         for fd in self._fds.values():
@@ -109,6 +107,10 @@ class SegmentFiles:
         return num_slots * self._geometry.slot_bytes
 
 
+def _name(segment: int) -> str:
+    return f"segment-{segment:06d}.kv"
+
+
 def aligned_memory(num_bytes: int) -> NDArray[np.uint8]:
     """Memory for direct I/O, aligned to a page."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
@@ -119,20 +121,15 @@ def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def supports_direct_io(directory: Path) -> bool:
+def supports_direct_io(directory: Folder) -> bool:
     """Whether files in this directory can be written with O_DIRECT. Raises OSError if they cannot
     be written at all."""
-    probe = directory / f"probe.{os.getpid()}"
-    os.close(os.open(probe, os.O_RDWR | os.O_CREAT, 0o600))
+    probe = f"probe.{os.getpid()}"
+    os.close(directory.create_file(probe))
     try:
-        fd = os.open(probe, os.O_RDWR | os.O_DIRECT)
+        with open(directory.open_own_file(probe, os.O_RDWR | os.O_DIRECT), "r+b", 0) as file:
+            return file.write(aligned_memory(PAGE_BYTES)) == PAGE_BYTES
     except OSError:
         return False
-    else:
-        with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)) as file:
-            try:
-                return file.write(aligned_memory(PAGE_BYTES)) == PAGE_BYTES
-            except OSError:
-                return False
     finally:
-        probe.unlink()
+        directory.unlink(probe)

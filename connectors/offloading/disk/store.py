@@ -99,7 +99,7 @@ class DiskStore:
             raise
         logger.info(
             "disk store %s: %d blocks, room for %d of %d bytes; %s",
-            files.directory,
+            files.directory.path,
             len(store._index),
             store.capacity_slots,
             store._slot_bytes,
@@ -312,7 +312,7 @@ class DiskStore:
         try:
             self._index.clear(slots)
         except OSError as error:
-            logger.warning("disk store %s: index: %s", self._files.directory, error)
+            logger.warning("disk store %s: index: %s", self._files.directory.path, error)
 
     def _is_stored(self, block: Block) -> bool:
         """Whether the entry that was read is still there."""
@@ -327,7 +327,7 @@ class DiskStore:
         try:
             self._segments.remove(segment)
         except OSError as error:
-            logger.warning("disk store %s: %s", self._files.directory, error)
+            logger.warning("disk store %s: %s", self._files.directory.path, error)
 
     def _validate(self, blocks: Sequence[Block]) -> None:
         num_slots, slot_bytes = self._index.num_slots, self._slot_bytes

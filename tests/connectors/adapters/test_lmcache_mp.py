@@ -1,5 +1,7 @@
 """The connector lmcache_mp, with a server that speaks LMCache's protocol."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -137,6 +139,24 @@ def test_a_server_that_does_not_fit_is_rejected_at_startup(
     options = {"server_url": server.url, "chunk_size": 32, "timeout_s": 0.2}
     with pytest.raises(ConfigError, match=message):
         Engine(model, "lmcache_mp", options)
+
+
+def test_shared_memory_that_is_not_the_servers_is_not_used(
+    model_of: ModelOf, server: LMCacheServer, tmp_path: Path
+) -> None:
+    """Every user may create files where it is."""
+    model, _ = model_of("full")
+    options = {"server_url": server.url, "chunk_size": 32, "timeout_s": 0.5}
+    memory = shutil.move(server.path, tmp_path / "memory")
+    server.path.symlink_to(memory)
+    with pytest.raises(ConfigError, match="it is a symbolic link, which is not followed"):
+        Engine(model, "lmcache_mp", options)
+    server.path.unlink()
+    shutil.move(memory, server.path)
+    if os.geteuid() == 0:
+        os.chown(server.path, 12345, 12345)
+        with pytest.raises(ConfigError, match=r"it belongs to another user \(uid 12345\)"):
+            Engine(model, "lmcache_mp", options)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_with_a_secret_only_those_who_know_it_are_answered(
 ) -> None:
     path = tmp_path / "secret"
     path.write_text(new_secret())
+    path.chmod(0o600)
     owner, client = start(secret_file=str(path))
     assert isinstance(client.ask(HELLO), Accepted)
     for secret in (None, new_secret()):
@@ -233,6 +234,7 @@ def test_with_a_secret_only_those_who_know_it_are_answered(
         ({"max_leased_share": 2}, "'max_leased_share' to be at most 1"),
         ({"lease_s": 0}, "'lease_s' to be a finite number of at least 0.1"),
         ({"secret_file": "/nowhere/key"}, "'secret_file' to be readable"),
+        ({"secret_file": "/etc/passwd"}, "other users can use it"),
         ({"read_timeout_s": 60}, "'read_timeout_s' to be at most 30"),
         ({"hosts": []}, "no option 'hosts'"),
     ],

@@ -207,6 +207,7 @@ def test_a_secret_must_be_the_same(model: Path, expected: list[str], tmp_path: P
     for name in "ab":
         secrets.append(tmp_path / name)
         secrets[-1].write_bytes(zmq.curve_keypair()[1])
+        secrets[-1].chmod(0o600)
     a, b = map(str, secrets)
     with Speech(model, "ec_producer", secret_file=a) as producer:
         producer.run(*SOUNDS)

@@ -148,6 +148,9 @@ def test_the_only_deployment_is_found(
         ended.listen()
         with pytest.raises(ConfigError, match=r"2 deployments are running.*longshore-1"):
             find_socket()
+        if os.geteuid() == 0:  # a link of another user to a folder of this one
+            os.chown(other_folder / "longshore-1", 12345, 12345, follow_symlinks=False)
+            assert find_socket() == other_folder / "longshore-2" / "admin.sock"
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(ConfigError, match="no deployment of this user"):
             find_socket()

@@ -125,13 +125,16 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ("[serve]\ncors-allow-origins = ['https://a/']\n", ["cors_allow_origins", "path"]),
         ("[serve]\ncors-allow-origins = ['example.org']\n", ["cors_allow_origins", "SCHEME"]),
         (None, ["--config", "No such file"]),
+        ("pipe", ["--config", "cannot be read", "it is not a regular file"]),
     ],
 )
 def test_a_settings_file_that_makes_no_sense_is_rejected(
     tmp_path: Path, text: str | None, words: list[str]
 ) -> None:
     file = tmp_path / "longshore.toml"
-    if text is not None:
+    if text == "pipe":
+        os.mkfifo(file)
+    elif text is not None:
         file.write_text(text)
     run = longshore("serve", "--config", str(file))
     assert run.returncode != 0

@@ -98,8 +98,8 @@ def test_what_is_no_readable_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "latin").chmod(0o600)
     for name, words in (
         ("missing", "cannot be read: No such file"),
-        ("fifo", "not a file"),
-        ("folder", "not a file"),
+        ("fifo", "not a regular file"),
+        ("folder", "not a regular file"),
         ("latin", "utf-8"),
     ):
         with pytest.raises(ConfigError, match=words):

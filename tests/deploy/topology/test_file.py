@@ -1,5 +1,6 @@
 """Reading a topology file."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,4 +110,8 @@ def test_a_missing_file_and_a_large_one_are_rejected(tmp_path: Path) -> None:
         read_topology(path)
     path.write_bytes(b"#" * (1 << 21))
     with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
+        read_topology(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
         read_topology(path)

@@ -239,6 +239,7 @@ def test_with_a_secret_only_who_knows_it_reads(is_same: bool, tmp_path: Path) ->
     files = [tmp_path / "one", tmp_path / "two"]
     for file, secret in zip(files, SECRETS, strict=True):
         file.write_text(secret)
+        file.chmod(0o600)
     owner = Rank(secret_file=str(files[0]))
     reader = Rank(secret_file=str(files[0 if is_same else 1]), read_timeout_s=1.0)
     try:
