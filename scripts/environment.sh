@@ -1,7 +1,10 @@
 # Sourced by the other scripts: creates .venv and installs Longshore into it, in editable form.
 #
-# Does nothing if .venv was installed from the current pyproject.toml, setup.py, constraints.txt and
+# Does nothing if .venv was installed from the current pyproject.toml, setup.py, constraints.txt, locks and
 # C++ sources. PYTHON selects the interpreter for a new .venv.
+#
+# All packages have the versions of locks/, which `scripts/lock` writes, and pip compares their hashes.
+# torch comes after them, by its version in constraints.txt: the hashes of its CPU and CUDA builds differ.
 
 find_python() {
   local candidate candidates=${PYTHON:-python3 python3.12 python3.11}
@@ -15,7 +18,16 @@ find_python() {
   return 1
 }
 
-# ensure_environment [EXTRA]: an installation with the dev extra is also sufficient without the extra.
+pip_install() {
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# install_locked NAME: what locks/NAME.txt lists; it lists all dependencies.
+install_locked() {
+  pip_install --no-deps --require-hashes --requirement "locks/$1.txt"
+}
+
+# ensure_environment [dev]: an installation with the dev extra is also sufficient without the extra.
 ensure_environment() {
   local extra=${1:-} python wanted stamp
   stamp=.venv/installed${extra:+-$extra}
@@ -24,12 +36,13 @@ ensure_environment() {
     echo "creating .venv with $("$python" --version)" >&2
     "$python" -m venv .venv || return
   fi
-  wanted=$(cat pyproject.toml setup.py constraints.txt worker/kernels/native/* | sha256sum)
+  wanted=$(cat pyproject.toml setup.py constraints.txt locks/* worker/kernels/native/* | sha256sum)
   if [[ $(cat "$stamp" .venv/installed-dev 2>/dev/null) == *"$wanted"* ]]; then
     return
   fi
   echo "installing Longshore${extra:+ with the $extra extra} into .venv; this takes a few minutes, mostly for torch" >&2
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --editable ".${extra:+[$extra]}" || return
+  install_locked "${extra:-runtime}" || return
+  pip_install --constraint constraints.txt torch || return
+  pip_install --no-deps --no-build-isolation --editable . || return
   echo "$wanted" >"$stamp"
 }

@@ -1,8 +1,6 @@
 # Sourced by scripts/test: installs what the tests marked `services` need in addition to .venv.
 #
-# The programs are system packages, so the installation needs root. LMCache and NIXL are installed into
-# .venv without their dependencies: LMCache's are mostly for its server, NIXL's are two CUDA builds. Those
-# of xgrammar are torch, which is there, and triton, which is for GPUs.
+# The programs are system packages, so the installation needs root. It is sourced after environment.sh.
 
 ensure_services() {
   local package program missing=()
@@ -19,39 +17,26 @@ ensure_services() {
       return 1
     }
   fi
-  if ! .venv/bin/python -c 'import nixl._api' 2>/dev/null; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-      'nixl>=1.5' 'nixl-cu13>=1.5' || return
-  fi
-  if ! .venv/bin/python -c 'import mooncake.engine' 2>/dev/null; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-      'mooncake-transfer-engine-non-cuda>=0.3.13' || return
-  fi
-  if ! .venv/bin/python -c 'import xgrammar' 2>/dev/null; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-      'xgrammar>=0.2.8,<0.3' 'apache-tvm-ffi>=0.1.11' || return
-  fi
-  if ! .venv/bin/python -c 'import ray' 2>/dev/null; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-      'ray>=2.49' || return
-  fi
-  ensure_clients || return
-  ensure_lmcache
+  ensure_locked_services || return
+  ensure_clients
 }
 
-ensure_lmcache() {
-  local version
-  .venv/bin/python -c 'import longshore.connectors.lmcache.storage' 2>/dev/null && return
-  version=$(.venv/bin/python -c 'from longshore.connectors.lmcache.options import *; print(LMCACHE_VERSION)') || return
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --editable '.[lmcache]' || return
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "lmcache==$version" || return
-  .venv/bin/python -c 'import longshore.connectors.lmcache.storage'
+ensure_locked_services() {
+  local modules='longshore.connectors.lmcache.storage, mooncake.engine, nixl._api, ray, xgrammar' wanted
+  wanted=$(cat locks/* | sha256sum)
+  if [[ $(cat .venv/installed-services 2>/dev/null) != "$wanted" ]]; then
+    echo "installing ${modules//, / } into .venv" >&2
+    install_locked services || return
+    install_locked no-deps || return
+    .venv/bin/python -c "import $modules" || return
+    echo "$wanted" >.venv/installed-services
+  fi
 }
 
 # Client libraries pin versions of packages that others, or Longshore's tests, need in another version. So
 # each file of tests/clients/requirements has an environment, in which the packages of .venv can be imported
-# unless it has its own version. That includes torch, of which no other version is installed.
+# unless it has its own version. That includes torch, of which no other version is installed. The versions
+# of the clients are pinned there, what they need beside it is not.
 ensure_clients() {
   local file env site
   site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
