@@ -31,7 +31,9 @@ def open_regular(path: Path) -> BinaryIO:
 def read_bytes(path: Path) -> bytes:
     """The content of a file. Raises OSError, also if it has more than MAX_FILE_BYTES."""
     with open_regular(path) as file:
-        content = file.read(MAX_FILE_BYTES + 1)
+        # Memory for all that is asked for is allocated first.
+        size_bytes = os.fstat(file.fileno()).st_size
+        content = file.read(min(size_bytes, MAX_FILE_BYTES) + 1)
     if len(content) > MAX_FILE_BYTES:
         text = f"it has more than {MAX_FILE_BYTES:,} bytes"
         raise OSError(errno.EFBIG, text, str(path))

@@ -32,14 +32,18 @@ def main() -> int:
     stop_signals(config.lifeline_fd)  # ignore from the start what a supervised process ignores
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     gc.disable()  # until the engine runs: what is loaded stays
-    from longshore.scheduler.process.startup import serve
-
     try:
+        from longshore.scheduler.process.startup import serve
+
         serve(config, lifeline)
     except LongshoreError as error:
         if config.lifeline_fd is None:  # otherwise the supervisor logs it
             logging.getLogger(__name__).error("%s", error)
         lifeline.report(Failed(str(error)))
+        return 1
+    except Exception as error:
+        if not lifeline.report_limit(error):
+            raise
         return 1
     return 0
 

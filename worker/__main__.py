@@ -44,12 +44,12 @@ def main() -> int:
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
     gc.disable()  # until the worker is ready: what is loaded stays
-    # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
-    if config.is_standby:
-        at_low_priority(lambda: import_module("longshore.worker.process.startup"))
-    from longshore.worker.process.startup import serve
-
     try:
+        # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
+        if config.is_standby:
+            at_low_priority(lambda: import_module("longshore.worker.process.startup"))
+        from longshore.worker.process.startup import serve
+
         serve(config, lifeline)
     except LongshoreError as error:
         if config.lifeline_fd is None:  # otherwise the supervisor prints the reason
@@ -61,6 +61,10 @@ def main() -> int:
                 is_out_of_memory=isinstance(error, OutOfMemory),
             )
         )
+        return 1
+    except Exception as error:
+        if not lifeline.report_limit(error):
+            raise
         return 1
     finally:
         # A second stop signal must not interrupt the clean-up.

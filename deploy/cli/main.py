@@ -39,6 +39,7 @@ from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.model_files import open_regular
+from longshore.protocol.process_limits import limit_reached
 
 logger = logging.getLogger(__name__)
 
@@ -567,6 +568,11 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (MemoryError, OSError, RuntimeError, ImportError) as error:
+        if (reason := limit_reached(error)) is None:
+            raise
+        print(f"longshore: error: {reason}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _announce(line: str) -> None:

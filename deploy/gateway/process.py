@@ -81,6 +81,10 @@ def main(argv: Sequence[str]) -> int:
     except LongshoreError as error:
         lifeline.report(Failed(str(error)))
         return 1
+    except Exception as error:
+        if not lifeline.report_limit(error):
+            raise
+        return 1
     return 0
 
 

@@ -35,6 +35,7 @@ from longshore.protocol.commands import (
     UseEngine,
 )
 from longshore.protocol.logs.stack_samples import sample_stacks
+from longshore.protocol.process_limits import limit_reached
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class Lifeline:
         runtime_dir: Path | None = None,
         gateway_handler: GatewayCommandHandler | None = None,
     ) -> None:
+        self._is_ready = False
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._runtime_dir = runtime_dir
         self._next_alive_s = 0.0
@@ -172,12 +174,21 @@ class Lifeline:
 
     def report(self, report: LifelineReport) -> None:
         """Send `report` to the supervisor; ignored if the supervisor has just exited."""
+        self._is_ready |= isinstance(report, Ready)
         if self._socket is None:
             return
         if isinstance(report, Ready):
             self._next_alive_s = 0.0
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_encoder.encode(report) + b"\n")
+
+    def report_limit(self, error: Exception) -> bool:
+        """Report that this process cannot start, if a limit of the operating system can have caused
+        this error. Returns whether that is so."""
+        if self._is_ready or (reason := limit_reached(error)) is None:
+            return False
+        self.report(Failed(reason))
+        return True
 
     def report_alive(self, late: str | None = None) -> None:
         """Report Alive, at most every ALIVE_INTERVAL_S, but at once after Ready: a hang is noticed

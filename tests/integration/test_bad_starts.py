@@ -53,7 +53,8 @@ def serve(
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "longshore.deploy", "serve", str(folder)),
-            *("--num-blocks", "600", "--threads", "1", *flags),
+            *("--num-blocks", "600", *flags),
+            *(() if "--threads" in flags else ("--threads", "1")),
             *(() if "--port" in flags else ("--port", "0")),
         ],
         env={
@@ -130,8 +131,10 @@ def test_a_folder_that_cannot_be_read_is_rejected_in_one_line(
     [
         ({"RLIMIT_NOFILE": (40, 40)}, "a process may open 40 files (hard limit, ulimit -Hn)"),
         ({"RLIMIT_AS": (1 << 30, 1 << 30)}, "limited to 1.00 GiB (ulimit -v, RLIMIT_AS)"),
+        ({"RLIMIT_AS": (200 << 20, 200 << 20)}, "limited to 200 MiB (ulimit -v, RLIMIT_AS)"),
+        ({"RLIMIT_AS": (32 << 20, 32 << 20)}, "limited to 32 MiB (ulimit -v, RLIMIT_AS)"),
     ],
-    ids=["files", "address space"],
+    ids=["files", "address space", "of a command", "of an interpreter"],
 )
 def test_limits_that_are_too_low_are_named_in_one_line(
     folder: Path, temp_dir: Path, limits: dict[str, tuple[int, int]], reason: str
@@ -140,6 +143,31 @@ def test_limits_that_are_too_low_are_named_in_one_line(
     assert status == 2, lines
     (line,) = lines
     assert reason in line
+    assert list(temp_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "flags", "reason"),
+    [
+        # The stacks of so many threads fill it.
+        ({"RLIMIT_AS": (2 << 30, 2 << 30)}, ("--threads", "256"), "(ulimit -v, RLIMIT_AS)"),
+        ({"RLIMIT_DATA": (200 << 20, 200 << 20)}, (), "(ulimit -d, RLIMIT_DATA)"),
+    ],
+    ids=["address space", "data"],
+)
+def test_a_limit_that_a_process_reaches_at_its_start_is_the_last_line(
+    folder: Path,
+    temp_dir: Path,
+    limits: dict[str, tuple[int, int]],
+    flags: tuple[str, ...],
+    reason: str,
+) -> None:
+    status, lines = serve(folder, temp_dir, *flags, **limits)
+    assert status == 1, lines
+    assert lines[-1].startswith("longshore: error: ")
+    assert reason in lines[-1]
+    assert "unlimited, and limit memory with a control group" in lines[-1]
+    assert not any("restart" in line for line in lines)
     assert list(temp_dir.iterdir()) == []
 
 

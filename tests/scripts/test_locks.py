@@ -1,4 +1,4 @@
-"""The locks of `scripts/lock` agree with pyproject.toml, with constraints.txt and with each other."""
+"""The locks of `scripts/lock` agree with pyproject.toml, constraints.txt and each other."""
 
 import re
 import tomllib
