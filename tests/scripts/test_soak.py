@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,31 @@ def test_growth_descriptors_and_blocks_are_found(
     assert found == faults
 
 
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"),
+    [
+        ({"regex": "[a-d]{2,3}"}, "abc", "abcd"),
+        ({"choice": ["12", "34"]}, "34", "1234"),
+        ({"json": {"properties": {"a": {"enum": ["b"]}}}}, '{"a": "b"}', '{"a": "c"}'),
+    ],
+    ids=["regex", "choice", "json"],
+)
+def test_an_answer_that_does_not_conform_is_found_unless_it_was_cut_off(
+    constraint: dict[str, Any], good: str, bad: str
+) -> None:
+    soak._check_choices([{"text": good, "finish_reason": "stop"}], constraint)
+    soak._check_choices([{"text": bad, "finish_reason": "length"}], constraint)
+    with pytest.raises(AssertionError, match="does not conform"):
+        soak._check_choices([{"text": bad, "finish_reason": "stop"}], constraint)
+
+
+def test_the_mix_names_kinds_with_weights() -> None:
+    assert soak._weights(["plain=3", "abort=0.5"]) == {"plain": 3.0, "abort": 0.5}
+    for text in ("fork=1", "plain", "plain=many"):
+        with pytest.raises(ValueError, match=r"kind|convert"):
+            soak._weights([text])
+
+
 @pytest.mark.slow
 def test_a_short_run_through_real_processes() -> None:
     flags = "--requests 1000 --demo-requests 100 --max-growth-percent 100"
@@ -48,5 +74,8 @@ def test_a_short_run_through_real_processes() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert "small: 1000 requests" in run.stdout
     assert "demo_model: 100 requests" in run.stdout
+    for kind in soak.MIX:
+        assert f"'{kind}': " in run.stdout
+    assert run.stdout.count("'GPU_to_CPU': ") == run.stdout.count("'CPU_to_DISK': ") == 2
     for process in ("supervisor", "worker-0", "scheduler", "gateway"):
         assert run.stdout.count(f"\n{process} ") == 2
