@@ -79,7 +79,7 @@ class ProcessSet:
             if process.wait(EXIT_TIMEOUT_S) and process.was_killed():
                 how = process.describe_exit()
                 if how != "SIGKILL":
-                    return f"{process.name} crashed ({how}). {_where_to_look()}"
+                    return f"{process.name} crashed ({how}). See its log lines above.{_limits()}"
                 return (
                     f"{process.name} was killed ({how}). Unless a user killed it, the system ran "
                     "out of memory: reduce --num-blocks, or the host memory of a connector."
@@ -90,14 +90,13 @@ class ProcessSet:
         how = dead[0].describe_exit()
         if dead[0].poll() == 0:
             return f"{dead[0].name} ended unexpectedly ({how})."
-        return f"{dead[0].name} has died ({how}). {_where_to_look()}"
+        return f"{dead[0].name} has died ({how}). See its log lines above.{_limits()}"
 
 
-def _where_to_look() -> str:
+def _limits() -> str:
     """Libraries end a process that may not map memory, with messages of their own."""
-    lines = "See its log lines above."
     limits = memory_limits()
-    return lines if limits is None else f"{lines} A limit may be the reason: {limits}"
+    return "" if limits is None else f" A limit may be the reason: {limits}"
 
 
 def hang_of(process: ManagedProcess, hang_timeout_s: float) -> str | None:
