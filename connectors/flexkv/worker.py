@@ -6,10 +6,12 @@ A block of a rank is, for FlexKV, one layer with one head, whose bytes have no s
 """
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 
 from longshore.connectors.base import KVCaches, WorkerConnectorConfig
 from longshore.connectors.flexkv.scheduler import NAME, FlexKVOptions, read_options
+from longshore.connectors.options import make_folder
 from longshore.connectors.prefix_store.messages import Prefix, Store
 from longshore.connectors.prefix_store.store import (
     PrefixStore,
@@ -34,6 +37,9 @@ DEVICE_TYPE: Final = "cuda"
 """FlexKV gets the memory of the blocks as a CUDA IPC handle."""
 
 READY_TIMEOUT_S: Final = 120.0
+
+SOCKETS: Final = Path(f"/tmp/longshore-flexkv-{os.geteuid()}")
+"""The folder of FlexKV's sockets, in which only this user can make files."""
 
 
 class FlexKVWorker(PrefixStoreWorker):
@@ -72,9 +78,12 @@ class FlexKVStore:
         self._device = kv_caches.device
         (group,) = kv_caches.groups
         head_size = self._head_size(group.blocks)
-        # Unique to this engine, and equal on its ranks.
-        socket = hashlib.sha256(config.engine_id.encode()).hexdigest()[:16]
-        self._port = f"ipc:///tmp/longshore-flexkv-{socket}"
+        # Unique to this engine, and equal on its ranks, which have one parent.
+        name = f"{os.getppid()} {config.engine_id}"
+        make_folder(NAME, SOCKETS)
+        self._port = f"ipc://{SOCKETS}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        if options.ssd_path:
+            make_folder(NAME, Path(options.ssd_path))
         if config.rank == 0:
             self._start_manager(config, options, head_size)
         layouts = self._library.layout

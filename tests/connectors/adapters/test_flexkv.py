@@ -30,8 +30,9 @@ HASHES: Final = [bytes([number]) * 32 for number in range(1, 7)]
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     fake_flexkv.install(monkeypatch)
+    monkeypatch.setattr(worker_module, "SOCKETS", tmp_path / "sockets")
     yield
     fake_flexkv.registered.clear()
 
@@ -58,6 +59,17 @@ def rank_store(rank: int = 0, num_ranks: int = 1, **options: Any) -> tuple[FlexK
     return FlexKVStore(config, caches), blocks
 
 
+def test_sockets_are_in_a_folder_that_only_this_user_can_write_to(
+    on_cpu: None, tmp_path: Path
+) -> None:
+    store, _ = rank_store()
+    assert store._port.startswith(f"ipc://{tmp_path}/sockets/")
+    assert (tmp_path / "sockets").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "sockets").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"connector flexkv .*sockets has mode 0777"):
+        rank_store()
+
+
 @pytest.mark.req("CRG-12")
 def test_evicted_prompts_come_back(on_cpu: None, model_of: ModelOf) -> None:
     model, _ = model_of("full")
@@ -75,13 +87,14 @@ def test_evicted_prompts_come_back(on_cpu: None, model_of: ModelOf) -> None:
 
 
 @pytest.mark.req("CRG-12")
-def test_tiers_are_configured(on_cpu: None) -> None:
-    remote = {"remote_cache_path": "/mnt/kv"}
-    rank_store(ssd_bytes="4MiB", ssd_path="/mnt/ssd", remote=remote)
+def test_tiers_are_configured(on_cpu: None, tmp_path: Path) -> None:
+    remote, ssd = {"remote_cache_path": "/mnt/kv"}, str(tmp_path / "ssd")
+    rank_store(ssd_bytes="4MiB", ssd_path=ssd, remote=remote)
     settings = fake_flexkv.made[0].cache_config
     assert (settings.enable_cpu, settings.enable_ssd, settings.enable_remote) == (True,) * 3
     assert (settings.num_cpu_blocks, settings.num_ssd_blocks) == (2048, 8192)
-    assert (settings.ssd_cache_dir, settings.remote_cache_path) == ("/mnt/ssd", "/mnt/kv")
+    assert (settings.ssd_cache_dir, settings.remote_cache_path) == (ssd, "/mnt/kv")
+    assert (tmp_path / "ssd").stat().st_mode & 0o777 == 0o700
 
 
 def test_any_part_of_a_prefix_is_loaded(on_cpu: None) -> None:
