@@ -1,16 +1,22 @@
 """Turns of API keys in one gateway: a flood of requests does not occupy the event loop.
 
-All connections that are readable at a time wake their requests in one iteration of the loop.
-Without turns, that iteration would read and submit a thousand requests in a row, while no token is
-delivered and no other connection accepted.
+All connections that are readable at a time wake their requests in one iteration of the loop, and
+one request may have a thousand answers. Without turns, that iteration would read and submit all of
+them in a row, while no token is delivered and no other connection accepted. Their ends have turns
+of their own, so that what is over does not delay what begins.
 """
 
 import asyncio
 from collections import deque
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
 
 REQUESTS_PER_TURN: Final = 4
-"""Reading and submitting one takes about 0.4 ms."""
+"""Reading and submitting one takes about 0.4 ms; so does what a request with many answers does in
+one turn."""
+
+Turn: TypeAlias = Callable[[], Awaitable[None]]
+"""Waits for the next turn of one API key."""
 
 
 class RequestTurns:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from longshore.deploy.gateway.text.answer_text import AnswerText
+from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.answer import Answer
@@ -36,6 +36,7 @@ class CheckedParams:
     settings: SamplingParams
     engine_params: EngineSamplingParams
     constraint: StructuredOutput | None
+    stops: StopStrings
 
 
 class RequestReader:
@@ -180,14 +181,15 @@ class RequestReader:
         problem = sampling_problem(engine_params, vocab_size=self._model.vocab_size)
         if problem is not None:
             raise ValueError(problem)
-        if params.stops().texts and self.tokenizer is None:
+        stops = params.stops()
+        if stops.texts and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
         constraint = params.constraint()
         if constraint is not None and self.tokenizer is None:
             raise ValueError(
                 f"structured_outputs needs a tokenizer, but {self._model.path} has none"
             )
-        return CheckedParams(params, engine_params, constraint)
+        return CheckedParams(params, engine_params, constraint, stops)
 
     def answers(
         self,
@@ -204,8 +206,7 @@ class RequestReader:
             raise ValueError(f"job_id must have 1 to {MAX_JOB_ID_CHARACTERS} characters")
         if job_id is None and is_last_step:
             raise ValueError("is_last_step needs job_id")
-        settings = params.settings
-        stops = settings.stops()
+        settings, stops = params.settings, params.stops
         shows_special = not settings.skip_special_tokens
         decoder = self.decoder if settings.detokenize else None
         answers: list[Answer] = []

@@ -214,8 +214,9 @@ class BeamSearch:
         """Once the search is over: the best beams, best first."""
         return self._tree.finished
 
-    def advance(self) -> None:
-        """Start the next step if all beams have finished. Raises BeamSearchFailed, EngineDead."""
+    def advance(self) -> bool:
+        """Start the next step if all beams have finished; returns whether they have. Raises
+        BeamSearchFailed, EngineDead."""
         for live in self._live:
             if live.failure is not None:
                 raise live.failure
@@ -223,7 +224,7 @@ class BeamSearch:
             if end is not None and end.reason in (FinishReason.ERROR, FinishReason.IGNORED):
                 raise BeamSearchFailed(end.message or "the engine failed on a beam", end.reason)
         if self.is_over or any(live.is_live for live in self._live):
-            return
+            return False
         if self._num_requests == 1:
             (root,) = self._live
             self.num_cached_tokens = 0 if root.finished is None else root.finished.num_cached_tokens
@@ -237,6 +238,7 @@ class BeamSearch:
             self._send(parents)
         finally:
             self._client.abort(parents)  # after their forks, which then hold the blocks they need
+        return True
 
     def _send(self, parents: Sequence[LiveRequest]) -> None:
         self._live = []

@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from types import CodeType, FrameType
@@ -126,9 +126,13 @@ class _Reader(ast.NodeVisitor):
         self._scope: dict[int, list[_Size]] = {}
 
     def _add(self, node: ast.expr, size: Callable[[Any], int]) -> None:
+        """A scan of what an expression stands for."""
+        self._add_scan(node, lambda frame: size(_value(node, frame)))
+
+    def _add_scan(self, node: ast.expr, size: _Size) -> None:
         def of(frame: FrameType) -> int:
             try:
-                return size(_value(node, frame))
+                return size(frame)
             except Exception:  # not assigned yet, or unknown
                 return 0
 
@@ -198,7 +202,7 @@ class _Reader(ast.NodeVisitor):
             if isinstance(node.ctx, ast.Load):
                 self._add(node, _copied)  # as many as the slice has
             else:  # all that come after it are moved
-                self._add(node.value, _scanned)
+                self._add_scan(node, partial(_moved, node.value, node.slice))
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -219,6 +223,12 @@ class _Reader(ast.NodeVisitor):
 
 def _is_zero(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value == 0
+
+
+def _moved(node: ast.expr, part: ast.Slice, frame: FrameType) -> int:
+    """Elements from the beginning of a slice on."""
+    size = _scanned(_value(node, frame))
+    return size - _value(part, frame).indices(size)[0]
 
 
 def _scanned(value: Any) -> int:

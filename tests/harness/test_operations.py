@@ -136,12 +136,18 @@ def search_little(queue: Queue, number: int) -> None:
     assert [each for each in queue.items[:2] if each in (0, 1)] == [0, 1]
 
 
+def delete_last(queue: Queue, number: int) -> None:
+    del queue.items[-1:]
+
+
 def scan_all_once(queue: Queue, number: int) -> None:
     if number == 0:
         queue.items = [item for item in sorted(queue.items) if item in queue.by_id]
 
 
-@pytest.mark.parametrize("step", [push_and_pop, look_up, cut_little, search_little, scan_all_once])
+@pytest.mark.parametrize(
+    "step", [push_and_pop, look_up, cut_little, search_little, delete_last, scan_all_once]
+)
 def test_a_step_that_does_not_depend_on_the_number_of_elements_grows_with_it(
     step: Callable[[Queue, int], None],
 ) -> None:

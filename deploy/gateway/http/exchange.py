@@ -96,18 +96,30 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    async def run_while_connected(self, work: Awaitable[None]) -> None:
-        """Await `work`, or cancel it and raise ClientGone if the client disconnects first."""
+    async def run_while_connected(
+        self,
+        work: Awaitable[None],
+        end_turn: Callable[[], Awaitable[None]],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Await `work`, or cancel it and raise ClientGone if the client disconnects first, or
+        TimeoutError after `timeout_s`.
+
+        end_turn: waits before `work` is cancelled: a thousand clients may disconnect at a time.
+        """
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._wait_until_gone())
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            is_late = not (task.done() or gone.done())
+            if not task.done():
+                await end_turn()
         finally:
             gone.cancel()
             was_cut = task.cancel()
             await asyncio.wait((task, gone))
         if was_cut and task.cancelled():
-            raise ClientGone
+            raise TimeoutError if is_late else ClientGone
         task.result()
 
     async def _wait_until_gone(self) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -14,6 +16,7 @@ from longshore.deploy.gateway.openai.errors import (
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.openai.responses import Usage, usage
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
+from longshore.deploy.gateway.request_turns import Turn
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.beam_search import (
@@ -35,12 +38,18 @@ class BeamGeneration:
         client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
+        *,
+        turn: Turn,
+        end_turn: Turn,
     ) -> None:
         assert spec.beams is not None
         self._spec = spec
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._changed = asyncio.Event()
+        self._turn, self._end_turn = turn, end_turn
+        self._is_changed = asyncio.Event()
+        self._changed: OrderedDict[int, None] = OrderedDict()  # numbers of searches
+        self._num_started = 0
         self._num_output_tokens = 0
         self._ends: list[FinishReason] = []
         self._searches = [
@@ -49,7 +58,7 @@ class BeamGeneration:
                 f"{spec.request_id}-{number}",
                 prompt,
                 spec.beams,
-                on_change=self._changed.set,
+                on_change=partial(self._note_change, number),
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
                 no_store=spec.no_store,
@@ -64,18 +73,38 @@ class BeamGeneration:
             max_tokens=spec.beams.max_tokens,
         )
 
-    def __enter__(self) -> "BeamGeneration":
-        try:
-            for search in self._searches:
-                search.start()
-        except EngineDead as error:
-            self._close()
-            raise unavailable(str(error)) from error
+    async def __aenter__(self) -> "BeamGeneration":
         self._metrics.live_requests.inc(len(self._searches))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def _note_change(self, number: int) -> None:
+        self._changed[number] = None
+        self._is_changed.set()
+
+    async def start(self) -> None:
+        """Submit the first request of each search, if `pieces` should not do it. Raises
+        ApiError."""
+        while self._num_started < len(self._searches):
+            if self._num_started:
+                await self._turn()
+            search = self._searches[self._num_started]
+            self._num_started += 1
+            try:
+                search.start()
+            except EngineDead as error:
+                raise unavailable(str(error)) from error
+
+    async def __aexit__(self, *_: object) -> None:
+        """If this is cancelled, too, the rest ends at once."""
+        left = self._searches[: self._num_started]
+        try:
+            while left:
+                left.pop().close()
+                if left:
+                    await self._end_turn()
+        finally:
+            for search in left:
+                search.close()
         metrics = self._metrics
         metrics.live_requests.dec(len(self._searches))
         duration_s = time.perf_counter() - self._spec.arrived_s
@@ -89,27 +118,30 @@ class BeamGeneration:
             first_token_s=None,
         )
 
-    def _close(self) -> None:
-        for search in self._searches:
-            search.close()
-
     async def pieces(self, _: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
         """All answers, once all searches are complete. Raises ApiError if the engine fails or
         rejects a request."""
-        live = list(self._searches)
-        while live:
-            await self._changed.wait()
-            self._changed.clear()
+        await self.start()
+        num_left = len(self._searches)
+        while num_left:
+            if not self._changed:
+                self._is_changed.clear()
+            await self._is_changed.wait()
+            number, _ = self._changed.popitem(last=False)
+            search = self._searches[number]
+            if search.is_over:
+                continue
             try:
-                for search in live:
-                    search.advance()
+                has_advanced = search.advance()
             except BeamSearchFailed as error:
                 if error.reason is FinishReason.IGNORED:
                     raise invalid(str(error)) from error
                 raise ApiError(500, str(error)) from error
             except EngineDead as error:
                 raise unavailable(str(error)) from error
-            live = [search for search in live if not search.is_over]
+            num_left -= search.is_over
+            if has_advanced:
+                await self._turn()
         yield [
             self._piece(number * self._spec.num_samples + index, search, finished)
             for number, search in enumerate(self._searches)

@@ -1,11 +1,11 @@
 """The base of all endpoints: parse a request, submit it, answer as a whole or as a stream."""
 
-import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Final, Generic
 
 import msgspec
@@ -41,8 +41,9 @@ from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.gateway.openai.session_key import session_key
 from longshore.deploy.gateway.openai.transfer_params import TransferAccess, check_transfer_params
 from longshore.deploy.gateway.request_log import note_bug
-from longshore.deploy.gateway.request_turns import RequestTurns
+from longshore.deploy.gateway.request_turns import RequestTurns, Turn
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
+from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
@@ -66,7 +67,7 @@ class Service(msgspec.Struct, frozen=True):
     audio_decoder: decodes audio files within a memory limit.
     key_usage: what each API key uses, and may use.
     json: decodes and encodes large bodies.
-    turns: in which requests are read.
+    turns: in which requests are read and submitted. end_turns: in which they end.
     session_header: see `session_key`.
     transfers: who may send `kv_transfer_params`.
     parsers: of the model's answers.
@@ -89,10 +90,19 @@ class Service(msgspec.Struct, frozen=True):
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
     json: JsonThread = msgspec.field(default_factory=JsonThread)
     turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
+    end_turns: RequestTurns = msgspec.field(default_factory=RequestTurns)
     parsers: AnswerParsers = NO_PARSERS
     model_aliases: tuple[str, ...] = ()
     session_header: str | None = None
     transfers: TransferAccess = TransferAccess()
+
+    def turn_of(self, key: ApiKey) -> Turn:
+        """Waits for the next turn in which requests of the key may be read and submitted."""
+        return partial(self.turns.wait, key.name)
+
+    def end_turn_of(self, key: ApiKey) -> Turn:
+        """Waits for the next turn in which requests of the key may end."""
+        return partial(self.end_turns.wait, key.name)
 
 
 class ResponseWriter(ABC):
@@ -267,7 +277,8 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         writer: ResponseWriter,
     ) -> None:
         """Submit the request, and send the response. Raises ApiError."""
-        with generating(spec, api_key_of(exchange.scope), service) as generation:
+        key = api_key_of(exchange.scope)
+        async with generating(spec, key, service, service.tokenizer) as generation:
             if request.stream:
                 answer = stream(
                     exchange,
@@ -278,13 +289,19 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 )
             else:
                 answer = answer_whole(exchange, generation, writer, service.json)
-            await within(request.deadline_s, spec.arrived_s, exchange.run_while_connected(answer))
+            await run_within(
+                exchange,
+                service,
+                answer,
+                deadline_s=request.deadline_s,
+                arrived_s=spec.arrived_s,
+            )
 
 
 async def read_in_turn(exchange: Exchange, service: Service) -> bytes:
     """The JSON body, once it is the turn of the request's API key."""
     body = await read_json_body(exchange, service.max_body_bytes)
-    await service.turns.wait(api_key_of(exchange.scope).name)
+    await service.turn_of(api_key_of(exchange.scope))()
     return body
 
 
@@ -321,18 +338,23 @@ def admit(spec: GenerationSpec, key: ApiKey, service: Service) -> Iterator[Gener
         yield msgspec.structs.replace(spec, tenant=key.tenant, charge=admitted.charge)
 
 
-@contextmanager
-def generating(
-    spec: GenerationSpec, key: ApiKey, service: Service
-) -> Iterator[Generation | BeamGeneration]:
-    """The answers to a request that is submitted to the engine, within the limits of its key.
-    Raises ApiError."""
+@asynccontextmanager
+async def generating(
+    spec: GenerationSpec, key: ApiKey, service: Service, tokenizer: TokenDecoder | None
+) -> AsyncIterator[Generation | BeamGeneration]:
+    """The answers to a request, within the limits of its key. Raises ApiError."""
     kind = Generation if spec.beams is None else BeamGeneration
-    with (
-        admit(spec, key, service) as admitted,
-        kind(admitted, service.client, service.tokenizer, service.metrics) as generation,
-    ):
-        yield generation
+    with admit(spec, key, service) as admitted:
+        generation = kind(
+            admitted,
+            service.client,
+            tokenizer,
+            service.metrics,
+            turn=service.turn_of(key),
+            end_turn=service.end_turn_of(key),
+        )
+        async with generation:
+            yield generation
 
 
 def num_at_a_time(maximum: int, key: ApiKey, service: Service) -> int:
@@ -342,12 +364,19 @@ def num_at_a_time(maximum: int, key: ApiKey, service: Service) -> int:
     return max(1, min(maximum, service.max_live_requests - service.client.num_live_requests))
 
 
-async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
-    """Await `answer`, or cancel it at the deadline and raise ApiError."""
+async def run_within(
+    exchange: Exchange,
+    service: Service,
+    work: Awaitable[None],
+    *,
+    deadline_s: float | None,
+    arrived_s: float,
+) -> None:
+    """Await `work`, unless the client disconnects. Raises ApiError at the deadline."""
     left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)
+    end_turn = service.end_turn_of(api_key_of(exchange.scope))
     try:
-        async with asyncio.timeout(left_s):
-            await answer
+        await exchange.run_while_connected(work, end_turn, left_s)
     except TimeoutError:
         raise deadline_passed(deadline_s) from None
 

@@ -10,7 +10,7 @@ from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailabl
 from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.gateway.request_log import answer_ended
 from longshore.deploy.gateway.text.answer_text import AnswerText
-from longshore.deploy.gateway.text.detokenizer import ShowingDecoder, TokenDecoder
+from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.requests.token_scores import TokenScore
 from longshore.protocol.outputs import FinishedRequest, FinishReason
@@ -28,7 +28,8 @@ class _Growth:
 
 
 class GeneratedAnswer:
-    """One answer to one prompt."""
+    """One answer to one prompt. Up to its first token it costs little: most answers of a large
+    request wait for long."""
 
     def __init__(
         self,
@@ -46,13 +47,8 @@ class GeneratedAnswer:
         self._sampling = sampling
         self._prompt_number = index // spec.num_samples
         self._prompt = spec.prompts[self._prompt_number]
-        if tokenizer is not None and spec.shown_special_token_ids:
-            tokenizer = ShowingDecoder(tokenizer, spec.shown_special_token_ids)
-        self._text = None
-        if tokenizer is not None:
-            self._text = AnswerText(
-                tokenizer, self._prompt, spec.stops, shows_special=spec.shows_special_tokens
-            )
+        self._tokenizer = tokenizer
+        self._text: AnswerText | None = None  # from the first token on
         self._client = client
         self._metrics = metrics
         self._on_growth = on_growth
@@ -180,6 +176,13 @@ class GeneratedAnswer:
         if self._is_stopped:
             return live
         num_before = 0 if self._text is None else self._text.num_tokens
+        if self._text is None and self._tokenizer is not None:
+            self._text = AnswerText(
+                self._tokenizer,
+                self._prompt,
+                self._spec.stops,
+                shows_special=self._spec.shows_special_tokens,
+            )
         growth.text += self._text_of(token_ids)
         if self._text is not None and self._text.is_stopped:
             self._is_stopped = True

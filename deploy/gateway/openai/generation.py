@@ -1,7 +1,14 @@
-"""All answers to one HTTP request: submits them to the engine and yields their pieces."""
+"""All answers to one HTTP request: submits them to the engine and yields their pieces.
+
+A request may have a thousand answers. They are submitted, shown and ended a few at a time, in turns
+of the request's API key, so that other requests go on meanwhile; and each event costs what the
+answers cost that it is about.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Final
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.engines.split_requests import TooManyWaiting
@@ -12,15 +19,23 @@ from longshore.deploy.gateway.openai.generated_answer import GeneratedAnswer
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.openai.responses import Usage, usage
 from longshore.deploy.gateway.request_log import answers_begin
-from longshore.deploy.gateway.text.detokenizer import TokenDecoder
+from longshore.deploy.gateway.request_turns import Turn
+from longshore.deploy.gateway.text.detokenizer import ShowingDecoder, TokenDecoder
+from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.requests.sample_params import sample_params
 from longshore.protocol.errors import EngineDead
+
+SUBMITTED_PER_TURN: Final = 2
+TAKEN_PER_TURN: Final = 16
+ENDED_PER_TURN: Final = 8
 
 
 class Generation:
     """All answers of one HTTP request. A context manager: on exit it aborts live requests.
 
     tokenizer: if None, all texts are empty.
+    turn:      waits before the next answers are submitted or shown.
+    end_turn:  waits before the next answers are ended.
     """
 
     def __init__(
@@ -29,55 +44,95 @@ class Generation:
         client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
+        *,
+        turn: Turn,
+        end_turn: Turn,
     ) -> None:
         self._spec = spec
         self._client = client
+        if tokenizer is not None and spec.shown_special_token_ids:
+            tokenizer = ShowingDecoder(tokenizer, spec.shown_special_token_ids)
+        self._tokenizer = tokenizer
         self._metrics = metrics
+        self._turn, self._end_turn = turn, end_turn
         self._changed = asyncio.Event()
         self._is_awaited = False
         self._show_at_once: ShowAtOnce | None = None
         self._failure: Exception | None = None
         self._num_tokens = 0
         self._num_prompt_tokens = metrics.prompts_received(spec.prompts)
-        samples = sample_params(spec.sampling, spec.num_samples)
-        self._answers = [
-            GeneratedAnswer(
-                index, spec, sampling, client, tokenizer, metrics, self._on_growth, self._on_tokens
-            )
-            for index, sampling in enumerate(samples * len(spec.prompts))
-        ]
+        self._samplings = sample_params(spec.sampling, spec.num_samples)
+        self._num_answers = spec.num_samples * len(spec.prompts)
+        self._answers: list[GeneratedAnswer] = []  # that have been submitted
+        self._parent: LiveRequest | None = None  # of the next sample
+        self._grown: OrderedDict[GeneratedAnswer, None] = OrderedDict()  # that may have a piece
+        self._num_complete = 0
         answers_begin(
             spec.request_id,
-            num_answers=len(self._answers),
+            num_answers=self._num_answers,
             num_prompt_tokens=self._num_prompt_tokens,
             max_tokens=spec.sampling.max_tokens,
         )
 
-    def __enter__(self) -> "Generation":
-        try:
-            self._submit(self._answers[: self._spec.max_in_flight])
-        except ApiError:
-            self.__exit__()
-            raise
+    async def __aenter__(self) -> "Generation":
         return self
 
-    def _submit(self, answers: Sequence[GeneratedAnswer]) -> None:
-        """Submit those that have not been submitted yet."""
+    async def start(self) -> None:
+        """Submit the answers that may be in the engine now, if `pieces` should not do it. Raises
+        ApiError."""
+        most = self._num_answers
+        if self._spec.max_in_flight is not None:
+            most = min(most, self._num_complete + self._spec.max_in_flight)
+        num_before = len(self._answers)
+        while len(self._answers) < most:
+            num_submitted = len(self._answers) - num_before
+            if num_submitted and num_submitted % SUBMITTED_PER_TURN == 0:
+                await self._turn()
+            self._submit_next()
+
+    def _submit_next(self) -> None:
+        index, spec = len(self._answers), self._spec
+        sample = index % spec.num_samples
+        answer = GeneratedAnswer(
+            index,
+            spec,
+            self._samplings[sample],
+            self._client,
+            self._tokenizer,
+            self._metrics,
+            self._on_growth,
+            self._on_tokens,
+        )
+        if sample == 0:
+            self._parent = None
+        elif self._parent is None or not self._parent.is_live:
+            self._parent = self._answers[-1].live
         try:
-            for answer in answers:
-                if answer.live is None:
-                    first = self._answers[answer.index - answer.index % self._spec.num_samples]
-                    answer.submit(fork_of=first.live)
-                    self._metrics.live_requests.inc()
+            answer.submit(fork_of=self._parent)
         except EngineDead as error:
             raise unavailable(str(error)) from error
         except TooManyWaiting as error:
             raise rate_limited(str(error), "queue_full", retry_after_s=1) from error
+        self._answers.append(answer)
+        self._metrics.live_requests.inc()
+        if not answer.is_growing:  # the engine died meanwhile
+            self._on_growth(answer)
 
-    def __exit__(self, *_: object) -> None:
-        started = [answer for answer in self._answers if answer.live is not None]
-        self._client.abort([answer.live for answer in started if answer.live is not None])
-        for answer in started:
+    async def __aexit__(self, *_: object) -> None:
+        """Forks end before their parents. If this is cancelled, too, the rest ends at once."""
+        left = self._answers
+        try:
+            while left:
+                self._end(left[-ENDED_PER_TURN:])
+                del left[-ENDED_PER_TURN:]
+                if left:
+                    await self._end_turn()
+        finally:
+            self._end(left)
+
+    def _end(self, answers: list[GeneratedAnswer]) -> None:
+        self._client.abort([answer.live for answer in answers if answer.live is not None])
+        for answer in answers:
             answer.count_end()
 
     async def pieces(self, show_at_once: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
@@ -89,23 +144,35 @@ class Generation:
         Raises ApiError if the engine fails or rejects a request.
         """
         self._show_at_once = show_at_once
-        unfinished = list(self._answers)
-        while in_flight := unfinished[: self._spec.max_in_flight]:
+        await self.start()
+        while self._num_complete < self._num_answers:
             self._is_awaited = True
             await self._changed.wait()
             self._is_awaited = False
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
-            pieces = [piece for answer in in_flight if (piece := answer.take()) is not None]
-            unfinished = [answer for answer in unfinished if not answer.is_complete]
-            self._submit(unfinished[: self._spec.max_in_flight])
+            pieces = self._take()
+            await self.start()
             if pieces:
                 yield pieces
+            if self._grown:
+                await self._turn()
+                self._changed.set()
+
+    def _take(self) -> list[Piece]:
+        num_taken = min(TAKEN_PER_TURN, len(self._grown))
+        pieces = []
+        for answer in [self._grown.popitem(last=False)[0] for _ in range(num_taken)]:
+            if (piece := answer.take()) is not None:
+                pieces.append(piece)
+            self._num_complete += answer.is_complete
+        return pieces
 
     def _on_growth(self, answer: GeneratedAnswer) -> None:
-        if self._was_shown(answer):
+        if answer.is_complete or self._was_shown(answer):
             return
+        self._grown[answer] = None
         self._changed.set()
 
     def _on_tokens(self, num_tokens: int) -> None:

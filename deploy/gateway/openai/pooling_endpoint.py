@@ -22,7 +22,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     check_priority,
     num_at_a_time,
     read_in_turn,
-    within,
+    run_within,
 )
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.pooled_run import PooledRun
@@ -121,7 +121,9 @@ class PoolingEndpoint(ApiEndpoint, Generic[PoolingRequestT]):
         async def answer() -> None:
             await exchange.send_json(await self.answer(call))
 
-        await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer()))
+        await run_within(
+            exchange, service, answer(), deadline_s=request.deadline_s, arrived_s=arrived_s
+        )
 
     async def pooled(
         self,
@@ -146,8 +148,10 @@ class PoolingEndpoint(ApiEndpoint, Generic[PoolingRequestT]):
             arrived_s=call.arrived_s,
             client=service.client,
             metrics=service.metrics,
+            turn=service.turn_of(key),
+            end_turn=service.end_turn_of(key),
         )
         num_tokens = sum(map(len, prompts))
-        admitted = service.key_usage.admit(key, num_live=run.max_in_flight, num_tokens=num_tokens)
-        with admitted, run:
-            return await run.ends()
+        with service.key_usage.admit(key, num_live=run.max_in_flight, num_tokens=num_tokens):
+            async with run:
+                return await run.ends()

@@ -18,16 +18,15 @@ from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
     ResponseWriter,
     Service,
-    admit,
     answer_whole,
     check_capacity,
     check_model,
     check_priority,
+    generating,
     num_at_a_time,
     stream,
 )
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.generation import Generation
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.responses import (
     Transcript,
@@ -85,7 +84,8 @@ class SpeechEndpoint(ApiEndpoint):
         work = self._answer(exchange, service, service.speech, request, file, arrived_s)
         del form, file  # free the file once it is decoded
         try:
-            await exchange.run_while_connected(work)
+            end_turn = service.end_turn_of(api_key_of(exchange.scope))
+            await exchange.run_while_connected(work, end_turn)
         except BadAudio as error:
             raise invalid(str(error), param="file") from error
         except BadSpeechRequest as error:
@@ -130,10 +130,7 @@ class SpeechEndpoint(ApiEndpoint):
             check_capacity(spec.num_answers, service)
             num_audio_tokens = speech.audio.num_tokens * len(features)
             writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
-            with (
-                admit(spec, key, service) as spec,
-                Generation(spec, service.client, speech.tokenizer, service.metrics) as generation,
-            ):
+            async with generating(spec, key, service, speech.tokenizer) as generation:
                 if request.stream:
                     await stream(exchange, generation, writer, service.json, include_usage=True)
                 else:
@@ -190,10 +187,7 @@ async def _detect(
         multimodal=[feature],
     )
     check_capacity(spec.num_answers, service)
-    with (
-        admit(spec, key, service) as spec,
-        Generation(spec, service.client, None, service.metrics) as generation,
-    ):
+    async with generating(spec, key, service, None) as generation:
         answers = [piece async for pieces in generation.pieces() for piece in pieces]
     return speech.detected(answers[0].token_ids)
 

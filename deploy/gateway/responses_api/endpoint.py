@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Final
 
 import msgspec
@@ -136,8 +136,11 @@ class ResponsesEndpoint(ChatEndpoint):
             await super().answer(exchange, service, request, spec, writer)
             return
         assert self._store is not None
-        with ExitStack() as stack:
-            generation = stack.enter_context(generating(spec, api_key_of(exchange.scope), service))
+        async with AsyncExitStack() as stack:
+            generation = await stack.enter_async_context(
+                generating(spec, api_key_of(exchange.scope), service, service.tokenizer)
+            )
+            await generation.start()
             queued = msgspec.json.encode(writer.response)
             await writer.begin()
             left = stack.pop_all()  # the task closes it
@@ -150,7 +153,7 @@ class ResponsesEndpoint(ChatEndpoint):
 
     async def _complete(
         self,
-        stack: ExitStack,
+        stack: AsyncExitStack,
         generation: Generation | BeamGeneration,
         request: ResponseChat,
         spec: GenerationSpec,
@@ -159,31 +162,32 @@ class ResponsesEndpoint(ChatEndpoint):
     ) -> None:
         """Compute a response in the background, unless it is cancelled, and store it."""
         owner, response_id = request.owner, writer.response.id
-        with in_background(), stack:
-            pieces = asyncio.ensure_future(_pieces(generation))
-            watch = asyncio.ensure_future(_until_unwanted(store, owner, response_id))
-            try:
-                left_s = None
-                if request.deadline_s is not None:
-                    left_s = request.deadline_s - (time.perf_counter() - spec.arrived_s)
-                await asyncio.wait(
-                    (pieces, watch), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if watch.done():
-                    return
-                if not pieces.done():
-                    raise deadline_passed(request.deadline_s)
-                writer.whole(pieces.result(), generation.usage())
-            except ApiError as error:
-                note_failure(error)
-                writer.failed(error)
-            except Exception:
-                logger.exception("a response in the background failed")
-                writer.failed(ApiError(500, "internal error; see the server's log"))
-            finally:
-                pieces.cancel()
-                watch.cancel()
-                await asyncio.wait((pieces, watch))
+        with in_background():
+            async with stack:
+                pieces = asyncio.ensure_future(_pieces(generation))
+                watch = asyncio.ensure_future(_until_unwanted(store, owner, response_id))
+                try:
+                    left_s = None
+                    if request.deadline_s is not None:
+                        left_s = request.deadline_s - (time.perf_counter() - spec.arrived_s)
+                    await asyncio.wait(
+                        (pieces, watch), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if watch.done():
+                        return
+                    if not pieces.done():
+                        raise deadline_passed(request.deadline_s)
+                    writer.whole(pieces.result(), generation.usage())
+                except ApiError as error:
+                    note_failure(error)
+                    writer.failed(error)
+                except Exception:
+                    logger.exception("a response in the background failed")
+                    writer.failed(ApiError(500, "internal error; see the server's log"))
+                finally:
+                    pieces.cancel()
+                    watch.cancel()
+                    await asyncio.wait((pieces, watch))
         try:
             if await store.end(owner, response_id):
                 await writer.keep()

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from longshore.deploy.gateway.text.detokenizer import IncrementalDetokenizer, TokenDecoder
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """The strings that end an answer.
+    """The strings that end an answer; one object for all answers to a request.
 
     texts:      the stop strings, none of them empty.
     is_shown:   the answer includes the stop string that ends it.
@@ -18,6 +19,15 @@ class StopStrings:
     texts: tuple[str, ...] = ()
     is_shown: bool = False
     min_tokens: int = 0
+
+    @cached_property
+    def patterns(self) -> "tuple[StopPattern, ...]":
+        """What finds each of the texts."""
+        return tuple(map(StopPattern, self.texts))
+
+    @cached_property
+    def first_characters(self) -> frozenset[str]:
+        return frozenset(text[0] for text in self.texts)
 
 
 NO_STOP_STRINGS = StopStrings()
@@ -43,8 +53,7 @@ class AnswerText:
             tokenizer, prompt_token_ids, shows_special=shows_special
         )
         self._stops = stops
-        self._matches = [_Match(text) for text in stops.texts]
-        self._firsts = frozenset(text[0] for text in stops.texts)
+        self._num_matched = [0] * len(stops.texts)
         self._held = ""  # text held back: a prefix of a stop string, the longest that matches
         self.num_tokens = 0
         self.is_stopped = False
@@ -52,7 +61,7 @@ class AnswerText:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens; empty once stopped."""
-        if not self._matches:
+        if not self._num_matched:
             self.num_tokens += len(token_ids)
             return self._detokenizer.append(token_ids)
         shown = ""
@@ -73,43 +82,49 @@ class AnswerText:
 
     def _watch(self, text: str) -> str:
         """The part of the held text and `text` after it that can be shown."""
-        if not self._matches:
+        stops, matched = self._stops, self._num_matched
+        if not matched:
             return text
-        if self.num_tokens <= self._stops.min_tokens:
+        if self.num_tokens <= stops.min_tokens:
             return text
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self._held and stops.first_characters.isdisjoint(text):
             return text
         for index, character in enumerate(text):
-            ends = [match.text for match in self._matches if match.advance(character)]
+            for number, pattern in enumerate(stops.patterns):
+                matched[number] = pattern.advance(matched[number], character)
+            ends = [
+                stop for stop, count in zip(stops.texts, matched, strict=True) if count == len(stop)
+            ]
             if ends:
                 self.is_stopped = True
                 self.stop_string = max(ends, key=len)
                 whole, self._held = self._held + text[: index + 1], ""
-                if self._stops.is_shown:
+                if stops.is_shown:
                     return whole
                 return whole[: len(whole) - len(self.stop_string)]
         whole = self._held + text
-        border = len(whole) - max(match.num_matched for match in self._matches)
+        border = len(whole) - max(matched)
         self._held = whole[border:]
         return whole[:border]
 
 
-class _Match:
-    """Length of the longest prefix of a stop string that ends the text read so far (Knuth, Morris
-    and Pratt, 1977)."""
+class StopPattern:
+    """Finds one string in a text that is read character by character, in linear time (Knuth, Morris
+    and Pratt, 1977). The state, which each reader has itself, is the length of the longest prefix
+    of the string that ends the text read so far."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0
+        self._text = text
         self._shorter = [0] * len(text)  # by number matched - 1: the next shorter prefix
+        num_matched = 0
         for end in range(1, len(text)):
-            self.advance(text[end])
-            self._shorter[end] = self.num_matched
-        self.num_matched = 0
+            num_matched = self.advance(num_matched, text[end])
+            self._shorter[end] = num_matched
 
-    def advance(self, character: str) -> bool:
-        """Read one more character; True if it completes the stop string."""
-        while self.num_matched and self.text[self.num_matched] != character:
-            self.num_matched = self._shorter[self.num_matched - 1]
-        self.num_matched += self.text[self.num_matched] == character
-        return self.num_matched == len(self.text)
+    def advance(self, num_matched: int, character: str) -> int:
+        """The state after one more character, given that before it, which is not the whole
+        string."""
+        text = self._text
+        while num_matched and text[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (text[num_matched] == character)
