@@ -11,6 +11,7 @@ from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piec
 from longshore.deploy.requests.token_scores import TokenScore
 
 MAX_ANSWER_BYTES: Final = 64 << 20
+PIECE_BYTES: Final = 128  # of its frame
 TOKEN_BYTES: Final = 4
 TOKEN_ID_BYTES: Final = 8
 SCORE_BYTES: Final = 128  # a token with its log probability
@@ -47,7 +48,7 @@ def _too_large(num_bytes: int, advice: str, param: str | None) -> ApiError:
 
 def piece_bytes(piece: Piece) -> int:
     """The size of a piece in a response."""
-    size = len(piece.text) + len(piece.token_ids) * TOKEN_BYTES + _scores_bytes(piece.scores)
+    size = PIECE_BYTES + len(piece.text) + len(piece.token_ids) * TOKEN_BYTES + _scores_bytes(piece.scores)
     if piece.prompt is not None:
         size += len(piece.prompt.token_ids) * TOKEN_BYTES
         size += _scores_bytes(piece.prompt.scores or ())

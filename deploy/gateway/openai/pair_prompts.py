@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from tokenizers import Encoding
 
@@ -22,9 +22,11 @@ from longshore.deploy.gateway.openai.pooled_inputs import (
 )
 from longshore.deploy.gateway.openai.requests import TokenIds
 from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
-
-MAX_INLINE_PAIRS: Final = 16
+from longshore.deploy.gateway.text.tokenizer import (
+    MAX_INLINE_CHARACTERS,
+    MAX_INLINE_TEXTS,
+    ModelTokenizer,
+)
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ class PairPrompts:
             return _joined(pairs, service, tokenizer, max_tokens, keeps_end)
 
         size = sum(len(query.text) + len(document.text) for query, document in pairs)
-        if size > MAX_INLINE_CHARACTERS or len(pairs) > MAX_INLINE_PAIRS:
+        if size > MAX_INLINE_CHARACTERS or len(pairs) > MAX_INLINE_TEXTS:
             return await self._on_thread(join_all)
         return join_all()
 

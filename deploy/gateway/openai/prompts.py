@@ -19,6 +19,7 @@ from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.infilling import can_infill, infilling_prompt
 from longshore.deploy.gateway.text.tokenizer import (
     MAX_INLINE_CHARACTERS,
+    MAX_INLINE_TEXTS,
     MAX_TOKENS_PER_CUT,
     SLICE_CHARACTERS,
     ModelTokenizer,
@@ -65,7 +66,7 @@ class PromptReader:
             self._check_infilling(request)
         prompts = request.prompts()
         size = sum(map(len, prompts)) + len(prompts) * len(request.suffix or "")
-        if size > MAX_INLINE_CHARACTERS:
+        if size > MAX_INLINE_CHARACTERS or len(prompts) > MAX_INLINE_TEXTS:
             return await asyncio.to_thread(self._encode_prompts, request, cut)
         return self._encode_prompts(request, cut)
 

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Longer text is tokenized on another thread, so that streams do not wait for it.
 MAX_INLINE_CHARACTERS: Final = 4096
+MAX_INLINE_TEXTS: Final = 16  # likewise for many short ones, which take 50 us each
 MAX_INLINE_TOKENS: Final = 256  # likewise for decoding
 SLICE_CHARACTERS: Final = 16_384  # of a text whose number of tokens is estimated
 # Tokens that a cut may add to a text: it may split tokens of the whole text.
