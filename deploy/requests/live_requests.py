@@ -6,7 +6,7 @@ The gateway and `LLM` both use this table; each sends and receives the messages 
 import random
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Required, TypedDict
 
@@ -148,20 +148,26 @@ class LiveRequests:
 
     seeds: source of seeds for requests without one; None: random.
     on_late_end: called with the end of a request that is not live any more.
+    notify: calls `on_change` of each request that has changed, perhaps later; None: at once.
     """
 
     def __init__(
         self,
         seeds: random.Random | None = None,
         on_late_end: Callable[[FinishedRequest], None] = lambda finished: None,
+        notify: Callable[[Collection[LiveRequest]], None] | None = None,
     ) -> None:
         self._on_late_end = on_late_end
+        self._notify = notify or _notify_at_once
         self._by_handle: dict[int, LiveRequest] = {}
         self._next_handle = 0
         self._seeds = seeds or seed_source(None)
 
     def __len__(self) -> int:
         return len(self._by_handle)
+
+    def __contains__(self, live: LiveRequest) -> bool:
+        return self._by_handle.get(live.handle) is live
 
     def all(self) -> list[LiveRequest]:
         """All live requests."""
@@ -250,6 +256,8 @@ class LiveRequests:
         fork_of: as for `open`. Without it the request is no fork any more, because the KV of the
                  request that it forked is elsewhere, or lost.
         """
+        if live in self:
+            del self._by_handle[live.handle]
         live.handle, self._next_handle = self._next_handle, (self._next_handle + 1) & 0x7FFFFFFF
         self._by_handle[live.handle] = live
         live.num_tokens_sent = live.num_tokens
@@ -279,11 +287,20 @@ class LiveRequests:
             fork_of=None if fork_of is None else fork_of.handle,
         )
 
-    def release_all(self) -> list[LiveRequest]:
-        """Remove all requests, in the order in which they came; returns those that are live."""
-        requests = self.all()
-        self._by_handle.clear()
-        return [live for live in requests if live.is_live]
+    def remove_finished(self) -> list[LiveRequest]:
+        """The engine, or what it kept of finished requests, is lost: remove those. Returns the live
+        ones, in the order in which they came."""
+        for live in self.all():
+            if not live.is_live:
+                del self._by_handle[live.handle]
+        return sorted(self.all(), key=lambda live: live.opened_s)
+
+    def release(self, live: LiveRequest) -> bool:
+        """Remove a request, for another engine to resume. False if it is not live here."""
+        if live not in self:
+            return False
+        del self._by_handle[live.handle]
+        return True
 
     def abort(self, requests: Sequence[LiveRequest]) -> AbortRequests | None:
         """Remove the requests that are still live; returns the message that aborts them, if any.
@@ -306,8 +323,8 @@ class LiveRequests:
         changed: dict[int, LiveRequest] = {}
         for outputs in steps:
             self._apply(outputs, changed)
-        for live in changed.values():
-            live.on_change()
+        if changed:
+            self._notify(changed.values())
 
     def _apply(self, outputs: EngineOutputs, changed: dict[int, LiveRequest]) -> None:
         by_handle = self._by_handle
@@ -330,29 +347,36 @@ class LiveRequests:
 
     def fail_all(self, failure: EngineDead) -> None:
         """The engine will not return: fail every live request with `failure`."""
-        self._fail(self.all(), failure)
+        self.fail(self.all(), failure)
 
     def fail_stopped(self, failure: EngineDead) -> None:
         """The engine is lost: end requests that need nothing more of it, because a stop string was
         found."""
-        self._fail([live for live in self.all() if live.is_stopped], failure)
+        self.fail([live for live in self.all() if live.is_stopped], failure)
 
-    def fail_fatal(self, failure: EngineDead) -> AbortRequests | None:
+    def fail_fatal(
+        self, failure: EngineDead, unsent: Container[LiveRequest] = ()
+    ) -> AbortRequests | None:
         """The engine is lost, or its workers: fail requests that have lost MAX_LOST of them in a
         row without a token. One of them may be what kills the engines. Returns the message that
-        aborts them, if any."""
-        requests = self.all()
+        aborts them, if any. unsent: those that the engine has not got."""
+        requests = [live for live in self.all() if live not in unsent]
         for live in requests:
             live.num_lost = live.num_lost + 1 if live.num_tokens == live.num_tokens_sent else 0
             live.num_tokens_sent = live.num_tokens
         fatal = [live for live in requests if live.num_lost >= MAX_LOST]
-        self._fail(fatal, failure)
+        self.fail(fatal, failure)
         handles = [live.handle for live in fatal]
         return AbortRequests(int32_array(handles)) if handles else None
 
-    def _fail(self, requests: Sequence[LiveRequest], failure: EngineDead) -> None:
+    def fail(self, requests: Sequence[LiveRequest], failure: EngineDead) -> None:
+        """Fail these live requests with `failure`."""
         for live in requests:
             del self._by_handle[live.handle]
-        for live in requests:
             live.failure = failure
-            live.on_change()
+        self._notify(requests)
+
+
+def _notify_at_once(requests: Collection[LiveRequest]) -> None:
+    for live in requests:
+        live.on_change()

@@ -49,24 +49,26 @@ def count_operations(run: Callable[[], object]) -> int:
     """Operations of `run`, on this thread."""
     total = 0
 
-    def count(frame: FrameType, event: str, _: object) -> Any:
+    def count(_: FrameType, event: str, __: object) -> Any:
         nonlocal total
-        total += event == "line"
+        if event == "line":
+            total += 1
         return count
 
     def count_scans(frame: FrameType, event: str, _: object) -> Any:
         nonlocal total
         if event == "line":
             total += 1
-            for size in _scans_of(frame.f_code).get(frame.f_lineno, ()):
+            for size in scans_of(frame.f_code).get(frame.f_lineno, ()):
                 total += size(frame)
         return count_scans
 
-    def enter(frame: FrameType, event: str, _: object) -> Any:
+    def enter(frame: FrameType, _: str, __: object) -> Any:
         nonlocal total
         total += 1
-        return count_scans if _scans_of(frame.f_code) else count
+        return count_scans if scans_of(frame.f_code) else count
 
+    scans_of = _scans_of
     former, collects = sys.gettrace(), gc.isenabled()
     gc.disable()  # its callbacks and finalizers come when they like
     sys.settrace(enter)

@@ -7,7 +7,7 @@ first engine is ready again.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Final, Unpack
 
 from longshore.deploy.gateway.engines.engine_client import EngineClient
 from longshore.deploy.gateway.engines.split_requests import (
@@ -33,6 +33,10 @@ from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
+
+MOVED_PER_TURN: Final = 16
+"""Requests of lost engines that are sent to others in one iteration of the event loop, at 0.1 to
+0.5 ms each."""
 
 
 class Engines:
@@ -79,6 +83,8 @@ class Engines:
         self._seeds = seed_source(seed, number)
         self._why_stopped = why_stopped
         self.clients: dict[int, EngineClient] = {}
+        self._leaving: dict[int, EngineClient] = {}  # removed, with requests that are not moved yet
+        self._moves_soon = self._splits_soon = False
         self.split = SplitRequests(
             split_config,
             self.clients,
@@ -93,6 +99,8 @@ class Engines:
 
     def add_engine(self, engine: int, endpoint: Endpoint) -> None:
         """Connect to an engine, which the router has got, too. It is used once it is ready."""
+        while engine in self._leaving:  # a former one of this number
+            self._move_some()
         self.clients[engine] = EngineClient(
             endpoint,
             self._hello,
@@ -105,16 +113,21 @@ class Engines:
         )
 
     def remove_engine(self, engine: int) -> None:
-        """Disconnect from an engine, which is not the only one, and which the router has lost
-        already. Its requests are resumed on others."""
-        client = self.clients.pop(engine)
+        """Use an engine no more, which is not the only one, and which the router has lost already.
+        Its requests are resumed on others, and then it is disconnected."""
+        self._leaving[engine] = self.clients.pop(engine)
         self._on_ready(engine, False)
-        self.split.engines_changed()
-        self._resume_elsewhere(client.release_all())
-        client.close()
+        self._change_split()
+        self._move_some()
+
+    @property
+    def _all_clients(self) -> list[EngineClient]:
+        return [*self.clients.values(), *self._leaving.values()]
 
     def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
         def take(stats: SchedulerStats) -> None:
+            if engine not in self.clients:
+                return  # it is about to be disconnected
             self._router.loads.note_report(
                 engine,
                 num_requests=stats.num_running + stats.num_waiting,
@@ -157,7 +170,7 @@ class Engines:
     @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
-        num_sent = sum(client.num_live_requests for client in self.clients.values())
+        num_sent = sum(client.num_live_requests for client in self._all_clients)
         return self.split.num_held + num_sent
 
     @property
@@ -273,7 +286,7 @@ class Engines:
         """An engine was lost or paused, or runs: no request waits for one while another runs."""
         for engine, client in self.clients.items():
             self._on_ready(engine, client.is_ready)
-        self.split.engines_changed()
+        self._change_split()
         if not any(client.is_running for client in self.clients.values()):
             for client in self.clients.values() if self._is_draining else ():
                 if not client.is_ready:  # a paused one may have new workers soon
@@ -283,7 +296,39 @@ class Engines:
             if client.is_running or client.death is not None:
                 continue
             self._router.loads.note_report(engine, num_requests=0, num_own=0)  # all are moved
-            self._resume_elsewhere(client.release_all())
+        self._move_some()
+
+    def _change_split(self) -> None:
+        if self.split.engines_changed() and not self._splits_soon:
+            self._splits_soon = True
+            self._loop.call_soon(self._change_split_again)
+
+    def _change_split_again(self) -> None:
+        self._splits_soon = False
+        self._change_split()
+
+    def _move_some(self) -> None:
+        """Resume some requests of engines that are gone, or do not run while others do."""
+        self._moves_soon = False
+        left = MOVED_PER_TURN
+        is_any_running = any(client.is_running for client in self.clients.values())
+        moving = [
+            client
+            for client in self.clients.values()
+            if is_any_running and not client.is_running and client.death is None
+        ]
+        for client in (*moving, *self._leaving.values()):
+            released = client.release_some(left)
+            left -= len(released)
+            self._resume_elsewhere(released)
+        for engine, client in list(self._leaving.items()):
+            if not client.num_live_requests:
+                del self._leaving[engine]
+                client.close()
+        has_more = any(client.num_live_requests for client in moving if not client.is_running)
+        if (has_more or self._leaving) and not self._moves_soon:
+            self._moves_soon = True
+            self._loop.call_soon(self._move_some)
 
     def _resume_elsewhere(self, requests: Sequence[LiveRequest]) -> None:
         for live in requests:
@@ -301,16 +346,21 @@ class Engines:
             self._note_answer(live)
         for live in reversed(requests):  # forks first
             self.split.abort(live)
-        for engine, client in list(self.clients.items()):
-            there = [live for live in requests if live.engine == engine]
-            if there:
+        by_engine: dict[int, list[LiveRequest]] = {}
+        for live in requests:
+            by_engine.setdefault(live.engine, []).append(live)
+        for engine, there in by_engine.items():
+            if (client := self._client_of(engine)) is not None:
                 client.abort(there)
+
+    def _client_of(self, engine: int) -> EngineClient | None:
+        return self.clients.get(engine) or self._leaving.get(engine)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
         if self.split.stop(live, num_tokens):
             return
-        if (client := self.clients.get(live.engine)) is not None:  # else it has finished there
+        if (client := self._client_of(live.engine)) is not None:  # else it has finished there
             client.stop(live, num_tokens)
 
     def begin_drain(self) -> None:
@@ -321,10 +371,10 @@ class Engines:
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""
         self.split.fail_held(EngineDead(reason))
-        for client in self.clients.values():
+        for client in self._all_clients:
             client.shut_down(reason)
 
     def close(self) -> None:
         """See EngineClient."""
-        for client in self.clients.values():
+        for client in self._all_clients:
             client.close()

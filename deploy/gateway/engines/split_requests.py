@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -45,6 +46,9 @@ from longshore.protocol.sampling import SamplingParams
 RESERVED_TOKENS: Final = 256
 """Output tokens for which a request has capacity, beyond those that it has; not all of them,
 because most answers end long before their limit."""
+
+MOVED_PER_CALL: Final = 16
+"""Requests that are sent to another engine at a time when one is lost."""
 
 Outcome: TypeAlias = Literal["offered", "refused", "finished", "failed", "aborted"]
 """How a remote prefill has ended; a label of metrics.
@@ -230,9 +234,9 @@ class SplitRequests:
 
     # Engines
 
-    def engines_changed(self) -> None:
-        """An engine is ready, lost, paused, closed, open or removed. To be called before
-        `moved`."""
+    def engines_changed(self) -> bool:
+        """An engine is ready, lost, paused, closed, open or removed. To be called before `moved`.
+        Returns whether to call it again soon: it sends a bounded number of requests elsewhere."""
         self._take_out(self._capacities.closed_engines)
         queues: dict[Role, RoleQueue[SplitRequest]] = {
             "decode": self._decode,
@@ -243,14 +247,22 @@ class SplitRequests:
                 if (num_tokens := self._capacities.update(engine)) is not None:
                     self._assigned(queue, queue.set_capacity(engine, num_tokens))
         if not self._capacities.any_open("decode"):
-            for split in list(self._held):
-                if split.phase in (Phase.QUEUED, Phase.ADMITTED, Phase.OFFERED):
+            stuck = self._first_held(Phase.QUEUED, Phase.ADMITTED, Phase.OFFERED)
+            for split in stuck:
+                if split in self._held:  # it was not sent, because others were
                     self._send_anywhere(split)
         elif not self._capacities.any_open("prefill"):
-            for split in list(self._held):
+            stuck = self._first_held(Phase.ADMITTED)
+            for split in stuck:
                 if split.phase is Phase.ADMITTED:
                     self._assigned(self._prefill, self._prefill.release(split))
                     self._begin(split)
+        else:
+            return False
+        return len(stuck) == MOVED_PER_CALL
+
+    def _first_held(self, *phases: Phase) -> list[SplitRequest]:
+        return list(islice((each for each in self._held if each.phase in phases), MOVED_PER_CALL))
 
     def _take_out(self, engines: Sequence[int]) -> None:
         """These engines get no further requests. Those that were to continue there are queued
@@ -549,9 +561,10 @@ class SplitRequests:
     # Forks
 
     def _fork(self, split: SplitRequest, parent: SplitRequest) -> None:
-        if parent.phase is Phase.SENT:
+        is_sent = parent.phase is Phase.SENT
+        if is_sent and parent.live.engine in self._engines:
             self._send(split, parent.live.engine, Phase.SENT, fork_of=parent.live)
-        elif parent.phase is Phase.ENDED:
+        elif is_sent or parent.phase is Phase.ENDED:
             self._hold(split, Phase.QUEUED)
             self._queue_again(split, has_failed=False)
         else:

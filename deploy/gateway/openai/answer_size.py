@@ -48,7 +48,12 @@ def _too_large(num_bytes: int, advice: str, param: str | None) -> ApiError:
 
 def piece_bytes(piece: Piece) -> int:
     """The size of a piece in a response."""
-    size = PIECE_BYTES + len(piece.text) + len(piece.token_ids) * TOKEN_BYTES + _scores_bytes(piece.scores)
+    size = (
+        PIECE_BYTES
+        + len(piece.text)
+        + len(piece.token_ids) * TOKEN_BYTES
+        + _scores_bytes(piece.scores)
+    )
     if piece.prompt is not None:
         size += len(piece.prompt.token_ids) * TOKEN_BYTES
         size += _scores_bytes(piece.prompt.scores or ())

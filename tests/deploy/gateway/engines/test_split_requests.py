@@ -42,6 +42,11 @@ def leasing(num_blocks: int) -> KVCapacity:
     return msgspec.structs.replace(CAPACITY, num_leasable_blocks=num_blocks)
 
 
+def released(requests: LiveRequests) -> list[LiveRequest]:
+    """All live requests, which are removed."""
+    return [live for live in requests.remove_finished() if requests.release(live)]
+
+
 class FakeEngine:
     """An engine that has 100 blocks of 16 tokens, and the requests that it was sent.
 
@@ -158,7 +163,7 @@ class Split:
                     self.resume_elsewhere(engine)
 
     def resume_elsewhere(self, engine: FakeEngine) -> None:
-        for live in engine.requests.release_all():
+        for live in released(engine.requests):
             assert self.requests.moved(live)
 
     def close(self, number: int, reason: str | None = "drained by the operator") -> None:
@@ -221,7 +226,7 @@ class Split:
     def restore(self, number: int) -> None:
         engine = self.engines[number]
         engine.is_running, engine.closed_reason = True, None
-        engine.resume(engine.requests.release_all())
+        engine.resume(released(engine.requests))
         self.move_requests()
 
     def assert_nothing_is_left(self) -> None:
