@@ -46,7 +46,8 @@ class BlockIndex:
 
     def __init__(self, num_engines: int, *, tokens_per_hash: int, max_hashes: int) -> None:
         # Two slots per engine: when an engine has cleared its blocks, it gets another slot, and the
-        # bits of the former one are removed later, in parts.
+        # bits of the former one are removed later, in parts. One that is cleared again before that
+        # may have to wait for a slot (`has_slot`).
         self._width = max(MIN_WIDTH, 2 * num_engines)
         self._slots: dict[int, int] = {}
         self._has_any: dict[int, bool] = {}
@@ -73,16 +74,23 @@ class BlockIndex:
 
     def add_engine(self, engine: int) -> None:
         """A new engine, of which nothing is known yet."""
-        if 2 * (len(self._slots) + 1) > self._width:
+        if 2 * (len(self._has_any) + 1) > self._width:
             self._widen()
-        self._slots[engine] = self._take_slot()
         self._has_any[engine] = self.is_known[engine] = False
+        self._give_slots()
 
     def remove_engine(self, engine: int) -> None:
         """The engine is gone. Its bits are removed in parts, as by `clear`."""
         self.clear(engine)
-        self._free_slots.append(self._slots.pop(engine))
+        if (slot := self._slots.pop(engine, None)) is not None:
+            self._free_slots.append(slot)
         del self._has_any[engine], self.is_known[engine]
+        self._give_slots()
+
+    def has_slot(self, engine: int) -> bool:
+        """Whether what the engine stores is noted. If it was cleared several times in a row, that
+        may not be so until `collect` has looked at all entries."""
+        return engine in self._slots
 
     def describe_group(self, group: int, info: GroupInfo) -> None:
         """An engine has blocks of this group; all engines have equal groups. A group that is out of
@@ -120,10 +128,9 @@ class BlockIndex:
         """The engine has no blocks any more, or they are not known."""
         if not self._has_any.get(engine, False):
             return
-        new_slot = self._take_slot()
-        slot, self._has_any[engine] = self._slots[engine], False
-        self._slots[engine] = new_slot
-        self._dead_slots.append(slot)
+        self._has_any[engine] = False
+        self._dead_slots.append(self._slots.pop(engine))
+        self._give_slots()
         self._mark_dead()
 
     @property
@@ -152,13 +159,13 @@ class BlockIndex:
         self._free_slots += self._dead_slots
         self._dead, self._num_uncollected = 0, 0
         self._dead_slots.clear()
+        self._give_slots()
         return False
 
-    def _take_slot(self) -> int:
-        if not self._free_slots:
-            while self.collect(len(self) + 1):  # an engine was cleared twice in a row
-                pass
-        return self._free_slots.pop()
+    def _give_slots(self) -> None:
+        for engine in self._has_any:
+            if engine not in self._slots and self._free_slots:
+                self._slots[engine] = self._free_slots.pop()
 
     def _mark_dead(self) -> None:
         self._dead = sum(
@@ -201,7 +208,7 @@ class BlockIndex:
     def match(self, chain: "PromptHashes", engines: Iterable[int]) -> dict[int, int]:
         """How many leading tokens of a prompt each of `engines` has, or is about to have. Engines
         that have none are left out."""
-        engine_of = {self._slots[engine]: engine for engine in engines}
+        engine_of = {self._slots[each]: each for each in engines if each in self._slots}
         if not self._groups:
             return {}
         get = self._get if self._narrow else self._masks.get

@@ -101,6 +101,7 @@ class EventFollower:
     def has_work(self) -> bool:
         """`work` has something to do."""
         can_go_on = self._has_snapshot and self._awaited is None
+        can_go_on = can_go_on and self._index.has_slot(self._engine)
         return can_go_on and bool(self._parts or self._held)
 
     def begin(self, now_s: float) -> None:
@@ -226,6 +227,11 @@ class EventFollower:
         for event in batch.events:
             if isinstance(event, _Cleared):
                 index.clear(engine)
+                if not index.has_slot(engine):  # what follows would be lost
+                    self._has_snapshot = False  # `check` asks for one, at its own pace
+                    self._index.is_known[engine] = False
+                    self._parts.clear()
+                    return
             elif event.locality == "REMOTE" or event.medium not in MEDIA:
                 continue  # all engines can have it, so it does not matter which one is chosen
             elif isinstance(event, _Removed):

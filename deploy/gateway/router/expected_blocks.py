@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.requests.live_requests import LiveRequest
 
+EXPIRED_PER_CALL: Final = 4
+"""More than a call can add, so that they are not left behind; each has up to 64 blocks."""
 KEPT_S: Final = 1.0
 """After the first token, so that the blocks are published before they are not expected any more."""
 
@@ -45,8 +47,11 @@ class ExpectedBlocks:
             self._answered.append((now_s + KEPT_S, expected))
 
     def expire(self, now_s: float) -> None:
-        """Remove those of requests that were answered some time ago."""
-        while self._answered and self._answered[0][0] <= now_s:
+        """Remove those of some requests that were answered some time ago. To be called for every
+        request: the rest of those that are due is removed by the next calls."""
+        for _ in range(EXPIRED_PER_CALL):
+            if not self._answered or self._answered[0][0] > now_s:
+                return
             _, expected = self._answered.popleft()
             self._end(expected)
 

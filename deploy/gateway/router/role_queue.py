@@ -8,6 +8,7 @@ overtaken by small ones, which could make it wait for ever.
 """
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -56,7 +57,7 @@ class RoleQueue(Generic[RequestT]):
         self._capacity: dict[int, int] = {}
         self._num_used: dict[int, int] = {}
         self._entries: dict[RequestT, _Entry[RequestT]] = {}
-        self._waiting: list[_Entry[RequestT]] = []
+        self._waiting: OrderedDict[_Entry[RequestT], None] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
@@ -88,11 +89,11 @@ class RoleQueue(Generic[RequestT]):
         if not self._fits_somewhere(num_units):
             return Refusal.TOO_LARGE
         entry = _Entry(request, num_units)
-        self._waiting.append(entry)
+        self._waiting[entry] = None
         self._entries[request] = entry
         assigned = self._assign_waiting()
         if entry.engine is None and len(self._waiting) > self._max_waiting:
-            self._waiting.remove(entry)
+            del self._waiting[entry]
             del self._entries[request]
             return Refusal.FULL
         return assigned
@@ -118,7 +119,8 @@ class RoleQueue(Generic[RequestT]):
         if len(entry.failed_on) >= MAX_ATTEMPTS:
             del self._entries[request]
             return Refusal.FAILED
-        self._waiting.insert(0, entry)
+        self._waiting[entry] = None
+        self._waiting.move_to_end(entry, last=False)
         return self._assign_waiting()
 
     def remove_engine(self, engine: int) -> list[RequestT]:
@@ -128,7 +130,7 @@ class RoleQueue(Generic[RequestT]):
 
     def _take_back(self, entry: _Entry[RequestT]) -> None:
         if entry.engine is None:
-            self._waiting = [other for other in self._waiting if other is not entry]
+            self._waiting.pop(entry, None)
             return
         self._num_used[entry.engine] -= entry.num_units
         entry.engine = None
@@ -140,7 +142,8 @@ class RoleQueue(Generic[RequestT]):
 
     def _assign_waiting(self) -> list[Assignment[RequestT]]:
         assigned: list[Assignment[RequestT]] = []
-        for entry in self._waiting:
+        while self._waiting:
+            entry = next(iter(self._waiting))
             # An engine that has nothing takes any request: capacities may have become smaller.
             engines = [
                 engine
@@ -152,7 +155,7 @@ class RoleQueue(Generic[RequestT]):
             if not engines:
                 break
             entry.engine = self._choose(entry.request, fresh or engines)
+            del self._waiting[entry]
             self._num_used[entry.engine] = self.num_used(entry.engine) + entry.num_units
             assigned.append(Assignment(entry.request, entry.engine))
-        del self._waiting[: len(assigned)]
         return assigned

@@ -107,7 +107,7 @@ class Index(RuleBasedStateMachine):
         engine, group, medium, prompt, first, last = blocks
         hashes = prompt[first:last]
         self.index.store(engine, hashes, group, medium)  # type: ignore[arg-type]
-        if engine in self.present:
+        if self.index.has_slot(engine):
             self.held[engine] |= {(group, medium, each) for each in hashes}
 
     @rule(blocks=blocks)
@@ -121,7 +121,7 @@ class Index(RuleBasedStateMachine):
     def expect(self, blocks: tuple[int, int, str, list[bytes], int, int]) -> None:
         engine, _, _, prompt, first, last = blocks
         self.index.expect(engine, prompt[first:last])
-        if engine in self.present:
+        if self.index.has_slot(engine):
             self.expected[engine] |= set(prompt[first:last])
 
     @rule(blocks=blocks)

@@ -393,3 +393,23 @@ class BadNetwork(RuleBasedStateMachine):
 
 TestBadNetwork = BadNetwork.TestCase
 TestBadNetwork.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+def test_an_engine_whose_blocks_wait_for_a_slot_is_known_again_from_a_snapshot() -> None:
+    publisher, gateway = following()
+    num_cleared = 0
+    while gateway.index.has_slot(0):
+        gateway.receive(publisher.publish(stored(0), AllBlocksCleared(), stored(1)))
+        num_cleared += 1
+    assert num_cleared > 2
+    assert gateway.known() == set()
+    assert not gateway.follower.is_current
+    assert gateway.follower.check(0.0)
+    gateway.ask(publisher)
+    assert not gateway.follower.has_work  # the snapshot waits, too
+    while gateway.index.collect(1):
+        pass
+    gateway.work()
+    assert gateway.known() == {HASHES[1]}
+    gateway.receive(publisher.publish(stored(2)))
+    assert gateway.known() == set(HASHES[1:3])
