@@ -19,12 +19,13 @@ MAX_GROWTH_BYTES = 200 << 20
 
 
 def post(body: bytes, *headers: bytes, path: bytes = b"/v1/completions") -> bytes:
-    lines = [b"POST %s HTTP/1.1" % path, b"Host: x", b"Content-Type: application/json", *headers]
-    return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
+    lines = [b"POST %s HTTP/1.1" % path, b"Host: localhost", *headers]
+    lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body), b""]
+    return b"\r\n".join([*lines, body])
 
 
 def chunked(*chunks: bytes) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     coded = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
     return head + b"Transfer-Encoding: chunked\r\n\r\n" + coded
 
@@ -52,6 +53,12 @@ class Client:
             headers[name.lower()] = value.strip()
         length = int(headers.get(b"content-length", b"0")) if has_body else 0
         return int(status_line.split()[1]), headers, self._file.read(length)
+
+    def final_answer(self, *, has_body: bool = True) -> tuple[int, dict[bytes, bytes], bytes]:
+        """The next one that is not `100 Continue`."""
+        while (answer := self.answer(has_body=has_body))[0] == 100:
+            continue
+        return answer
 
     def rest(self) -> bytes:
         """All data until the server closes the connection."""
@@ -110,8 +117,8 @@ def others_are_served(deployment: Deployment) -> Iterator[None]:
     assert say(deployment, post(BODY))[0] == 200
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-SMUGGLED = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+SMUGGLED = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +133,13 @@ SMUGGLED = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
         HEAD + b"Content-Length: 9999999999999999999999\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n",
-        b"GET /health HTTP/1.1\nHost: x\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: \x00\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: b\r\n c\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + SMUGGLED,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
@@ -219,7 +230,7 @@ def test_a_body_that_is_not_said_to_be_json_is_a_415(
     deployment: Deployment, kind: bytes, is_taken: bool
 ) -> None:
     for path, body in ((b"/v1/completions", BODY), (b"/tokenize", b'{"prompt":"x"}')):
-        head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\n" % (path, kind)
+        head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\n" % (path, kind)
         request = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         status, _, answer = say(deployment, request)
         assert status == (200 if is_taken else 415)
@@ -260,6 +271,46 @@ def test_a_client_that_resets_the_connection_mid_answer_is_aborted(deployment: D
     wait_until(lambda: metrics(deployment)["longshore_live_requests"] <= 1)
 
 
+GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "path", [b"/v1/completions", b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"]
+)
+def test_pipelined_requests_of_a_half_closed_connection_are_answered(
+    deployment: Deployment, tiny_model: tuple[Path, Any], path: bytes
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    bodies = {
+        b"/v1/completions": {"prompt": "x", "max_tokens": 2},
+        b"/v1/messages": {"model": tiny_model[0].name, **chat},
+        b"/v1/responses": {"input": "x", "max_output_tokens": 2},
+    }
+    request = post(json.dumps(bodies.get(path, chat)).encode(), path=path)
+    with Client(deployment) as client:
+        client.send(request * 3 + GET_HEALTH)
+        client.socket.shutdown(socket.SHUT_WR)
+        assert [client.final_answer()[0] for _ in range(3)] == [200] * 3
+        status, headers, body_ = client.final_answer()
+        assert (status, headers[b"connection"], body_) == (200, b"close", b"alive\n")
+        assert client.rest() == b""
+
+
+def test_a_half_closed_stream_ends_as_usual_and_a_closed_one_is_aborted(
+    deployment: Deployment,
+) -> None:
+    asked = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with Client(deployment) as client:
+        client.send(post(json.dumps(asked).encode()))
+        client.socket.shutdown(socket.SHUT_WR)
+        assert client.final_answer(has_body=False)[0] == 200
+        assert b"data: [DONE]" in client.rest()[-40:]
+    whole = post(json.dumps(asked | {"max_tokens": 4000, "stream": False}).encode())
+    with Client(deployment) as client:
+        client.send(whole)
+    wait_until(lambda: metrics(deployment)["longshore_live_requests"] <= 1)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
@@ -275,7 +326,7 @@ def test_another_method_is_a_405_that_says_which_ones_there_are(
     deployment: Deployment, method: bytes, path: bytes, allowed: bytes
 ) -> None:
     with Client(deployment) as client:
-        client.send(b"%s %s HTTP/1.1\r\nHost: x\r\n\r\n" % (method, path))
+        client.send(b"%s %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, path))
         status, headers, body = client.answer(has_body=method != b"HEAD")
         assert status == 405
         assert sorted(headers[b"allow"].split(b", ")) == allowed.split(b", ")
@@ -285,7 +336,7 @@ def test_another_method_is_a_405_that_says_which_ones_there_are(
 
 def test_head_has_the_headers_of_get_and_no_body(deployment: Deployment) -> None:
     with Client(deployment) as client:
-        client.send(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        client.send(b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         status, headers, _ = client.answer(has_body=False)
         assert (status, headers[b"content-length"]) == (200, b"6")
         assert client.rest() == b""
@@ -307,7 +358,7 @@ def test_a_connection_can_be_used_again_after_every_kind_of_rejection(
         (post(b"{"), 400),
         (post(b'{"prompt":"x","model":"other"}'), 404),
         (post(BODY, path=b"/v1/files"), 404),
-        (b"GET /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+        (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
         (post(BODY).replace(b"application/json", b"text/plain"), 415),
         (post(b'{"prompt":"' + b"x" * (17 << 20) + b'"}'), 413),
     ]
@@ -321,7 +372,8 @@ def test_a_connection_can_be_used_again_after_every_kind_of_rejection(
 
 def test_paths_of_any_bytes_are_a_404(deployment: Deployment) -> None:
     for path in (b"/%ff%00%0d%0a", b"/v1/models/%ff%0d%0aX:%20y", b"/v1//models", b"//v1/models"):
-        status, headers, body = say(deployment, b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        request = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path
+        status, headers, body = say(deployment, request)
         assert status == 404
         assert b"x" not in headers
         assert json.loads(body)["error"]["type"] == "not_found_error"

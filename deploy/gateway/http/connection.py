@@ -2,10 +2,16 @@
 
 URLs, heads and trailers are limited in size, because the parser would buffer them without limit. A
 connection is closed if no head arrives, if a body arrives too slowly, or if the client does not
-read its response, because file descriptors are scarce. Requests are not pipelined: while a
-pipelined request waits, uvicorn stops reading and would not notice a disconnect. The connection is
-closed after the current response instead, and the client sends the other requests again. When file
-descriptors run out, further connections are refused, and those that exist go on.
+read its response, because file descriptors are scarce. When they run out, further connections are
+refused, and those that exist go on.
+
+A few pipelined requests wait for the responses before theirs. What cannot wait (too many, too
+large, no HTTP) is left unanswered: the last response says `connection: close`, and the connection
+ends.
+
+A client that sends no more may have gone, or wait for its response: the network shows that only in
+reply to data. Until a response has begun, it is sent `100 Continue` now and then, which clients
+ignore.
 """
 
 import asyncio
@@ -14,9 +20,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from longshore.deploy.gateway.http.exchange import OUTLET_KEY, ClientGone
+from longshore.deploy.gateway.http.exchange import OUTLET_KEY, ClientGone, Exchange
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.protocol.logs.limits import LogLimit
 
@@ -31,6 +39,13 @@ MIN_BODY_BYTES: Final = 1 << 10
 
 # Connections above the limit that get an answer once they send something; more are closed at once.
 MAX_REFUSED: Final = 32
+
+MAX_PIPELINED: Final = 8
+MAX_PIPELINED_BYTES: Final = 64 << 10  # of one request's body; uvicorn stops reading beyond it
+# The first reply of a host whose client has gone comes within a round trip.
+FIRST_PROBE_S: Final = 0.2
+PROBE_INTERVAL_S: Final = 2.0
+MAX_UNPROBED_S: Final = 10.0  # for HTTP/1.0, which has no `100 Continue`
 
 
 def _last_answer(error: ApiError) -> bytes:
@@ -50,7 +65,19 @@ _HEAD_TOO_LARGE: Final = ApiError(
     431, f"the URL and the header fields are larger than {MAX_HEAD_BYTES} bytes"
 )
 _TOO_SLOW: Final = ApiError(408, "the request body arrives too slowly")
+_NO_HOST: Final = ApiError(400, "a request must have one Host header field")
+_NO_PROXY: Final = ApiError(405, "CONNECT is not allowed: this server is no proxy")
+_TOO_LARGE_TO_WAIT: Final = ApiError(
+    413,
+    f"a pipelined request has a body of more than {MAX_PIPELINED_BYTES} bytes; send it after the "
+    "response to the request before it",
+)
+_NOT_CHUNKED: Final = ApiError(400, "the only transfer coding that is supported is chunked, once")
 _TOO_MANY: Final = ApiError(503, "the server has too many connections; retry later")
+# What a client ignores: before a response, and within a stream of events.
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT: Final = b":\n\n"
+
 _refusals: Final = LogLimit(logger, max_per_second=1)
 _rejections: Final = LogLimit(logger, max_per_second=1)
 
@@ -82,6 +109,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_body_bytes = 0
         self._reader_timer: asyncio.TimerHandle | None = None
+        # The request that is answered now; `cycle` is the last one that has arrived.
+        self._current: RequestResponseCycle | None = None
+        self._is_stream = False  # its response is a stream of events
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -93,7 +124,78 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_watching()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self.pipeline.clear()
+        if self._is_answering:
+            assert self._current is not None
+            self._current.disconnected = True
+            self._current.message_event.set()
         super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._current is not None and not self._current.response_complete
+
+    def _end_after_responses(self) -> None:
+        """Read no more, and close after the response to the last request that has arrived."""
+        self._is_ignored = True
+        self._stop_waiting()
+        self.cycle.keep_alive = False
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. True: it may wait for a response."""
+        if not self._is_answering or self.cycle.more_body:
+            return False
+        self._end_after_responses()
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Write what the client ignores. If it has gone, its host says so in reply, and the next
+        write fails."""
+        current = self._current
+        if current is None or current.response_complete or self.transport.is_closing():
+            return
+        is_first = self._probe_timer is None
+        delay_s = FIRST_PROBE_S if is_first else PROBE_INTERVAL_S
+        if current.response_started:
+            if self._is_stream:
+                self.write_part(_COMMENT)
+        elif current.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        elif is_first:
+            delay_s = MAX_UNPROBED_S
+        else:
+            self.transport.abort()
+            return
+        self._probe_timer = self.loop.call_later(delay_s, self._probe)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._current, self._is_stream = cycle, False
+        super()._start_asgi_task(cycle, app)
+
+    def _defer(self, error: ApiError) -> bool:
+        """Reject what the client sends now after the responses to earlier requests. False: there
+        are none to wait for."""
+        if not self._is_answering:
+            return False
+        if not self.cycle.more_body:  # it is after the last request
+            self._end_after_responses()
+        elif self.cycle is self._current:
+            return False
+        else:
+            self._answer_in_turn(error)
+        return True
+
+    def _answer_in_turn(self, error: ApiError) -> None:
+        """Answer the last request, which waits for earlier ones, with an error, and close."""
+
+        async def reject(scope: Any, receive: Any, send: Any) -> None:
+            await Exchange(scope, receive, send).send_error(error)
+
+        self.pipeline[0] = (self.cycle, reject)
+        self._end_after_responses()
 
     def _refuse(self, limit: int) -> None:
         _refusals.warning(
@@ -109,7 +211,13 @@ class BoundedConnection(HttpToolsProtocol):
     def _await_head(self) -> None:
         """Close the connection if no head arrives in time."""
         self._stop_waiting()
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._check_head)
+
+    def _check_head(self) -> None:
+        if self._is_answering:  # half a pipelined request
+            self._end_after_responses()
+        else:
+            self._close()
 
     def _await_body(self) -> None:
         self._stop_waiting()
@@ -119,6 +227,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _check_body(self) -> None:
         if self._num_body_bytes >= MIN_BODY_BYTES:
             self._await_body()
+            return
+        if self._defer(_TOO_SLOW):
             return
         if not self.cycle.response_started:
             self.transport.write(_last_answer(_TOO_SLOW))
@@ -134,9 +244,11 @@ class BoundedConnection(HttpToolsProtocol):
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def begin_stream(self) -> None:
-        self._is_chunked = self.scope["http_version"] == "1.1"
+        assert self._current is not None
+        self._is_stream = True
+        self._is_chunked = self._current.scope["http_version"] == "1.1"
         if not self._is_chunked:
-            self.cycle.chunked_encoding = False
+            self._current.chunked_encoding = False
 
     def write_part(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -153,7 +265,7 @@ class BoundedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_watching()
         super().resume_writing()
-        is_answered = self.cycle is not None and self.cycle.response_complete
+        is_answered = self._current is not None and self._current.response_complete
         if is_answered or self.transport.is_closing():
             self._watch_reader()
 
@@ -162,8 +274,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(msg)
-        self._watch_reader()
+        if not self._defer(ApiError(400, msg)):
+            super().send_400_response(msg)
+            self._watch_reader()
 
     def _close(self) -> None:
         """Close once the client has read what was written."""
@@ -197,9 +310,33 @@ class BoundedConnection(HttpToolsProtocol):
             self._reject(_TOO_MANY)  # `_refuse` has logged it
             return
         self._num_unseen_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._num_unseen_bytes > MAX_HEAD_BYTES:
             self._reject_head(_HEAD_TOO_LARGE)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Ignore the header field Upgrade. The parser takes what is after such a head for another
+        protocol, but it may be a body: some clients ask for HTTP/2 with every request."""
+        if self._is_ignored or self.transport.is_closing():
+            return
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._reject_head(_NO_PROXY)
+            return
+        fields = [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+        head = [b"%b %b HTTP/1.1" % (method, self.url), *fields, b"", b""]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._feed(b"\r\n".join(head) + rest)
 
     def _reject_head(self, error: ApiError) -> None:
         """Reject what never becomes a request, and log it."""
@@ -212,7 +349,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _reject(self, error: ApiError) -> None:
         """Answer, unless a response has begun, and close. May be called by the parser's events."""
-        if self._is_ignored or self.transport.is_closing():
+        if self._is_ignored or self.transport.is_closing() or self._defer(error):
             return
         self._is_ignored = True
         answer = _last_answer(error)
@@ -221,9 +358,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._close()
 
     def on_message_begin(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_answering and len(self.pipeline) >= MAX_PIPELINED:
+            self._end_after_responses()
+        if self.cycle is not None and not self.cycle.keep_alive:
             self._is_ignored = True
-            self.cycle.keep_alive = False
         if not self._is_ignored:
             self._num_head_bytes = 0
             self._await_head()
@@ -231,6 +369,19 @@ class BoundedConnection(HttpToolsProtocol):
                 self._stop_watching()  # a client that sends a request has read its response
             super().on_message_begin()
             self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
+
+    def _head_error(self) -> ApiError | None:
+        """Why the head of a request is rejected."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return ApiError(400, f"HTTP/{version} is not supported; use HTTP/1.1")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            return _NO_HOST
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
+            return _NOT_CHUNKED
+        return None
 
     def on_url(self, url: bytes) -> None:
         if not self._is_ignored:
@@ -248,18 +399,39 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_unseen_bytes = 0
-        if not self._is_ignored:
-            self._await_body()
-            super().on_headers_complete()
+        if self._is_ignored or self.parser.should_upgrade():
+            return
+        if (error := self._head_error()) is not None:
+            self._reject_head(error)
+            return
+        self._use_host_of_url()
+        self._await_body()
+        super().on_headers_complete()
+        self.flow.resume_reading()  # uvicorn reads no more while a pipelined request waits
+
+    def _use_host_of_url(self) -> None:
+        """A request for a whole URL (`GET http://HOST/`) is for that host, whatever Host says."""
+        if not self.url.startswith(b"/"):
+            host = httptools.parse_url(self.url).host
+            if host is not None:
+                others = [field for field in self.headers if field[0] != b"host"]
+                self.headers[:] = [*others, (b"host", host)]
 
     def on_body(self, body: bytes) -> None:
         self._num_unseen_bytes = 0
-        if not self._is_ignored:
-            self._num_body_bytes += len(body)
-            super().on_body(body)
+        if self._is_ignored:
+            return
+        self._num_body_bytes += len(body)
+        if (
+            self.cycle is not self._current
+            and len(self.cycle.body) + len(body) > MAX_PIPELINED_BYTES
+        ):
+            self._defer(_TOO_LARGE_TO_WAIT)
+            return
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_unseen_bytes = 0
-        if not self._is_ignored:
+        if not self._is_ignored and not self.parser.should_upgrade():
             self._stop_waiting()
             super().on_message_complete()

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.request_log import note_failure
+from longshore.protocol.errors import shortened
 
 _JSON: Final = (b"content-type", b"application/json")
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
@@ -79,8 +80,16 @@ class Exchange:
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
         """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as the
-        body is known to be larger."""
+        body is known to be larger, and 415 if it is compressed."""
         for name, value in self.scope["headers"]:
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise ApiError(
+                    415,
+                    "the request body has the content encoding "
+                    f"{shortened(value.decode('latin-1'))}; send it without",
+                    code="unsupported_content_encoding",
+                    headers=((b"accept-encoding", b"identity"),),
+                )
             if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
                 raise _too_large(max_bytes, setting)
         chunks: list[bytes] = []

@@ -19,13 +19,13 @@ from longshore.deploy.gateway.http.connection import (
 )
 from longshore.protocol.logs.limits import LogLimit
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
-from tests.deploy.gateway.fake_engine import never_answer
+from tests.deploy.gateway.fake_engine import echo, never_answer, tokens_of
 
 TIMEOUT_S = 60
 CUT_OFF = b"reset"
 BODY = json.dumps({"model": "tiny", "prompt": "one", "max_tokens": 3}).encode()
 POST = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 )
 
@@ -51,11 +51,12 @@ async def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("start", "flood"),
     [
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 4096),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"a: b\r\n" * 600),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ", b"a" * 4096),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"a: b\r\n" * 600),
         (b"GET /" + b"a" * 1000, b"a" * 4096),
         (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
             b"a: b\r\n" * 600,
         ),
     ],
@@ -74,7 +75,7 @@ async def test_endless_head_is_cut_off(
 
 def head_of(size: int, url: bytes = b"/health") -> bytes:
     """A complete request without a body."""
-    lines = [b"GET %s HTTP/1.1" % url, b"Host: x", b"Connection: close", b"A: "]
+    lines = [b"GET %s HTTP/1.1" % url, b"Host: localhost", b"Connection: close", b"A: "]
     head = b"\r\n".join(lines)
     return head + b"a" * (size - len(head) - 4) + b"\r\n\r\n"
 
@@ -126,7 +127,7 @@ async def test_a_stream_for_http_1_0_ends_with_the_connection_and_has_no_chunks(
     body = json.dumps({"model": "tiny", "max_tokens": 3, "stream": True, **prompt}).encode()
 
     def post(version: bytes, *headers: bytes) -> bytes:
-        lines = [b"POST %s HTTP/%s" % (path.encode(), version), b"Host: x", *headers]
+        lines = [b"POST %s HTTP/%s" % (path.encode(), version), b"Host: localhost", *headers]
         lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body), b""]
         return b"\r\n".join([*lines, body])
 
@@ -159,7 +160,7 @@ async def test_connections_without_descriptors_are_refused_and_the_others_go_on(
         open_ = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)]
         async with asyncio.timeout(TIMEOUT_S):
             for reader, writer in open_:  # a response shows that the gateway has accepted it
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert (await reader.readuntil(b"alive\n")).startswith(b"HTTP/1.1 200")
             answered, aborted = [
                 await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)
@@ -181,7 +182,7 @@ async def test_connections_without_descriptors_are_refused_and_the_others_go_on(
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"],
+    [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"],
     ids=["nothing", "half a head"],
 )
 async def test_connection_that_asks_for_nothing_makes_room(
@@ -241,13 +242,204 @@ async def test_large_body_is_no_large_head(start_gateway: StartGateway) -> None:
         assert (await gateway.post("/v1/completions", body)).status == 200
 
 
-async def test_pipelined_request_is_left_unanswered_and_the_connection_ends(
-    start_gateway: StartGateway,
+def get(path: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
+    lines = [b"GET %s HTTP/%s" % (path, version), b"Host: localhost", *headers, b"", b""]
+    return b"\r\n".join(lines)
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: localhost", *headers]
+    lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body), b""]
+    return b"\r\n".join([*lines, body])
+
+
+LAST = get(b"/health", b"Connection: close")
+
+
+async def test_pipelined_requests_are_answered_in_order(start_gateway: StartGateway) -> None:
+    stream = json.dumps({"prompt": "one", "max_tokens": 3, "stream": True}).encode()
+    sent = [POST, get(b"/v1/models"), post(stream), get(b"/none"), LAST]
+    async with start_gateway() as gateway:
+        at_once = await exchange(gateway, b"".join(sent))
+        in_pieces = await exchange(gateway, *[b"".join(sent)[n : n + 7] for n in range(0, 2000, 7)])
+    for answer in (at_once, in_pieces):
+        marks = (b'"text_completion"', b'"list"', b"data: [DONE]", b"not_found", b"alive")
+        places = [answer.index(mark) for mark in marks]
+        assert places == sorted(places)
+        assert answer.count(b"HTTP/1.1 200") == 4
+        assert answer.count(b"HTTP/1.1 404") == 1
+        assert answer.count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize(
+    ("after", "num_responses"),
+    [
+        (get(b"/health") * 100, 1 + connection.MAX_PIPELINED),
+        (b"this is no HTTP\r\n\r\n", 1),
+        (get(b"/health", b"Host: localhost"), 1),
+        (get(b"/" + b"a" * MAX_URL_BYTES), 1),
+        (get(b"/health") + get(b"/health", b"A: " + b"a" * MAX_HEAD_BYTES), 2),
+        (get(b"/health", version=b"0.9"), 1),
+    ],
+    ids=["too many", "garbage", "two hosts", "long URL", "large head", "old version"],
+)
+async def test_what_cannot_wait_is_unanswered_and_the_last_response_says_so(
+    start_gateway: StartGateway, after: bytes, num_responses: int
 ) -> None:
     async with start_gateway() as gateway:
-        answer = await exchange(gateway, POST + POST)
-        assert answer.count(b"HTTP/1.1 200") == 1
-        assert answer.count(b"text_completion") == 1
+        answer = await exchange(gateway, POST + after)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1 200") == answer.count(b"HTTP/1.1 ") == num_responses
+    *_, last = answer.split(b"HTTP/1.1 ")
+    assert b"connection: close" in last
+    assert answer.count(b"connection: close") == 1
+
+
+async def test_what_comes_during_a_stream_does_not_enter_it(start_gateway: StartGateway) -> None:
+    stream = json.dumps({"prompt": "one", "max_tokens": 3, "stream": True}).encode()
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, post(stream) + b"this is no HTTP\r\n\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_pipelined_body_that_is_large_or_late_is_answered_in_turn(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    large = post(b"a" * (connection.MAX_PIPELINED_BYTES + 1))
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        answer = await exchange(gateway, POST + large + LAST)
+        assert answer == CUT_OFF or answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 413")
+        assert b"alive" not in answer
+    async with start_gateway(never_answer) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(POST + POST[:-5])
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        await five_timeouts(0.1)
+        (request,) = gateway.engine.requests
+        echo(gateway.engine, request)
+        async with asyncio.timeout(TIMEOUT_S):
+            answer = await reader.read()
+        writer.close()
+    assert answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_sends_no_more_gets_its_responses(
+    start_gateway: StartGateway, is_stream: bool, version: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr(connection, "PROBE_INTERVAL_S", 0.01)
+    body = json.dumps({"prompt": "one", "max_tokens": 3, "stream": is_stream}).encode()
+    sent = post(body).replace(b"HTTP/1.1", b"HTTP/" + version)
+    is_new = version == b"1.1"
+    async with start_gateway(never_answer) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(sent + (get(b"/health") if is_new else b""))
+        writer.write_eof()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        await five_timeouts()
+        assert gateway.engine.aborted == []
+        (request,) = gateway.engine.requests
+        echo(gateway.engine, request)
+        async with asyncio.timeout(TIMEOUT_S):
+            answer = await reader.read()
+        writer.close()
+    assert (b"HTTP/1.1 100 Continue" in answer) == is_new
+    assert answer.count(b"HTTP/1.1 200") == 1 + is_new
+    assert (b"alive" in answer) == is_new
+    assert answer.count(b"connection: close") == 1
+    assert (b"data: [DONE]" in answer) == is_stream
+
+
+async def test_a_client_of_http_1_0_that_sends_no_more_waits_for_so_long(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be sent to find out whether it has gone."""
+    monkeypatch.setattr(connection, "MAX_UNPROBED_S", 0.1)
+    async with start_gateway(never_answer) as gateway:
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        writer.write_eof()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 1)
+        writer.close()
+
+
+@pytest.mark.parametrize("tokens", [0, 1], ids=["before the response", "in a stream"])
+async def test_a_client_that_closes_its_connection_is_found_without_a_token(
+    start_gateway: StartGateway, tokens: int
+) -> None:
+    async with start_gateway(never_answer) as gateway:
+        body = json.dumps({"prompt": "one", "max_tokens": 3, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(post(body))
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        (request,) = gateway.engine.requests
+        if tokens:
+            gateway.engine.send(tokens_of(request, [4]))
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"GET /health\r\n\r\n", b"HTTP/0.9 is not supported"),
+        (get(b"/health", version=b"2.0"), b"HTTP/2.0 is not supported"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"one Host header"),
+        (get(b"/health", b"Host: other"), b"one Host header"),
+        (get(b"/health", b"Transfer-Encoding: gzip, chunked") + b"0\r\n\r\n", b"transfer coding"),
+        (get(b"/health", b"Transfer-Encoding: chunked", version=b"1.0"), b"transfer coding"),
+    ],
+    ids=lambda value: repr(value[:40]),
+)
+async def test_a_head_that_other_servers_may_read_otherwise_is_rejected(
+    start_gateway: StartGateway, request_: bytes, reason: bytes
+) -> None:
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, request_)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert reason in answer
+
+
+async def test_connect_is_not_allowed(start_gateway: StartGateway) -> None:
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 405")
+
+
+async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(
+    start_gateway: StartGateway,
+) -> None:
+    """As Java's client makes it with every request."""
+    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AA")
+    chunked = post(BODY, *offer).partition(b"Content-Length")[0] + (
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+    )
+    async with start_gateway() as gateway:
+        for request in (post(BODY, *offer), chunked):
+            for parts in ((request + LAST,), (request[:-20], request[-20:], LAST)):
+                answer = await exchange(gateway, *parts)
+                assert answer.count(b"HTTP/1.1 200") == 2
+                assert b'"text_completion"' in answer
+                assert b"alive" in answer
+
+
+async def test_a_compressed_body_is_a_415(start_gateway: StartGateway) -> None:
+    def sent(coding: bytes) -> bytes:
+        return post(BODY, b"Content-Encoding: " + coding, b"Connection: close")
+
+    async with start_gateway() as gateway:
+        for path in (b"/v1/completions", b"/v1/messages", b"/v1/responses", b"/tokenize"):
+            for coding in (b"gzip", b"deflate, identity", b"br"):
+                request = sent(coding).replace(b"/v1/completions", path)
+                answer = await exchange(gateway, request)
+                assert answer.startswith(b"HTTP/1.1 415")
+                assert b"content encoding " + coding in answer
+        assert (await exchange(gateway, sent(b"Identity"))).startswith(b"HTTP/1.1 200")
 
 
 async def test_requests_one_after_the_other_share_a_connection(
@@ -317,9 +509,9 @@ def connected(client: Unread) -> BoundedConnection:
     return made
 
 
-async def five_timeouts() -> None:
+async def five_timeouts(timeout_s: float = 0.01) -> None:
     passed = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.05, passed.set)
+    asyncio.get_running_loop().call_later(5 * timeout_s, passed.set)
     await passed.wait()
 
 
