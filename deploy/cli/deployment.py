@@ -311,6 +311,8 @@ class Deployment:
             admin_key=self.keys.admin,
             api_keys=self.api_keys,
             key_usage_fd=key_usage_fd,
+            # A page of another site cannot have this machine's own name.
+            allowed_hosts=(*(options.allowed_hosts or ()), options.host, socket.gethostname()),
             cors_allow_origins=options.cors_allow_origins or (),
             max_stored_bytes=options.stored_responses_mib << 20,
             stored_response_ttl_s=options.stored_response_ttl_s,

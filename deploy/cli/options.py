@@ -462,6 +462,9 @@ class ServeOptions(EngineOptions):
         share_prefix_cache: Which requests share cached prefixes: those of the same API key, or all.
             A request finds out from its cached_tokens and its speed which prefixes are cached.
             Without API keys, all requests share.
+        allowed_hosts: Names of this server that requests without API keys may have in their Host
+            header, beside localhost, IP addresses, host and the machine's own name; * allows all.
+            Others get a 403: a page of another site could send them (docs/security.md).
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         stored_responses_mib: Maximum size of all stored responses of /v1/responses, in the
@@ -513,6 +516,7 @@ class ServeOptions(EngineOptions):
     router_key_file: Annotated[Path | None, _SERVER] = None
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
+    allowed_hosts: Annotated[tuple[str, ...] | None, _SERVER] = None
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     stored_responses_mib: Annotated[int, _SERVER] = 256
     stored_response_ttl_s: Annotated[float, _SERVER] = 86_400.0
@@ -573,6 +577,12 @@ class ServeOptions(EngineOptions):
                 "api_key and api_key_file are both set; move the keys into the file, and unset "
                 "api_key (LONGSHORE_API_KEY)"
             )
+        for name in self.allowed_hosts or ():
+            if name != "*" and not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                raise ConfigError(
+                    f"allowed_hosts={name!r} is not the name of a host; use a name such as "
+                    "llm.example.org without scheme, port and path, or * for all"
+                )
         for origin in self.cors_allow_origins or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
                 raise ConfigError(

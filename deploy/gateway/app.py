@@ -23,6 +23,7 @@ from longshore.deploy.gateway.dashboard.dashboard import (
     requested_engine,
 )
 from longshore.deploy.gateway.engines.peers import READY, PeerGateways
+from longshore.deploy.gateway.http.allowed_hosts import AllowedHosts
 from longshore.deploy.gateway.http.error_body import error_body
 from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -64,6 +65,7 @@ class Gateway:
     api_keys: see RequestMiddleware.
     admin: None: there are no paths under /admin.
     response_store: where responses are stored; None: nowhere.
+    allowed_hosts: see AllowedHosts; without effect if there are API keys.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     access_log: log a line at info for every HTTP request.
     vllm_metrics: return the metrics under vLLM's names, too.
@@ -83,6 +85,7 @@ class Gateway:
         admin: AdminRoutes | None = None,
         api_keys: Sequence[ApiKey] = (),
         response_store: ResponseStore | None = None,
+        allowed_hosts: Sequence[str] = (),
         cors_allow_origins: Sequence[str] = (),
         access_log: bool = False,
         vllm_metrics: bool = False,
@@ -145,7 +148,13 @@ class Gateway:
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
         self.log = AccessLog(is_on=access_log)
         self.app: ASGIApp = RequestMiddleware(
-            app, api_keys, self.metrics, paths, self.log, is_strict=is_strict
+            app,
+            api_keys,
+            self.metrics,
+            paths,
+            self.log,
+            hosts=AllowedHosts(allowed_hosts, cors_allow_origins),
+            is_strict=is_strict,
         )
         if cors_allow_origins:
             # Outermost, because browsers send CORS preflights without an API key.

@@ -43,6 +43,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys:          keys that clients may use; empty: no key is required.
     admin_key:         key for /admin; None: these paths do not exist.
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
+    allowed_hosts:     names of this server in a Host header, beside localhost; `*`: all. Without
+                       effect if there are API keys.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     max_stored_bytes:  limit of the stored responses of all gateways; 0: none are stored.
     stored_response_ttl_s: seconds after which a stored response is deleted.
@@ -89,6 +91,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_key: str | None = None
     api_keys: tuple[ApiKey, ...] = ()
     key_usage_fd: int | None = None
+    allowed_hosts: tuple[str, ...] = ()
     cors_allow_origins: tuple[str, ...] = ()
     max_stored_bytes: int = 256 << 20
     stored_response_ttl_s: float = 86_400.0

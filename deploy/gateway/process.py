@@ -140,6 +140,7 @@ class GatewayProcess:
             api_keys=config.api_keys,
             admin=_admin_routes(config),
             response_store=_response_store(config),
+            allowed_hosts=config.allowed_hosts,
             cors_allow_origins=config.cors_allow_origins,
             access_log=config.access_log,
             vllm_metrics=config.vllm_metrics,

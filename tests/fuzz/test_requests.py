@@ -65,7 +65,7 @@ async def test_a_mutated_http_request_leaves_the_gateway_serving(
     monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.5)
     body = json.dumps({"prompt": "one", "max_tokens": 2}).encode()
     good = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Accept: */*\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     )
     rng = random.Random(0)

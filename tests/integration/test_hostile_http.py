@@ -311,6 +311,17 @@ def test_a_half_closed_stream_ends_as_usual_and_a_closed_one_is_aborted(
     wait_until(lambda: metrics(deployment)["longshore_live_requests"] <= 1)
 
 
+def test_a_page_of_another_site_cannot_read_this_server(deployment: Deployment) -> None:
+    """Its name resolves to this address (DNS rebinding)."""
+    for request in (GET_HEALTH, post(BODY), GET_HEALTH.replace(b"/health", b"/metrics")):
+        evil = request.replace(b"Host: localhost", b"Host: evil.example:8000")
+        status, _, answer = say(deployment, evil)
+        assert status == 403
+        assert "--allowed-hosts" in json.loads(answer)["error"]["message"]
+    name = socket.gethostname().encode()
+    assert say(deployment, GET_HEALTH.replace(b"localhost", name))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [

@@ -138,7 +138,7 @@ def slow_client(port: int) -> Iterator[socket.socket]:
 
 def request_of(body: bytes) -> bytes:
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         b"Content-Type: application/json\r\n"
     )
     return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)

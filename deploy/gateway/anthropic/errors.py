@@ -12,6 +12,7 @@ _MESSAGES: Final = "/v1/messages"
 _TYPE_OF_STATUS: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",

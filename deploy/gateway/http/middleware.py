@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX, SLEEP_PATHS
 from longshore.deploy.gateway.anthropic.errors import ANTHROPIC_REQUEST_ID_HEADER, is_anthropic
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
+from longshore.deploy.gateway.http.allowed_hosts import AllowedHosts
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
@@ -48,6 +49,7 @@ class RequestMiddleware:
     api_keys: keys accepted as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, as clients of
               Anthropic's API send them; empty: no key is required. The paths of operators check
               a key of their own.
+    hosts:    which requests are served if no key is required; None: all.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
     log:      the access log; by default one that is off.
     is_strict: reject unknown fields of requests instead of ignoring them.
@@ -61,9 +63,11 @@ class RequestMiddleware:
         paths: Collection[str] = (),
         log: AccessLog | None = None,
         *,
+        hosts: AllowedHosts | None = None,
         is_strict: bool = False,
     ) -> None:
         self.app = app
+        self._hosts = None if api_keys else hosts
         self._paths = paths
         self._api_keys = api_keys
         self._metrics = metrics
@@ -104,6 +108,8 @@ class RequestMiddleware:
         try:
             if given and not is_usable:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
+            if self._hosts is not None:
+                self._hosts.check(scope["method"], headers)
             key = self._key(scope["path"], headers)
             scope[_API_KEY_KEY], request.key = key, key.name or None
         except ApiError as error:

@@ -51,6 +51,7 @@ class ApiError(Exception):
 _TYPE_OF_STATUS: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",

@@ -124,6 +124,8 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ("[serve]\napi-key = ['two words']\n", ["api_key", "spaces"]),
         ("[serve]\ncors-allow-origins = ['https://a/']\n", ["cors_allow_origins", "path"]),
         ("[serve]\ncors-allow-origins = ['example.org']\n", ["cors_allow_origins", "SCHEME"]),
+        ("[serve]\nallowed-hosts = ['http://a']\n", ["allowed_hosts", "without scheme"]),
+        ("[serve]\nallowed-hosts = ['a:80']\n", ["allowed_hosts", "port"]),
         (None, ["--config", "No such file"]),
         ("pipe", ["--config", "cannot be read", "it is not a regular file"]),
     ],

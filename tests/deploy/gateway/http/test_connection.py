@@ -428,6 +428,14 @@ async def test_an_offer_to_upgrade_is_ignored_and_the_body_is_read(
                 assert b"alive" in answer
 
 
+async def test_a_whole_url_is_for_its_own_host(start_gateway: StartGateway) -> None:
+    async with start_gateway() as gateway:
+        ours = get(b"http://127.0.0.1:1/health", b"Connection: close")
+        assert (await exchange(gateway, ours)).startswith(b"HTTP/1.1 200")
+        other = get(b"http://evil.example/health", b"Connection: close")
+        assert (await exchange(gateway, other)).startswith(b"HTTP/1.1 403")
+
+
 async def test_a_compressed_body_is_a_415(start_gateway: StartGateway) -> None:
     def sent(coding: bytes) -> bytes:
         return post(BODY, b"Content-Encoding: " + coding, b"Connection: close")

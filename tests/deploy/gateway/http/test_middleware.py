@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from longshore.deploy.bench.sse_client import HttpEndpoint
 from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
-from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
 
@@ -117,3 +118,84 @@ async def test_what_does_not_fit_beside_the_live_answers_is_told_to_come_back(
 def _end(engine: FakeEngine, request: AddRequest) -> None:
     engine.send_tokens(request, [5])
     engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=1)
+
+
+async def status_of(gateway: RunningGateway, method: str, path: str, **headers: str) -> int:
+    """headers: with `_` for `-`; Host and Content-Type replace the client's own."""
+    lines = {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = {"Host": "localhost", "Connection": "close", "Content-Length": "0"} | lines
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode())
+    async with asyncio.timeout(PATIENCE_S):
+        status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
+async def test_without_keys_a_request_must_name_this_server(start_gateway: StartGateway) -> None:
+    hosts = [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("a.localhost:8000", True),
+        ("localhost.", True),
+        ("127.0.0.1:8000", True),
+        ("10.1.2.3", True),
+        ("[::1]:8000", True),
+        ("[fe80::1]", True),
+        ("llm.example.org", True),
+        ("LLM.example.org:80", True),
+        ("other.example.org", False),
+        ("localhost.example.org", False),
+        ("notlocalhost", False),
+        ("127.0.0.1.example.org:8000", False),
+        ("localhost:8000@example.org", False),
+        ("llm.example.org:x", False),
+    ]
+    async with start_gateway(allowed_hosts=("llm.example.org",)) as gateway:
+        for host, is_allowed in hosts:
+            for path in ("/health", "/metrics", "/dashboard", "/v1/models"):
+                for method in ("GET", "HEAD"):
+                    status = await status_of(gateway, method, path, Host=host)
+                    assert status == (200 if is_allowed else 403), (host, path)
+
+
+async def test_any_name_is_allowed_with_keys_or_if_all_are(start_gateway: StartGateway) -> None:
+    for settings in ({"api_keys": plain_keys(["first"], "key")}, {"allowed_hosts": ("*",)}):
+        async with start_gateway(**settings) as gateway:
+            assert await status_of(gateway, "GET", "/health", Host="evil.example") == 200
+
+
+async def test_a_name_that_is_not_allowed_is_told_which_setting_allows_it(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        endpoint = HttpEndpoint(f"http://evil.example:{gateway.port}")
+        endpoint._host = "127.0.0.1"
+        for path in ("/v1/completions", "/v1/messages", "/v1/responses"):
+            answer = await endpoint.request("POST", path, BODY, timeout_s=PATIENCE_S)
+            assert answer.status == 403
+            error = json.loads(answer.body)["error"]
+            assert "--allowed-hosts NAME" in error["message"]
+            assert error["type"] == "permission_error"
+
+
+async def test_a_page_of_another_site_cannot_send_what_a_browser_sends_unasked(
+    start_gateway: StartGateway,
+) -> None:
+    pages = [
+        ("https://evil.example", "multipart/form-data", False),
+        ("https://evil.example", "", False),
+        ("null", "text/plain", False),
+        ("http://localhost", "multipart/form-data", True),
+        ("https://app.example", "multipart/form-data", True),
+        ("https://evil.example", "application/json", True),  # the browser asks before
+        ("", "multipart/form-data", True),
+    ]
+    async with start_gateway(cors_allow_origins=("https://app.example",)) as gateway:
+        for origin, kind, is_allowed in pages:
+            headers = {"Origin": origin, "Content_Type": kind}
+            for path in ("/v1/audio/transcriptions", "/v1/responses/resp_1/cancel"):
+                status = await status_of(gateway, "POST", path, **headers)
+                assert (status != 403) == is_allowed, (origin, kind)
+        assert await status_of(gateway, "GET", "/metrics", Origin="https://evil.example") == 200
