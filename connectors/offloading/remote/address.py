@@ -15,6 +15,15 @@ _EXAMPLES: Final = "s3://bucket/prefix, redis://host:port/db, rediss://…, unix
 _REDIS_OPTIONS: Final = (
     "username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs",
 )  # fmt: skip
+# Of obstore's HTTP client, which are no options of a store: it panics.
+_CLIENT_OPTIONS: Final = frozenset({
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type",
+    "default_headers", "http1_only", "http2_keep_alive_interval", "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle", "http2_max_frame_size", "http2_only", "pool_idle_timeout",
+    "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes", "proxy_url",
+    "randomize_addresses", "read_timeout", "timeout", "user_agent",
+})  # fmt: skip
+ENDPOINT_OPTIONS: Final = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _PACKAGES: Final = {"redis": ("redis", "hiredis"), "s3": ("obstore",)}
 _SECRET: Final = re.compile("password|secret|token|key", re.IGNORECASE)
 
@@ -81,6 +90,13 @@ def remote_address(url: str, options: Mapping[str, Any], ttl_s: int | None) -> R
             raise ConfigError(
                 f"remote_options has no option {key!r} for Redis; its options are {known}"
             )
+        if parts.scheme == "s3" and key.lower() in _CLIENT_OPTIONS:
+            raise ConfigError(
+                f"remote_options has no option {key!r} for S3. HTTP without TLS is allowed by an "
+                "endpoint that begins with http://, and remote_timeout_ms limits an operation."
+            )
+        if key.lower() in ENDPOINT_OPTIONS and not _is_http(value):
+            raise ConfigError(f"remote_options: {key!r} must be http:// or https:// and a host")
         if parts.scheme in ("file", "memory"):
             raise ConfigError(f"remote_options are not used with {parts.scheme}://; remove them")
     if ttl_s is not None and not address.is_redis:
@@ -98,6 +114,14 @@ def _name_of(parts: SplitResult) -> str:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     slashes = "//" if parts.netloc or parts.path.startswith("/") else ""
     return f"{parts.scheme}:{slashes}{(parts.netloc + parts.path).rpartition('@')[2]}"
+
+
+def _is_http(endpoint: str | bool) -> bool:
+    try:
+        parts = urlsplit(str(endpoint))
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _is_number(database: Mapping[str, str]) -> bool:

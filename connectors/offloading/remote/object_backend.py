@@ -10,7 +10,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
-from longshore.connectors.offloading.remote.address import RemoteAddress
+from longshore.connectors.offloading.remote.address import ENDPOINT_OPTIONS, RemoteAddress
 from longshore.protocol.errors import ConfigError
 
 
@@ -24,7 +24,10 @@ class ObjectBackend:
         """timeout_s: of an operation as a whole."""
         try:
             self._store = _open(address, timedelta(seconds=timeout_s))
-        except (BaseError, TypeError, ValueError, OSError) as error:
+        except BaseException as error:  # a panic of the library is no Exception
+            is_panic = type(error).__name__ == "PanicException"
+            if not is_panic and not isinstance(error, BaseError | TypeError | ValueError | OSError):
+                raise
             raise ConfigError(
                 f"remote_url {address.name} or remote_options: {address.hide_secrets(str(error))}"
             ) from None
@@ -69,14 +72,14 @@ def _open(address: RemoteAddress, timeout: timedelta) -> ObjectStore:
     if parts.scheme == "memory":
         return MemoryStore()
     config: dict[str, Any] = dict(address.options)
-    endpoint = str(config.get("endpoint", config.get("aws_endpoint", "")))
+    endpoints = [str(v) for name, v in config.items() if name.lower() in ENDPOINT_OPTIONS]
     return S3Store.from_url(
         address.url,
         config=config,  # type: ignore[arg-type]  # its keys are checked by obstore
         client_options={
             "timeout": timeout,
             "connect_timeout": timeout,
-            "allow_http": endpoint.startswith("http://"),
+            "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
         },
         retry_config={"max_retries": 0, "retry_timeout": timeout},  # the breaker decides
     )
