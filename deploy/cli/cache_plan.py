@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.gateway.text.tokenizer import check_text_files
 from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
@@ -72,6 +73,7 @@ def plan(options: CachePlanOptions) -> PlanReport:
     """See print_plan."""
     assert options.plan is not None
     folder = read_model_folder(options.plan)
+    check_text_files(folder.path, None)
     config = read_model_config(folder.path)
     CacheConfig(block_size=options.block_size or config.default_block_size)
     config.check_split(num_shards=options.tensor_parallel_size)

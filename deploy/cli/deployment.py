@@ -16,7 +16,7 @@ from longshore.deploy.gateway.engines.split_requests import SplitConfig
 from longshore.deploy.gateway.key_file import read_key_file
 from longshore.deploy.gateway.openai.transfer_params import TransferAccess
 from longshore.deploy.gateway.router.config import PrefixRoutingConfig, RoutingConfig
-from longshore.deploy.gateway.text.tokenizer import check_chat_template
+from longshore.deploy.gateway.text.tokenizer import check_text_files
 from longshore.deploy.machine.device import num_gpus, require_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import load_parsers
@@ -51,7 +51,7 @@ def prepare(model: ModelFolder, node: NodePlan) -> "Deployment":
     check_router_key(options, next(iter(node.pulls.values()), None))
     keys = _Keys()
     if node.num_gateways:
-        check_chat_template(model.path, options.chat_template)
+        check_text_files(model.path, options.chat_template)
         load_parsers(options.tool_call_parser, options.reasoning_parser, "")
         keys = _read_keys(options)
     plans = _plan_engines(model, node)

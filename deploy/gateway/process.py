@@ -202,12 +202,13 @@ class GatewayProcess:
             )
         )
         self.load_log = LoadLog(self._gateway.metrics.sample)
+        self._tokenizer: ModelTokenizer | None = None
 
     async def start(self, lifeline: Lifeline) -> None:
         """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
         config = self._config
         lifeline.report(Progress("loading the tokenizer"))
-        tokenizer = load_tokenizer(
+        self._tokenizer = tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
             advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
@@ -350,6 +351,8 @@ class GatewayProcess:
     def close(self) -> None:
         self._engines.close()
         self._routing.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from longshore.deploy.cli.options import engine_options
 from longshore.deploy.gateway.engines.engine_client import EngineClient
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, load_tokenizer
+from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.answer import Answer, request_output
 from longshore.deploy.llm.embeddings import pooled_answer, pooled_output
 from longshore.deploy.llm.engine_processes import EngineProcesses
@@ -206,8 +206,10 @@ class AsyncLLM:
             gives_tokens=gives_tokens,
             tokenization=tokenization,
         )
-        if isinstance(text, str) and len(text) > MAX_INLINE_CHARACTERS:  # it would hold up streams
-            return await asyncio.to_thread(parse)
+        tokenizer = self._reader.tokenizer
+        limit = 0 if tokenizer is None else tokenizer.max_inline_characters
+        if tokenizer is not None and isinstance(text, str) and len(text) > limit:
+            return await asyncio.to_thread(parse)  # it would hold up streams
         return parse()
 
     async def abort(self, request_id: str | Sequence[str]) -> None:

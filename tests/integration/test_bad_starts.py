@@ -83,6 +83,124 @@ def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("t")
 
 
+def edit_tokenizer(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_template(folder: Path, template: object) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def edit_header(folder: Path, header: bytes) -> None:
+    """Replace the weights by the header of a safetensors file."""
+    length = len(header).to_bytes(8, "little")
+    (folder / "model.safetensors").write_bytes(length + header)
+
+
+def split(regex: str) -> dict[str, object]:
+    pattern = {"Regex": regex}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+TENFOLD: Final = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+
+BAD_TEXT_FILES: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
+    "regex that panics": (
+        lambda folder: edit_tokenizer(folder, pre_tokenizer=split("(a|aa)+$")),
+        "retry-limit-in-match over",
+    ),
+    "no regex": (
+        lambda folder: edit_tokenizer(folder, pre_tokenizer=split("(a")),
+        "end pattern with unmatched parenthesis",
+    ),
+    "exploding normalizers": (
+        lambda folder: edit_tokenizer(
+            folder, normalizer={"type": "Sequence", "normalizers": [TENFOLD] * 12}
+        ),
+        "cannot be used as a tokenizer",
+    ),
+    "table that panics": (
+        lambda folder: edit_tokenizer(
+            folder, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAA"}
+        ),
+        "Cannot parse precompiled_charsmap",
+    ),
+    "chunks of nothing": (
+        lambda folder: edit_tokenizer(folder, pre_tokenizer={"type": "FixedLength", "length": 0}),
+        "chunk size must be non-zero",
+    ),
+    "decoder that panics": (
+        lambda folder: edit_tokenizer(
+            folder, decoder={"type": "Strip", "content": "a", "start": 1, "stop": 1}
+        ),
+        "a decoder that is not supported",
+    ),
+    "decoder that grows": (
+        lambda folder: edit_tokenizer(folder, decoder=TENFOLD | {"content": "a" * 1000}),
+        "up to 1000 times as long",
+    ),
+    "no vocabulary": (
+        lambda folder: edit_tokenizer(folder, model={"type": "BPE", "vocab": 5}),
+        "cannot be read as a tokenizer",
+    ),
+    "another model": (
+        lambda folder: edit_tokenizer(folder, model={"type": "Later"}),
+        "cannot be used as a tokenizer",
+    ),
+    "nested tokenizer": (lambda folder: nest(folder / "tokenizer.json"), "nested too deeply"),
+    "tokenizer is a pipe": (
+        lambda folder: replace_by_pipe(folder / "tokenizer.json"),
+        "it is not a regular file",
+    ),
+    "tokenizer is a circle": (
+        lambda folder: replace_by_circle(folder / "tokenizer.json"),
+        "Too many levels of symbolic links",
+    ),
+    "tokenizer is a device": (
+        lambda folder: (
+            (folder / "tokenizer.json").unlink(),
+            (folder / "tokenizer.json").symlink_to("/dev/zero"),
+        )[1],
+        "it is not a regular file",
+    ),
+    "tokenizer is huge": (
+        lambda folder: os.truncate(folder / "tokenizer.json", 1 << 40),
+        "it has more than 268,435,456 bytes",
+    ),
+    "500 nested ifs": (
+        lambda folder: edit_template(folder, "{% if a %}" * 500 + "{% endif %}" * 500),
+        "the chat template does not compile",
+    ),
+    "long sum": (
+        lambda folder: edit_template(folder, "{{ 1" + " + 1" * 20_000 + " }}"),
+        "the chat template does not compile",
+    ),
+    "huge template": (
+        lambda folder: edit_template(folder, "a" * (1 << 20)),
+        "the chat template has 1048576 characters",
+    ),
+    "template is a pipe": (
+        lambda folder: replace_by_pipe(folder / "chat_template.jinja"),
+        "it is not a regular file",
+    ),
+    "nested template settings": (
+        lambda folder: nest(folder / "tokenizer_config.json"),
+        "nested too deeply",
+    ),
+    "settings of no type": (
+        lambda folder: (folder / "generation_config.json").write_text('{"temperature": []}'),
+        "generation_config.json",
+    ),
+    "end of no type": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": {}}'),
+        "neither an id nor a list of ids",
+    ),
+    "vocabulary of no type": (lambda folder: edit(folder, vocab_size=[1]), "vocab_size"),
+    "vocabulary without end": (lambda folder: edit(folder, vocab_size=10**30), "vocab_size"),
+}
+
 BAD_FOLDERS: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
     "layers": (
         lambda folder: edit(folder, num_hidden_layers=10**9),
@@ -112,11 +230,17 @@ BAD_FOLDERS: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FOLDERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*BAD_FOLDERS, "regex that panics", "exploding normalizers", "500 nested ifs"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in BAD_TEXT_FILES),
+    ],
+)
 def test_a_folder_that_cannot_be_read_is_rejected_in_one_line(
     folder: Path, temp_dir: Path, name: str
 ) -> None:
-    damage, reason = BAD_FOLDERS[name]
+    damage, reason = (BAD_FOLDERS | BAD_TEXT_FILES)[name]
     damage(folder)
     status, lines = serve(folder, temp_dir)
     assert status == 2, lines
@@ -124,6 +248,26 @@ def test_a_folder_that_cannot_be_read_is_rejected_in_one_line(
     assert line.startswith("longshore: error: ")
     assert reason in line
     assert list(temp_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BAD_FOLDERS | BAD_TEXT_FILES)
+def test_doctor_says_in_one_line_why_a_folder_cannot_be_served(
+    folder: Path, temp_dir: Path, name: str
+) -> None:
+    damage, reason = (BAD_FOLDERS | BAD_TEXT_FILES)[name]
+    damage(folder)
+    ended = subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", "doctor", "--plan", str(folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode != 0, ended.stdout
+    (line,) = ended.stderr.splitlines()
+    assert reason in line
 
 
 @pytest.mark.parametrize(
@@ -203,9 +347,25 @@ def test_what_the_machine_lacks_is_one_line_before_a_process_is_started(
             lambda folder: edit(folder, hidden_size=10**7, num_attention_heads=4),
             "but config.json implies",
         ),
-        (lambda folder: replace_by_pipe(folder / "tokenizer.json"), "it is not a regular file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64),
+            "is not a complete safetensors file",
+        ),
+        (
+            lambda folder: edit_header(folder, b'{"a":' * 10_000),
+            "is not a complete safetensors file",
+        ),
+        (
+            lambda folder: (
+                (folder / "model.safetensors").unlink(),
+                (folder / "model.safetensors.index.json").write_text(
+                    '{"weight_map": {"a": "../../etc/passwd"}}'
+                ),
+            )[1],
+            "the name of a file in the same folder",
+        ),
     ],
-    ids=["width", "tokenizer"],
+    ids=["width", "header without end", "nested header", "weights of another folder"],
 )
 def test_what_only_a_process_finds_is_the_last_line(
     folder: Path, temp_dir: Path, damage: Callable[[Path], None], reason: str

@@ -11,6 +11,7 @@ from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_
 from longshore.deploy.gateway.openai.chat_tools import function_names
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
+from longshore.deploy.gateway.text.template_bounds import TemplateTooCostly
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 
 # Parameters of the request itself, or not supported.
@@ -71,11 +72,12 @@ def chat_prompt_options(request: ChatPromptParameters) -> ChatPromptOptions:
 
 class ChatRenderer:
     """Renders the chats of one gateway. Large ones are rendered on a thread, one at a time, so that
-    streams do not wait for them."""
+    streams do not wait for them, and all once a small one has taken too long."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "chat renderer")
         self._template: ChatTemplate | None = None  # of the thread
+        self._is_costly = False
 
     async def text(
         self, tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], form: ChatPromptOptions
@@ -86,9 +88,13 @@ class ChatRenderer:
             template = self._template = self._template or tokenizer.chat_template.twin()
             return render_chat(template, template_input(messages), form)
 
-        if _is_large(messages, (form.variables, form.tools)):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, render_there)
-        return render_chat(tokenizer.chat_template, template_input(messages), form)
+        if not self._is_costly and not _is_large(messages, (form.variables, form.tools)):
+            chat = template_input(messages)
+            try:
+                return render_chat(tokenizer.chat_template, chat, form, is_inline=True)
+            except TemplateTooCostly:
+                self._is_costly = True
+        return await asyncio.get_running_loop().run_in_executor(self._thread, render_there)
 
 
 def _is_large(messages: Sequence[ChatMessage], others: object) -> bool:
@@ -126,9 +132,14 @@ def _size(arguments: object) -> int:
 
 
 def render_chat(
-    template: ChatTemplate, messages: Sequence[Mapping[str, object]], form: ChatPromptOptions
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, object]],
+    form: ChatPromptOptions,
+    *,
+    is_inline: bool = False,
 ) -> str:
-    """The prompt's text. Raises ApiError, with the template's message, if it rejects the chat."""
+    """The prompt's text. Raises ApiError, with the template's message, if it rejects the chat.
+    is_inline: raise TemplateTooCostly if it takes too long for the event loop."""
     _check_shows_tools(template, messages, form)
     if form.continues_final_message:
         last = messages[-1]
@@ -140,6 +151,7 @@ def render_chat(
             add_generation_prompt=form.adds_generation_prompt,
             tools=form.tools,
             variables=form.variables,
+            is_inline=is_inline,
         )
     except TemplateRejected as error:
         raise invalid(

@@ -45,6 +45,7 @@ from longshore.deploy.gateway.request_turns import RequestTurns, Turn
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.gateway.text.tokenizer_process import TextRejected
 from longshore.deploy.model.classifier import ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.parsers.answer import NO_PARSERS, AnswerParsers
@@ -176,6 +177,8 @@ class ApiEndpoint(ABC):
             await self.serve(exchange, service, arrived_s)
         except ApiError as error:
             await exchange.send_error(error)
+        except TextRejected as error:
+            await exchange.send_error(invalid(str(error), code="tokenizer_failed"))
         except ClientGone:
             pass  # logged by the access log
         except Exception as error:

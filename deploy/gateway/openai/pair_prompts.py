@@ -22,11 +22,7 @@ from longshore.deploy.gateway.openai.pooled_inputs import (
 )
 from longshore.deploy.gateway.openai.requests import TokenIds
 from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
-from longshore.deploy.gateway.text.tokenizer import (
-    MAX_INLINE_CHARACTERS,
-    MAX_INLINE_TEXTS,
-    ModelTokenizer,
-)
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_TEXTS, ModelTokenizer
 
 T = TypeVar("T")
 
@@ -78,7 +74,7 @@ class PairPrompts:
             return _joined(pairs, service, tokenizer, max_tokens, keeps_end)
 
         size = sum(len(query.text) + len(document.text) for query, document in pairs)
-        if size > MAX_INLINE_CHARACTERS or len(pairs) > MAX_INLINE_TEXTS:
+        if size > tokenizer.max_inline_characters or len(pairs) > MAX_INLINE_TEXTS:
             return await self._on_thread(join_all)
         return join_all()
 

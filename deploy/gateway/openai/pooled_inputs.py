@@ -9,9 +9,9 @@ from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.parameters import MAX_TOKEN_IDS
 from longshore.deploy.gateway.openai.pooling_endpoint import PoolingRequest
-from longshore.deploy.gateway.openai.prompts import no_tokenizer
+from longshore.deploy.gateway.openai.prompts import max_inline, no_tokenizer
 from longshore.deploy.gateway.openai.requests import TokenIds, each_of
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, MAX_INLINE_TEXTS
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_TEXTS
 
 MAX_INPUTS: Final = 2048
 
@@ -61,7 +61,7 @@ async def token_ids_of(
     name_of:   returns the parameter of an input, with its index in brackets if it has one.
     """
     encode = partial(_token_ids, inputs, service, max_tokens, keeps_end, with_special, name_of)
-    if sum(map(len, inputs)) > MAX_INLINE_CHARACTERS or len(inputs) > MAX_INLINE_TEXTS:
+    if sum(map(len, inputs)) > max_inline(service.tokenizer) or len(inputs) > MAX_INLINE_TEXTS:
         return await asyncio.to_thread(encode)
     return encode()
 

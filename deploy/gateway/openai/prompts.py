@@ -66,7 +66,7 @@ class PromptReader:
             self._check_infilling(request)
         prompts = request.prompts()
         size = sum(map(len, prompts)) + len(prompts) * len(request.suffix or "")
-        if size > MAX_INLINE_CHARACTERS or len(prompts) > MAX_INLINE_TEXTS:
+        if size > max_inline(self._tokenizer) or len(prompts) > MAX_INLINE_TEXTS:
             return await asyncio.to_thread(self._encode_prompts, request, cut)
         return self._encode_prompts(request, cut)
 
@@ -137,7 +137,7 @@ class PromptReader:
             max_output_tokens=chat_max_tokens(request, self.defaults),
         )
         with_special = bool(request.add_special_tokens)
-        if len(text) > MAX_INLINE_CHARACTERS:
+        if len(text) > tokenizer.max_inline_characters:
             return await asyncio.to_thread(self._encode_chat, text, tokenizer, with_special, cut)
         return self._encode_chat(text, tokenizer, with_special, cut)
 
@@ -220,6 +220,13 @@ class PromptReader:
             return ()
         if self._tokenizer is None:
             raise no_tokenizer("bad_words")
+        if self._tokenizer.max_inline_characters < 0:
+            raise invalid(
+                "bad_words is not supported with this model's tokenizer, whose cost is not known; "
+                "remove it",
+                param="bad_words",
+                code="unsupported_parameter",
+            )
         try:
             return bad_word_token_ids(words, self._tokenizer)
         except ValueError as error:
@@ -232,6 +239,11 @@ class PromptReader:
         if problem is not None:
             is_long = len(token_ids) >= self.max_model_len
             raise invalid(problem, param=param, code="context_length_exceeded" if is_long else None)
+
+
+def max_inline(tokenizer: ModelTokenizer | None) -> int:
+    """Characters, or token ids, that are encoded and checked at once; more are on a thread."""
+    return MAX_INLINE_CHARACTERS if tokenizer is None else tokenizer.max_inline_characters
 
 
 def completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:

@@ -89,7 +89,8 @@ class TokenizeEndpoint(ApiEndpoint):
                 TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
             )
 
-        await exchange.send_json(await _off_loop_if_long(len(text), answer, text))
+        is_long = len(text) > tokenizer.max_inline_characters
+        await exchange.send_json(await _off_loop_if(is_long, answer, text))
 
 
 class DetokenizeEndpoint(ApiEndpoint):
@@ -114,9 +115,8 @@ class DetokenizeEndpoint(ApiEndpoint):
                     raise invalid(f"tokens has {token_id}, which is not a token id", param="tokens")
             return msgspec.json.encode(DetokenizeResponse(tokenizer.decode(token_ids)))
 
-        await exchange.send_json(
-            await _off_loop_if_long(len(request.tokens), answer, request.tokens)
-        )
+        is_long = len(request.tokens) > MAX_INLINE_CHARACTERS
+        await exchange.send_json(await _off_loop_if(is_long, answer, request.tokens))
 
 
 async def _text(
@@ -135,10 +135,10 @@ async def _text(
     raise invalid("either prompt or messages is required, but not both", param="prompt")
 
 
-async def _off_loop_if_long(
-    length: int, function: Callable[[ArgumentT], bytes], argument: ArgumentT
+async def _off_loop_if(
+    is_long: bool, function: Callable[[ArgumentT], bytes], argument: ArgumentT
 ) -> bytes:
-    if length > MAX_INLINE_CHARACTERS:
+    if is_long:
         return await asyncio.to_thread(function, argument)
     return function(argument)
 

@@ -5,7 +5,6 @@ data, change their input, or exceed a budget of work. The globals are those that
 documents for templates.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,10 +15,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Const, Getattr, Name, Node
 from jinja2.parser import Parser
 
-from longshore.deploy.gateway.text.template_bounds import BoundedEnvironment
-from longshore.protocol.errors import ConfigError
+from longshore.deploy.gateway.text.template_bounds import BoundedEnvironment, TemplateTooCostly
+from longshore.protocol.errors import ConfigError, shortened
 
 MAX_TIME_PATTERN: Final = 256
+MAX_TEMPLATE_CHARACTERS: Final = 256 << 10  # the largest of models have some 50,000
 PLAIN_TEMPLATE: Final = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -48,6 +48,7 @@ class ChatTemplate:
     ConfigError if it does not compile.
 
     source: its text.
+    words: the variables, attributes and texts that it uses.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -57,11 +58,19 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise ConfigError(
+                f"the chat template has {len(source)} characters; the limit is "
+                f"{MAX_TEMPLATE_CHARACTERS}. Set another one with --chat-template FILE."
+            )
         try:
             self._template = environment.template(source)
-        except (TemplateError, SyntaxError) as error:
+            self.words = self._words(source)
+        # It may be nested too deeply, have numbers that are too long, and so on.
+        except Exception as error:
+            reason = shortened(" ".join(str(error).split()) or type(error).__name__)
             raise ConfigError(
-                f"the chat template does not compile: {error}. Fix it, or set another one with "
+                f"the chat template does not compile: {reason}. Fix it, or set another one with "
                 "--chat-template FILE."
             ) from error
         self.source = source
@@ -76,10 +85,8 @@ class ChatTemplate:
         """A copy for another thread."""
         return ChatTemplate(self.source, self._special_tokens)
 
-    @functools.cached_property
-    def words(self) -> frozenset[str]:
-        """The variables, attributes and texts that the template uses."""
-        tree = self._environment.parse(self.source)
+    def _words(self, source: str) -> frozenset[str]:
+        tree = self._environment.parse(source)
         return frozenset(
             [name.name for name in tree.find_all(Name)]
             + [attribute.attr for attribute in tree.find_all(Getattr)]
@@ -93,17 +100,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = {},
+        is_inline: bool = False,
     ) -> str:
         """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
         begins.
 
         tools:     definitions of functions, as in OpenAI's API.
         variables: additional variables; they override special tokens.
+        is_inline: raise TemplateTooCostly if it takes too long for the event loop.
 
         Raises TemplateRejected with the template's message if it rejects the chat messages.
         """
         try:
-            self._environment.begin((messages, variables, tools))
+            self._environment.begin((messages, variables, tools), is_inline=is_inline)
             return self._template.render(
                 {
                     **self._special_tokens,
@@ -114,12 +123,17 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
+        except TemplateTooCostly as error:
+            if is_inline:
+                raise
+            raise TemplateRejected(str(error)) from error
         # A template is a program from the model folder and may fail in any way.
         except (
             TemplateError,
             ArithmeticError,
             AttributeError,
             LookupError,
+            MemoryError,
             RuntimeError,
             TypeError,
             ValueError,

@@ -3,23 +3,45 @@
 A template is a program that comes with a model, perhaps from a hub. Jinja's sandbox blocks access
 to attributes and long ranges, but not nested loops or strings that keep doubling. Here every step
 and every character has a cost that is paid in advance, and a rendering has a budget far above what
-legitimate templates need.
+legitimate templates need. Everything that can be repeated (the bodies of loops, macros and blocks)
+pays for its size each time, so the budget, and a limit of time that is looked at with each payment,
+also bound statements that cost nothing by themselves.
 """
 
 import functools
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from jinja2 import Template, TemplateRuntimeError, pass_context
-from jinja2.nodes import Compare, Concat, Expr, Filter, For, Getitem, Node, Output, Slice, Test
+from jinja2.nodes import (
+    Block,
+    CallBlock,
+    Compare,
+    Concat,
+    Const,
+    Expr,
+    ExprStmt,
+    Filter,
+    For,
+    Getitem,
+    Macro,
+    Node,
+    Output,
+    Slice,
+    Test,
+)
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 STEP_COST: Final = 64  # in characters
+CALL_COST: Final = 4 * STEP_COST  # of a macro, which takes as long as several steps
 FIXED_BUDGET: Final = 10_000_000  # one or two seconds
 BUDGET_PER_CHARACTER: Final = 32  # of the input
+INLINE_BUDGET: Final = 500_000  # of a rendering on the event loop: at most about 0.1 s
+MAX_RENDERING_S: Final = 10.0  # of large chats, which have a large budget
 MAX_INTEGER_BITS: Final = 4096
 
 # Filters and string methods with an argument, a number or a text, that bounds what they add per
@@ -36,6 +58,8 @@ _WIDE_FIELD: Final = re.compile(r"[0-9]{5}|\*|\{[^{}]*\{")
 _NUMBER: Final = re.compile(r"[0-9]+")
 _COUNTED: Final = "longshore_counted"
 _LOOKED_AT: Final = "longshore_looked_at"
+_COMPARED: Final = "longshore_compared"
+_REPEATED: Final = "longshore_repeated"
 
 T = TypeVar("T")
 
@@ -52,6 +76,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
         self._left = 0
+        self._end_s = 0.0
         for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
@@ -62,19 +87,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self._bounded_filter(name, function)
         self.filters[_COUNTED] = pass_context(lambda _, value: self._counted(value))
         self.filters[_LOOKED_AT] = pass_context(lambda _, value: self._looked_at(value))
+        self.filters[_COMPARED] = pass_context(lambda _, value: self._compared(value))
+        self.filters[_REPEATED] = pass_context(lambda _, cost: self._pay(cost))
         self.filters[_COUNTED + "_items"] = pass_context(lambda _, value: self._items(value))
         return self.from_string(_WithCosts(self).visit(self.parse(source)))
 
-    def begin(self, values: object) -> None:
-        """Set a new budget, for a rendering of `values`."""
+    def begin(self, values: object, *, is_inline: bool = False) -> None:
+        """Set a new budget, for a rendering of `values`; a small one for the event loop."""
         self._left = available = 1 << 62
+        self._end_s = time.monotonic() + MAX_RENDERING_S
         self._counted(values)
         self._left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - self._left)
+        if is_inline:
+            self._left = min(self._left, INLINE_BUDGET)
 
     def _pay(self, cost: int) -> None:
         self._left -= cost
         if self._left < 0:
             raise TemplateTooCostly("it loops too often or produces too much text")
+        if time.monotonic() > self._end_s:
+            raise TemplateTooCostly(f"it takes longer than {MAX_RENDERING_S:g} s")
 
     def _counted(self, value: T) -> T:
         """`value`, after paying for it and everything in it."""
@@ -94,6 +126,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _looked_at(self, value: T) -> T:
         """`value`, after paying for reading or copying it, without its items' content."""
         self._pay(STEP_COST + (len(value) if isinstance(value, _SIZED) else 0))
+        return value
+
+    def _compared(self, value: T) -> T:
+        """`value`, after paying for comparing it with something: also what is in its items, which
+        may be the same object many times."""
+        self._looked_at(value)
+        if isinstance(value, list | tuple):
+            for inner in value:
+                if isinstance(inner, list | tuple | dict):
+                    self._counted(inner)
+        elif isinstance(value, dict):
+            for inner in value.values():
+                if isinstance(inner, list | tuple):
+                    self._counted(inner)
         return value
 
     def _items(self, values: Iterable[T]) -> Iterator[T]:
@@ -213,6 +259,26 @@ class _WithCosts(NodeTransformer):
     def visit_For(self, node: For) -> Node:
         self.generic_visit(node)
         node.iter = self._filtered(node.iter, _COUNTED + "_items")
+        return self._paying(node)
+
+    def visit_Macro(self, node: Macro) -> Node:
+        self.generic_visit(node)
+        return self._paying(node)
+
+    def visit_CallBlock(self, node: CallBlock) -> Node:
+        self.generic_visit(node)
+        return self._paying(node)
+
+    def visit_Block(self, node: Block) -> Node:
+        self.generic_visit(node)
+        return self._paying(node)
+
+    def _paying(self, node: For | Macro | CallBlock | Block) -> Node:
+        """Begin the body of what can be repeated with a payment for its size."""
+        cost = STEP_COST if isinstance(node, For) else CALL_COST
+        cost += sum(1 for inner in node.body for _ in inner.find_all(Node))
+        payment = ExprStmt(self._filtered(Const(cost), _REPEATED), lineno=node.lineno)
+        node.body.insert(0, payment.set_environment(self._environment))
         return node
 
     def visit_Output(self, node: Output) -> Node:
@@ -227,9 +293,11 @@ class _WithCosts(NodeTransformer):
 
     def visit_Compare(self, node: Compare) -> Node:
         self.generic_visit(node)
-        node.expr = self._filtered(node.expr, _LOOKED_AT)
+        node.expr = self._filtered(node.expr, _COMPARED)
         for operand in node.ops:
-            operand.expr = self._filtered(operand.expr, _LOOKED_AT)
+            is_contained = operand.op in ("in", "notin")
+            name = _COMPARED if not is_contained else _LOOKED_AT
+            operand.expr = self._filtered(operand.expr, name)
         return node
 
     def visit_Test(self, node: Test) -> Node:

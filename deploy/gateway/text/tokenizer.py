@@ -1,5 +1,6 @@
 """A model folder's tokenizer: encodes and decodes text, and holds the chat template."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,16 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from longshore.deploy.gateway.text.tokenizer_bounds import read_tokenizer_spec, unknown_cost
+from longshore.deploy.gateway.text.tokenizer_process import (
+    Encoder,
+    IsolatedEncoder,
+    LocalEncoder,
+    is_panic,
+)
 from longshore.deploy.model.json_file import read_json_object, read_text
-from longshore.protocol.errors import ConfigError
-from longshore.protocol.model_files import exists, open_regular
+from longshore.protocol.errors import ConfigError, shortened
+from longshore.protocol.model_files import exists
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +42,22 @@ class ModelTokenizer:
     num_ids: number of token ids, including added tokens.
     added_tokens: ids of the tokens added to the vocabulary, including special tokens.
     is_bytewise: see TokenDecoder.
+    max_inline_characters: longer texts are encoded on a thread. encoder: None: the tokenizer's own.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate, *, keeps_end: bool = False
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        *,
+        keeps_end: bool = False,
+        encoder: Encoder | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._encoder = LocalEncoder(tokenizer) if encoder is None else encoder
+        self.max_inline_characters = MAX_INLINE_CHARACTERS if encoder is None else -1
         self.chat_template = chat_template
         self.keeps_end = keeps_end
         added = tokenizer.get_added_tokens_decoder().items()
@@ -54,21 +70,20 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode a plain prompt, with the special tokens that the model's text begins with."""
-        return self._encode(text, with_special=True).ids
+        return self._encoder.ids([text], with_special=True)[0]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Encode a rendered chat: the template has added the special tokens already."""
-        return self._encode(text, with_special=False).ids
+        return self._encoder.ids([text], with_special=False)[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without special tokens."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        return self._encoder.ids(texts, with_special=False)
 
-    def _encode(self, text: str, *, with_special: bool) -> Encoding:
-        # Methods for batches release the interpreter lock; `encode` and `decode` do not.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
-        return encoding
+    def close(self) -> None:
+        """End the process that encodes, if there is one."""
+        if isinstance(self._encoder, IsolatedEncoder):
+            self._encoder.close()
 
     def encode_cut(
         self, text: str, max_tokens: int, *, with_special: bool, keeps_end: bool | None = None
@@ -88,10 +103,10 @@ class ModelTokenizer:
     ) -> Encoding:
         """One text of a pair, without special tokens, truncated as by `encode_cut`."""
         if max_tokens is None:
-            return self._encode(text, with_special=False)
+            return self._encoder.encodings([text])[0]
         keeps_end = self.keeps_end if keeps_end is None else keeps_end
         part = self._part_of(text, max_tokens, keeps_end=keeps_end)
-        encoding = self._encode(part, with_special=False)
+        (encoding,) = self._encoder.encodings([part])
         encoding.truncate(max_tokens, direction="left" if keeps_end else "right")
         return encoding
 
@@ -108,8 +123,7 @@ class ModelTokenizer:
         """The text of as many tokens, truncated as by `encode_cut`."""
         keeps_end = self.keeps_end if keeps_end is None else keeps_end
         part = self._part_of(text, max_tokens, keeps_end=keeps_end)
-        # The fast variant has no offsets.
-        (encoding,) = self._tokenizer.encode_batch([part], add_special_tokens=False)
+        (encoding,) = self._encoder.encodings([part], with_offsets=True)
         if len(encoding) <= max_tokens and len(part) == len(text):
             return text
         encoding.truncate(max_tokens, direction="left" if keeps_end else "right")
@@ -163,11 +177,7 @@ def load_tokenizer(
             model_dir,
         )
         return None
-    try:
-        open_regular(tokenizer_file).close()
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from error
+    tokenizer, encoder = _load(tokenizer_file)
     settings_file = model_dir / "tokenizer_config.json"
     settings = read_json_object(settings_file) if exists(settings_file) else {}
     source = _find_template(model_dir, settings, chat_template_file)
@@ -183,11 +193,42 @@ def load_tokenizer(
         tokenizer,
         ChatTemplate(source, _special_tokens(settings)),
         keeps_end=settings.get("truncation_side") == "left",
+        encoder=encoder,
     )
 
 
-def check_chat_template(model_dir: Path, chat_template_file: Path | None) -> None:
-    """Raise ConfigError if the chat template cannot be used, before a process is started."""
+def _load(file: Path) -> tuple[Tokenizer, Encoder | None]:
+    """The tokenizer, and a process that encodes if the cost of that is not known. Then the
+    tokenizer here has no parts of unknown cost, and only decodes."""
+    reason = unknown_cost(read_tokenizer_spec(file))
+    try:
+        if reason is None:
+            return Tokenizer.from_file(str(file)), None
+        encoder = IsolatedEncoder(file)
+        spec = json.loads(read_text(file)) | {"normalizer": None, "pre_tokenizer": None}
+        tokenizer = Tokenizer.from_str(json.dumps(spec))
+    except ConfigError:
+        raise
+    except BaseException as error:  # the library raises bare Exception, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        line = shortened(" ".join(str(error).split()))
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {line}") from error
+    logger.warning(
+        "%s has %s, whose cost is not known: texts are split in a process of its own, which is "
+        "somewhat slower and is killed if it takes too long",
+        file,
+        reason,
+    )
+    return tokenizer, encoder
+
+
+def check_text_files(model_dir: Path, chat_template_file: Path | None) -> None:
+    """Raise ConfigError if the tokenizer or the chat template cannot be used, before a process is
+    started. A tokenizer of known cost is not loaded here."""
+    tokenizer_file = model_dir / "tokenizer.json"
+    if exists(tokenizer_file) and unknown_cost(read_tokenizer_spec(tokenizer_file)) is not None:
+        IsolatedEncoder(tokenizer_file).close()
     settings_file = model_dir / "tokenizer_config.json"
     settings = read_json_object(settings_file) if exists(settings_file) else {}
     source = _find_template(model_dir, settings, chat_template_file)
@@ -207,8 +248,9 @@ def _find_template(
         return read_text(model_dir / "chat_template.jinja")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates; chats use `default`
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        template = by_name.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        templates = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = templates[-1] if templates else None
     return template if isinstance(template, str) else None
 
 

@@ -102,3 +102,20 @@ async def test_a_large_chat_is_rendered_beside_the_loop(
     assert rendering.done() == is_inline
     text = await rendering
     assert text == render_chat(tokenizer.chat_template, template_input(messages), form)
+
+
+async def test_once_a_small_chat_has_taken_too_long_all_are_rendered_beside_the_loop() -> None:
+    source = (
+        "{% if messages | length == 2 %}{% for a in range(20000) %}{{ a }}{% endfor %}"
+        "{% else %}short{% endif %}"
+    )
+    tokenizer = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(source, SPECIAL))
+    renderer = ChatRenderer()
+    form = chat_prompt_options(ChatRequest(messages=[]))
+    for num_messages, is_inline in ((1, True), (2, False), (1, False)):
+        messages = [ChatMessage("user", "x")] * num_messages
+        rendering = asyncio.create_task(renderer.text(tokenizer, messages, form))
+        await asyncio.sleep(0)
+        assert rendering.done() == is_inline
+        text = await rendering
+        assert text == ("short" if num_messages == 1 else "".join(map(str, range(20_000))))

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from longshore.deploy.gateway.text.chat_template import (
+    MAX_TEMPLATE_CHARACTERS,
     PLAIN_TEMPLATE,
     ChatTemplate,
     TemplateRejected,
 )
-from longshore.deploy.gateway.text.tokenizer import check_chat_template, load_tokenizer
+from longshore.deploy.gateway.text.tokenizer import check_text_files, load_tokenizer
 from longshore.protocol.errors import ConfigError
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, save_tokenizer
 
@@ -126,6 +127,35 @@ def test_template_that_does_not_compile_is_rejected_at_start() -> None:
         ChatTemplate("{% for %}", {})
 
 
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% if a %}" * 500 + "{% endif %}" * 500, "recursion"),
+        ("{% for a in b %}" * 50 + "{% endfor %}" * 50, "nested blocks"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("{{ 1" + " + 1" * 20_000 + " }}", "recursion"),
+        ("{{ " + "1" * 5000 + " }}", "digits"),
+        ("{{ a | none }}", "No filter named"),
+        ("a" * (MAX_TEMPLATE_CHARACTERS + 1), "the limit is"),
+    ],
+    ids=["ifs", "loops", "brackets", "sum", "number", "filter", "size"],
+)
+def test_a_template_that_breaks_the_compiler_is_rejected_in_one_line(
+    source: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as rejection:
+        ChatTemplate(source, {})
+    assert reason in str(rejection.value)
+    assert "\n" not in str(rejection.value)
+    assert len(str(rejection.value)) < 500
+
+
+@pytest.mark.parametrize("named", [[5], [None, {"name": "default", "template": 5}], [[]], [{}]])
+def test_named_templates_that_make_no_sense_are_ignored(tmp_path: Path, named: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    check_text_files(tmp_path, None)
+
+
 def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -139,7 +169,7 @@ def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
 def test_a_template_file_that_is_missing_is_rejected_with_its_setting(tmp_path: Path) -> None:
     missing = tmp_path / "missing.jinja"
     with pytest.raises(ConfigError) as rejection:
-        check_chat_template(tmp_path, missing)
+        check_text_files(tmp_path, missing)
     assert str(rejection.value) == (
         f"chat_template: {missing} cannot be read: No such file or directory"
     )

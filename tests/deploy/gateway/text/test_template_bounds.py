@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longshore.deploy.gateway.text import template_bounds
 from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
 
 CHAT = [
@@ -83,6 +84,49 @@ def test_a_template_without_end_is_rejected_before_it_takes_the_memory(source: s
     with pytest.raises(TemplateRejected):
         template.render(CHAT)
     assert peak_bytes() - before < MAX_BYTES
+
+
+SETS = "{% set x = messages %}" * 200
+TWICE = (
+    f"{{% set ns = namespace(rest={'(' * 22}none{',)' * 22}) %}}"
+    + """
+{%- macro twice() %}{% if ns.rest %}
+{%- set own = ns.rest %}{% set ns.rest = own[0] %}{% set x = twice() %}
+{%- set ns.rest = own[0] %}{% set x = twice() %}{% endif %}{% endmacro %}{% set x = twice() %}"""
+)
+NESTED = "{% set a0 = [1] %}{% set b0 = [1] %}" + "".join(
+    f"{{% set {name}{depth + 1} = [{', '.join([f'{name}{depth}'] * 100)}] %}}"
+    for depth in range(6)
+    for name in "ab"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(999) %}" + SETS + "{% endfor %}{% endfor %}",
+        "{% macro m() %}" + SETS + "{% endmacro %}{% for a in range(99999) %}{% set x = m() %}"
+        "{% endfor %}",
+        "{% macro m() %}{% set x = caller() %}{% endmacro %}{% for a in range(99999) %}"
+        "{% call m() %}" + SETS + "{% endcall %}{% endfor %}",
+        TWICE,
+        NESTED + "{{ a6 == b6 }}",
+        NESTED + "{{ a6 in [b6, b6] }}",
+        NESTED + "{{ {'k': a6} == {'k': b6} }}",
+    ],
+    ids=["loops", "macro", "caller", "recursion", "equal", "in", "values"],
+)
+def test_statements_that_cost_nothing_by_themselves_are_paid_for_where_they_are_repeated(
+    source: str,
+) -> None:
+    with pytest.raises(TemplateRejected, match=r"loops too often|takes longer"):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+def test_a_rendering_is_limited_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_bounds, "MAX_RENDERING_S", -1.0)
+    with pytest.raises(TemplateRejected, match="takes longer than"):
+        ChatTemplate("{% for m in messages %}{{ m }}{% endfor %}", {}).render(CHAT)
 
 
 HONEST = """
