@@ -18,6 +18,7 @@ import pytest
 from longshore.deploy.machine.device import resolve_device
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, wait_until
+from tests.integration.test_hostile_http import post, say
 
 TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -405,6 +406,36 @@ def test_a_disk_path_that_another_user_could_have_planted_is_the_last_line(
     assert reason in lines[-1]
     assert not any("Traceback" in line or "restart" in line for line in lines)
     assert list(temp_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_folder_that_costs_too_much_for_some_texts_rejects_these_and_serves_others(
+    start_deployment: StartDeployment, folder: Path
+) -> None:
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    parts = [split("(x+x+)+y"), spec["pre_tokenizer"]]
+    edit_tokenizer(folder, pre_tokenizer={"type": "Sequence", "pretokenizers": parts})
+    edit_template(
+        folder,
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    )
+    served = start_deployment(model_dir=folder).wait_until_ready()
+    good = {"prompt": "the ships", "max_tokens": 2}
+    bad: list[tuple[str, dict[str, Any], str]] = [
+        ("completions", {"prompt": "x" * 64}, "retry-limit-in-match over"),
+        ("completions", {"prompt": ("x" * 20 + " ") * 700}, "took longer than 10 s"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "loops too often"),
+    ]
+    for path, body, reason in bad:
+        sent = json.dumps(body).encode()
+        status, _, answer = say(served, post(sent, path=b"/v1/" + path.encode()))
+        assert status == 400
+        assert reason in json.loads(answer)["error"]["message"]
+        assert say(served, post(json.dumps(good).encode()))[0] == 200
+    assert served.stop() == 0, served.output
+    assert "panicked" not in served.output
+    assert "Traceback" not in served.output
+    served.assert_nothing_is_left()
 
 
 @pytest.mark.slow

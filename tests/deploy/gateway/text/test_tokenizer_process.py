@@ -1,6 +1,7 @@
 """Tokenizers of unknown cost: the same tokens as in this process, and an end to what costs too
 much."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from longshore.deploy.gateway.text import tokenizer_process
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
 from longshore.deploy.gateway.text.tokenizer_process import IsolatedEncoder, TextRejected
 from longshore.protocol.errors import ConfigError
+from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.tiny_tokenizer import byte_level_tokenizer, save_tokenizer
 
 TEXT = "the ships, the crates é 🙂\n"
@@ -139,3 +141,34 @@ def test_a_tokenizer_that_fails_at_common_texts_is_refused_in_one_line(
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+async def test_a_text_that_costs_too_much_is_a_400_and_others_are_served_meanwhile(
+    start_gateway: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def body(text: str) -> dict[str, Any]:
+        if "chat" in path:
+            return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        return {"prompt": text} if path == "/tokenize" else {"prompt": text, "max_tokens": 1}
+
+    save(tmp_path, split("(x+x+)+y"))
+    async with start_gateway(tokenizer=False, max_body_bytes=1 << 20) as gateway:
+        monkeypatch.setattr(tokenizer_process, "DEADLINE_S", 1.0)
+        costly = asyncio.create_task(gateway.post(path, body(ENDLESS[:15_000])))
+        num_served = 0
+        while not costly.done():
+            answer = await gateway.post("/v1/completions", {"prompt": [4, 5], "max_tokens": 2})
+            assert answer.status == 200
+            num_served += 1
+        assert num_served > 1
+        monkeypatch.undo()
+        for answer, reason in (
+            (await costly, "took longer than 1 s"),
+            (await gateway.post(path, body(PANIC)), "retry-limit-in-match over"),
+        ):
+            assert answer.status == 400
+            error = json.loads(answer.body)["error"]
+            assert error["code"] == "tokenizer_failed"
+            assert reason in error["message"]
+        assert (await gateway.post(path, body("the"))).status == 200
