@@ -68,7 +68,7 @@ def serve(
     *,
     options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Serve a model behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
+    """Serve a model behind an OpenAI-compatible API until SIGTERM, SIGHUP or Ctrl-C.
 
     Args:
         model: Folder of the model in Hugging Face format, or its id on a model hub
@@ -96,8 +96,8 @@ def node(
     check: bool = False,
     api_key: tuple[str, ...] | None = None,
 ) -> None:
-    """Start the engines and gateways that a topology has for one node, until SIGTERM or Ctrl-C. All
-    nodes have the same file.
+    """Start the engines and gateways that a topology has for one node, until SIGTERM, SIGHUP or
+    Ctrl-C. All nodes have the same file.
 
     Args:
         topology: TOML file that describes all nodes (docs/topology.md). Settings come from it.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(model: ModelFolder, node: NodePlan, announce: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return.
 
     Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies
     more often than it may be restarted.
@@ -59,7 +59,7 @@ def serve(model: ModelFolder, node: NodePlan, announce: Callable[[str], None] = 
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
             )
         except StopRequested:
-            logger.info("stopped before startup was complete")
+            logger.info("stopped by %s before startup was complete", stop_signal.cause)
             return
         name, *_ = options.served_model_name or (model.name,)
         if node.engines:
@@ -91,7 +91,8 @@ def _drain(supervisor: Supervisor, stop_signal: StopSignals, timeout_s: float) -
     """Finish running requests, then stop all processes. Raises EngineDead if some were killed."""
     stop_signal.clear()  # a second signal aborts the draining
     logger.info(
-        "stopping: running requests have %.0f s to finish; press Ctrl-C again to abort them",
+        "stopping (%s): running requests have %.0f s to finish; press Ctrl-C again to abort them",
+        stop_signal.cause,
         timeout_s,
     )
     is_clean = supervisor.stop(timeout_s + STOP_TIMEOUT_S, stop_signal)

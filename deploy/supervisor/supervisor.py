@@ -109,7 +109,10 @@ class Supervisor:
             if stop_signal is not None and stop_signal.is_set():
                 raise StopRequested
             if any(process.failed or process.lifeline_closed for process in self.processes):
-                raise StartFailed(self._set.explain_failure(self.processes))
+                reason = self._set.explain_failure(self.processes)
+                if stop_signal is not None and stop_signal.is_set():
+                    raise StopRequested  # which has reached the others first
+                raise StartFailed(reason)
 
     def wait_for_death(
         self, timeout_s: float | None = None, stop_signal: StopSignal | None = None

@@ -51,14 +51,17 @@ MAX_COMMAND_BYTES: Final = 65_536
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Asks a supervised process for an orderly shutdown."""
 
+SERVICE_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+"""Those that are sent to whole services, and that only the supervisor obeys, if anyone does."""
+
 
 def stop_signals(lifeline_fd: int | None) -> tuple[signal.Signals, ...]:
-    """The signals that stop this process. A supervised one ignores SIGTERM and SIGINT from now on:
-    an init system sends them to all processes of a service at once, and only the supervisor knows
-    in which order they can stop. Call it in the main thread."""
+    """The signals that stop this process. A supervised one ignores SERVICE_SIGNALS from now on: an
+    init system sends them to all processes of a service at once, and only the supervisor knows in
+    which order they can stop. Call it in the main thread."""
     if lifeline_fd is None:
         return signal.SIGTERM, signal.SIGINT
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SERVICE_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return (STOP_SIGNAL,)
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,8 @@ class Deployment:
     num_blocks:  None lets the server choose by its memory.
     environment: variables in addition to the inherited ones.
     program:     module that is run.
+    prefix:      command that runs it in its own place, such as `nohup`.
+    shown:       file with what is printed, if `prefix` redirects that.
     output:  everything that it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
@@ -47,13 +49,16 @@ class Deployment:
         num_blocks: int | None = 600,
         environment: Mapping[str, str] = {},
         program: str = "longshore.deploy",
+        prefix: Sequence[str] = (),
+        shown: Path | None = None,
     ) -> None:
         self.tmp_dir = tmp_dir
-        self._output_file = tmp_dir / "output.txt"
-        command = [sys.executable, "-m", program, "serve", str(model_dir)]
+        printed = tmp_dir / "output.txt"
+        self._output_file = printed if shown is None else shown
+        command = [*prefix, sys.executable, "-m", program, "serve", str(model_dir)]
         if num_blocks is not None:
             command += ["--num-blocks", str(num_blocks)]
-        with self._output_file.open("wb") as output:
+        with printed.open("wb") as output:
             self.process = psutil.Popen(
                 [*command, "--port", str(port), *SETTINGS, *arguments],
                 stdout=output,
