@@ -282,7 +282,7 @@ class EngineReport(
     """The state of an engine, for an operator.
 
     waiting: at most MAX_REPORTED waiting requests, the head of the queue first.
-    idle_s:  seconds since any request last made progress.
+    idle_s:  seconds for which no request has made progress although some wait for the engine.
     pause:   value of the `PauseState`.
     num_pins, num_pinned_blocks: see SchedulerStats.
     """

@@ -93,6 +93,13 @@ class Lifecycle(SchedulerPart):
             raise LongshoreError("waiting requests or the ids of live ones are counted wrongly")
         if Counter(request.tenant.name for request in live) != self._live_by_tenant:
             raise LongshoreError("the live requests of tenants are counted wrongly")
+        between = RequestStatus.WAITING_FOR_STREAMING_REQ
+        num_between = sum(request.status is between for request in waiting)
+        if num_between != self.sessions.num_between:
+            raise LongshoreError(
+                f"{num_between} sessions wait for their clients, but {self.sessions.num_between} "
+                "are counted"
+            )
 
     # Adding requests
 
@@ -315,6 +322,7 @@ class Lifecycle(SchedulerPart):
             self.forks.parent_ends(request)
         self.forks.drop(request)
         self.waiting.remove(request)
+        self.sessions.left_queue(request)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._abandon_load(request)
         if request.is_swapped and self.transfers is not None:

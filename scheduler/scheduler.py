@@ -5,6 +5,7 @@ the next step, `step.admission` admits waiting ones, `step.output_processor` app
 `lifecycle` adds, preempts and ends requests.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -148,7 +149,8 @@ class Scheduler:
         self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
         self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
-        self._advanced_at_s: float | None = None
+        # Since when no request has advanced, if one is waited for. Infinite until the workers serve.
+        self._idle_since_s = math.inf
 
         shared = part.shared()
         validator = RequestValidator(
@@ -206,6 +208,7 @@ class Scheduler:
 
     def add_request(self, message: AddRequest, *, client: int, now: float) -> None:
         """Queue a request; one that cannot be served is rejected with a reason."""
+        self._begin_wait(now)
         self._lifecycle.add(message, client=client, now=now)
 
     def reject_message(self, malformed: Malformed, reason: str, *, client: int, now: float) -> None:
@@ -216,6 +219,7 @@ class Scheduler:
         """Receive input for a session. Unknown handles are ignored: their requests have ended."""
         request = self._lifecycle.get(client, message.handle)
         if request is not None:
+            self._begin_wait(now)
             self._lifecycle.sessions.receive(request, message, now)
 
     def abort_requests(self, client: int, handles: Int32Array, now: float) -> None:
@@ -256,6 +260,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
+        self._idle_since_s = min(self._idle_since_s, now)
         if self._grammars is not None and self._grammars.failed:
             self._end_failed(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
@@ -280,7 +285,7 @@ class Scheduler:
                 self._forks.planned()
             self._sum_in_flight += len(self._in_flight.steps)
             if plan.num_scheduled_tokens:
-                self._advanced_at_s = now
+                self._idle_since_s = now
         return plan
 
     def take_masks(self) -> list[SampleMask]:
@@ -365,8 +370,10 @@ class Scheduler:
         """What `set_pause` has set."""
         return self._planner.pause
 
-    def set_pause(self, state: PauseState) -> None:
+    def set_pause(self, state: PauseState, now: float = 0.0) -> None:
         """Set what is scheduled from now on; unanswered plans are not affected."""
+        if self._is_kept_by_pause():
+            self._start_clock(now)
         self._planner.pause = state
 
     def lower_demand(self, now: float) -> None:
@@ -377,7 +384,8 @@ class Scheduler:
     def begin_epoch(self, epoch: int, now: float, *, keeps_kv: bool = False) -> None:
         """All workers are new: rows are free, transfers have failed. Running requests wait again,
         in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no
-        answered plan has computed."""
+        answered plan has computed. The next call of `schedule` is when the workers serve."""
+        self._idle_since_s = math.inf
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
         answered_step = self._in_flight.last_answered_step if keeps_kv else None
@@ -423,10 +431,8 @@ class Scheduler:
 
     def is_waited_for(self) -> bool:
         """Whether a request waits for this engine, not for its client as sessions do."""
-        between = RequestStatus.WAITING_FOR_STREAMING_REQ
-        return self.running.num_rows > 0 or any(
-            request.status is not between for request in self.waiting
-        )
+        num_between = self._lifecycle.sessions.num_between
+        return self.running.num_rows > 0 or len(self.waiting) > num_between
 
     @property
     def has_untried(self) -> bool:
@@ -556,10 +562,20 @@ class Scheduler:
 
     def idle_s(self, now: float) -> float:
         """Seconds for which no request has advanced although some wait. Time in which a pause
-        keeps all of them does not count."""
+        keeps all of them, or the workers are replaced or asleep, does not count."""
         if self._is_kept_by_pause() or not self.is_waited_for():
-            self._advanced_at_s = now
-        return 0.0 if self._advanced_at_s is None else max(now - self._advanced_at_s, 0.0)
+            return 0.0
+        return max(now - self._idle_since_s, 0.0)
+
+    def _begin_wait(self, now: float) -> None:
+        """A request may be the first one that is waited for."""
+        if not self.is_waited_for():
+            self._start_clock(now)
+
+    def _start_clock(self, now: float) -> None:
+        """Time before now does not count in `idle_s`."""
+        if self._idle_since_s < math.inf:
+            self._idle_since_s = max(self._idle_since_s, now)
 
     def _is_kept_by_pause(self) -> bool:
         if self.pause is PauseState.PAUSED_ALL:

@@ -191,7 +191,7 @@ def tables(report: EngineReport) -> list[Table]:
         ("requests", f"{report.num_running} running, {report.num_waiting} waiting"),
         ("blocks", f"{used:,} of {report.num_blocks - 1:,} in use ({report.kv_usage:.0%})"),
         ("steps in flight", f"{report.steps_in_flight}"),
-        ("last progress", f"{report.idle_s:.1f} s ago"),
+        ("without progress", f"for {report.idle_s:.1f} s"),
         ("pause", _pause(report)),
     ):
         state.add_row(name, Text(value))

@@ -30,12 +30,15 @@ MAX_QUEUED_CHUNKS: Final = 1024
 
 @dataclass(slots=True, kw_only=True)
 class Sessions(SchedulerPart):
-    """end: ends a request for good, see `Lifecycle.end`."""
+    """end: ends a request for good, see `Lifecycle.end`.
+    num_between: sessions that wait for their clients' next inputs.
+    """
 
     validator: RequestValidator
     outputs: ClientOutputs
     eos_token_ids: tuple[int, ...]
     end: Callable[[Request, Outcome, float], None]
+    num_between: int = 0
 
     def receive(self, request: Request, chunk: ContinueSession, now: float) -> None:
         """Receive input for a session; it is queued while the session is not ready for it."""
@@ -87,6 +90,7 @@ class Sessions(SchedulerPart):
         request.resume_after_step = 0
         self.in_flight.void_past_occupants(request)  # their tokens are of the output that has ended
         self.waiting.park(request)
+        self.num_between += 1
         if request.next_chunks:
             self._begin_next_chunk(request, now)
 
@@ -110,6 +114,11 @@ class Sessions(SchedulerPart):
         if request.skip_reading_prefix_cache and request.hold is not None:
             self.holds.release(request)
         self.waiting.unpark(request)
+        self.num_between -= 1
+
+    def left_queue(self, request: Request) -> None:
+        """A waiting request ends."""
+        self.num_between -= request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
 def closes_session(chunk: ContinueSession) -> bool:

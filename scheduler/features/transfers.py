@@ -75,6 +75,7 @@ class Transfers:
     """Loads and sends by request id, held blocks by number.
 
     may_load: whether the connector is asked what it can load.
+    name:      of the connector, for operators.
     num_ranks: each rank reports every transfer once.
     hooks:     calls those of the connector.
     loads:     in the background, by request id.
@@ -97,6 +98,7 @@ class Transfers:
         may_load: bool = True,
     ) -> None:
         self.connector = connector
+        self.name = type(connector).__name__
         self._may_load = may_load
         self.hooks = ConnectorHooks(connector)
         self._kv_cache = kv_cache

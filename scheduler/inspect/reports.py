@@ -52,10 +52,12 @@ class WaitingReasons:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
-                assert planner.transfers is not None
-                left_s = planner.transfers.loads[request.request_id].deadline - now
+                transfers = planner.transfers
+                assert transfers is not None
+                left_s = transfers.loads[request.request_id].deadline - now
                 return (
-                    f"its KV, which is being loaded; recomputed after {left_s:.1f} s at the latest"
+                    f"its KV, which the connector {transfers.name} is loading; recomputed after "
+                    f"{left_s:.1f} s at the latest"
                 )
             case RequestStatus.WAITING_FOR_STREAMING_REQ:
                 return "the next input of its session, from its client"

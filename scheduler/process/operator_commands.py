@@ -159,7 +159,7 @@ class OperatorCommands:
         self._pause_state = state
         if self.is_to_sleep and state is PauseState.UNPAUSED:
             state = PauseState.PAUSED_NEW
-        self._scheduler.set_pause(state)
+        self._scheduler.set_pause(state, time.monotonic())
 
     def _pause(self, command: Pause, answer: Callable[..., None]) -> None:
         if self._is_draining:

@@ -378,7 +378,9 @@ class Admission(SchedulerPart):
         if self.trace is not None:
             self.trace.asked_connector(request, match)
         if isinstance(match, AskLater):
-            request.waits_for = "its connector, which does not know yet what it can load"
+            request.waits_for = (
+                f"its connector {transfers.name}, which does not know yet what it can load"
+            )
             if request.is_swapped:
                 request.waits_for = "the copy of its KV, which is being swapped out"
             return self._park(SharedEvent.CONNECTOR)

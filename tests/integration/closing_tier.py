@@ -1,8 +1,18 @@
 """Connectors of tests, which the scheduler process imports."""
 
 import logging
+from typing import ClassVar
 
-from longshore.connectors.base import FinishAction, RequestView, SchedulerConnector, StepView
+from longshore.connectors.base import (
+    AskLater,
+    FinishAction,
+    Match,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+    StepView,
+    WorkerConnector,
+)
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.events import BlockStored, KVEvent
 
@@ -41,3 +51,28 @@ class LateStores(SchedulerConnector):
 
     def shutdown(self) -> None:
         logging.getLogger(__name__).warning("%d plans are left", self.num_left)
+
+
+class SilentWorker(WorkerConnector[bytes]):
+    """Does nothing, and never reports a transfer."""
+
+    def bind_connector_metadata(self, data: bytes) -> bytes:
+        return data
+
+
+class NeverKnows(SchedulerConnector):
+    """Never says what it can load."""
+
+    worker_half: ClassVar[str] = f"{__name__}:SilentWorker"
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return AskLater()
+
+
+class NeverLoads(SchedulerConnector):
+    """Finds a block of every request, and never reports that it is loaded."""
+
+    worker_half: ClassVar[str] = f"{__name__}:SilentWorker"
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return Matched(self.config.block_size - num_computed_tokens, is_async=True)

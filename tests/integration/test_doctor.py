@@ -1,16 +1,20 @@
 """`longshore doctor` on real processes: serving, stalled, serving again, unreachable."""
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from typing import Any
 
 import openai
 import pytest
 
+from tests.conftest import ROOT
+from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_process_life import open_stream
 
@@ -77,6 +81,38 @@ def test_stopped_scheduler_is_a_stall_until_it_goes_on(deployment: Deployment) -
     assert run.returncode == 1
     assert "the scheduler of engine 0 has not answered" in " ".join(run.stdout.split())
     assert doctor(deployment.url).returncode == 0
+
+
+@pytest.mark.parametrize("connector", ["NeverKnows", "NeverLoads"])
+def test_the_first_request_of_a_connector_that_never_answers_is_a_stall_that_names_it(
+    start_deployment: StartDeployment, connector: str
+) -> None:
+    name = f"tests.integration.closing_tier:{connector}"
+    deployment = start_deployment("--kv-connector", name, environment={"PYTHONPATH": str(ROOT)})
+    deployment.wait_until_ready()
+    body = json.dumps({"prompt": [7] * 40, "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{deployment.url}/v1/completions", body, headers)
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):  # it is aborted at the end
+            urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: report_of(deployment)["state"] == "stalled")
+    printed = report_of(deployment)
+    assert printed["report"]["steps_in_flight"] == 0
+    assert connector in printed["report"]["waiting"][0]["waits_for"]
+    assert f"connector {connector}" in printed["verdict"]
+    wait_until(lambda: "stalled: no request has advanced for 1" in deployment.output)
+    (line,) = [line for line in deployment.output.splitlines() if "request waits for" in line]
+    assert f"connector {connector}" in line
+    deployment.process.terminate()
+    deployment.process.send_signal(signal.SIGINT)
+    asking.join(PATIENCE_S)
+    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
+    deployment.assert_nothing_is_left()
 
 
 def test_an_address_where_nothing_listens_is_unreachable() -> None:

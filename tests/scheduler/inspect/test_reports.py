@@ -1,6 +1,7 @@
 """Progress: in each step a request advances, or the report says what each request waits for."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.protocol.statistics import EngineReport
-from longshore.scheduler.request import RequestStatus
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.request import Request, RequestStatus
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.connector import has_stored
 from tests.harness.driver import Driver
@@ -163,7 +165,8 @@ def test_a_load_is_reported_with_the_time_that_is_left() -> None:
     driver.step()
     driver.now += 5.0
     assert reasons(driver)["r"] == (
-        "its KV, which is being loaded; recomputed after 15.0 s at the latest"
+        "its KV, which the connector AdversarialConnector is loading; recomputed after 15.0 s at "
+        "the latest"
     )
 
 
@@ -273,10 +276,56 @@ def test_an_engine_that_is_paused_is_not_idle() -> None:
         driver.step()
     driver.now += 50.0
     assert report_of(driver).idle_s == 0.0
-    driver.scheduler.set_pause(PauseState.UNPAUSED)
+    driver.scheduler.set_pause(PauseState.UNPAUSED, driver.now)
     driver.now += 5.0
     assert report_of(driver).idle_s == 5.0  # only since it was resumed
     driver.run()
+
+
+@pytest.mark.parametrize("what", ["lookup", "load", "grammar"])
+def test_the_clock_starts_when_the_first_request_waits(what: str) -> None:
+    """Also if no step was ever planned, or the engine had nothing to do for long."""
+    compiler = FakeCompiler()
+    num_stored = {"lookup": None, "load": 8}
+    rules = {"match": has_stored({"r": num_stored.get(what, 0)})}
+    driver = Driver(grammars=compiler, rules=rules)
+    driver.now += 1000.0
+    settings = {"structured_output": grammar_for("r")} if what == "grammar" else {}
+    driver.add("r", prompt_of(12), **settings)
+    for _ in range(5):
+        driver.step()
+    assert driver.running == []
+    assert report_of(driver).idle_s == 4.0  # since the first of them
+
+
+def test_time_without_workers_is_no_idle_time() -> None:
+    driver = Driver(rules={"match": has_stored({"r": None})})
+    driver.add("r", prompt_of(12))
+    driver.steps(2)
+    driver.restart_workers()
+    driver.now += 100.0
+    driver.add("other", prompt_of(12, 40))
+    assert report_of(driver).idle_s == 0.0
+    driver.step()  # the workers serve again
+    begin = driver.now
+    driver.now += 5.0
+    assert report_of(driver).idle_s == pytest.approx(driver.now - begin, abs=1.0)
+
+
+def test_asking_whether_a_request_is_waited_for_looks_at_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked in every turn of the engine's loop."""
+    driver = Driver()
+    for index in range(20):
+        driver.add(f"r{index}", prompt_of(6, index))
+
+    def walk(waiting: WaitingRequests) -> Iterator[Request]:
+        raise AssertionError("the waiting requests are walked")
+
+    monkeypatch.setattr(WaitingRequests, "__iter__", walk)
+    assert driver.scheduler.is_waited_for()
+    assert driver.scheduler.idle_s(driver.now) == 0.0
 
 
 def test_idle_time_never_runs_backwards() -> None:
