@@ -31,6 +31,7 @@ class Ending:
 
     inject:  called once the deployment has begun to start, or to drain under load.
     status:  the exit status.
+    begin:   the signal that begins the drain.
     drain_s: time that running requests have; None: the fault comes while it starts.
     is_cut:  streams may be cut.
     is_hang: the worker hangs from before the drain on.
@@ -41,6 +42,7 @@ class Ending:
     what: str
     inject: Injection
     status: int
+    begin: signal.Signals = signal.SIGTERM
     drain_s: float | None = DRAIN_S
     is_cut: bool = True
     is_hang: bool = False
@@ -51,14 +53,24 @@ def send(name: str, number: signal.Signals = signal.SIGKILL) -> Injection:
     return lambda deployment: deployment.members[name].send_signal(number)
 
 
-def kill_new(name: str) -> Injection:
-    """Kill a process as soon as it exists."""
+def send_all(number: signal.Signals) -> Injection:
+    """As a terminal, or a service manager, does."""
+
+    def inject(deployment: Deployment) -> None:
+        for process in (deployment.process, *deployment.process.children()):
+            process.send_signal(number)
+
+    return inject
+
+
+def send_new(name: str, number: signal.Signals = signal.SIGKILL) -> Injection:
+    """Send a signal to a process as soon as it exists."""
 
     def inject(deployment: Deployment) -> None:
         wait_until(lambda: _member(deployment, name) is not None)
         process = _member(deployment, name)
         assert process is not None
-        process.kill()
+        process.send_signal(number)
 
     return inject
 
@@ -73,9 +85,17 @@ def _member(deployment: Deployment, name: str) -> psutil.Process | None:
     return None
 
 
+def at_start(inject: Injection) -> Injection:
+    """Once all processes have begun to start."""
+
+    def inject_then(deployment: Deployment) -> None:
+        wait_until(lambda: _member(deployment, "gateway") is not None)
+        inject(deployment)
+
+    return inject_then
+
+
 def kill_supervisor(deployment: Deployment) -> None:
-    """While the other processes start."""
-    wait_until(lambda: _member(deployment, "gateway") is not None)
     deployment.process.kill()
 
 
@@ -87,17 +107,49 @@ ENDINGS: Final[Sequence[Ending]] = (
     Ending("drain", "without a fault", nothing, 0, is_cut=False),
     Ending("drain", "at the deadline", nothing, 0, drain_s=SHORT_DRAIN_S),
     Ending("drain", "a second signal", send("supervisor", signal.SIGTERM), 0, is_short=False),
+    Ending(
+        "SIGHUP",
+        "twice, to all processes",
+        send_all(signal.SIGHUP),
+        0,
+        begin=signal.SIGHUP,
+        is_cut=False,
+    ),
+    Ending(
+        "SIGHUP",
+        "while the processes start",
+        at_start(send_all(signal.SIGHUP)),
+        0,
+        drain_s=None,
+        is_short=False,
+    ),
     Ending("killed in drain", "the worker", send("worker-0"), 1),
     Ending("killed in drain", "the scheduler", send("scheduler"), 1),
     Ending("killed in drain", "the gateway", send("gateway"), 1),
     Ending("killed in drain", "the supervisor", send("supervisor"), -signal.SIGKILL),
     Ending("hung in drain", "the worker", nothing, 1, drain_s=SHORT_DRAIN_S, is_hang=True),
-    Ending("killed at start", "the worker", kill_new("worker-0"), 1, drain_s=None),
+    Ending("killed at start", "the worker", send_new("worker-0"), 1, drain_s=None),
     Ending(
-        "killed at start", "the scheduler", kill_new("scheduler"), 1, drain_s=None, is_short=False
+        "killed at start", "the scheduler", send_new("scheduler"), 1, drain_s=None, is_short=False
     ),
-    Ending("killed at start", "the gateway", kill_new("gateway"), 1, drain_s=None),
-    Ending("killed at start", "the supervisor", kill_supervisor, -signal.SIGKILL, drain_s=None),
+    Ending("killed at start", "the gateway", send_new("gateway"), 1, drain_s=None),
+    Ending(
+        "killed at start",
+        "the supervisor",
+        at_start(kill_supervisor),
+        -signal.SIGKILL,
+        drain_s=None,
+    ),
+    Ending("stopped at start", "the worker", send_new("worker-0", signal.SIGSTOP), 1, drain_s=None),
+    Ending(
+        "stopped at start",
+        "the scheduler",
+        send_new("scheduler", signal.SIGSTOP),
+        1,
+        drain_s=None,
+        is_short=False,
+    ),
+    Ending("stopped at start", "the gateway", send_new("gateway", signal.SIGSTOP), 1, drain_s=None),
 )
 """Each on a deployment of its own, with one engine, one gateway and host memory as a tier."""
 
@@ -148,7 +200,7 @@ class Endings:
             load.stop_asking()
             worker = deployment.members["worker-0"]
             worker.suspend()  # so that no stream ends before the fault
-            deployment.process.terminate()
+            deployment.process.send_signal(ending.begin)
             wait_until(lambda: "running requests have" in deployment.output)
             ending.inject(deployment)
             if not ending.is_hang:

@@ -66,6 +66,18 @@ def kill_again(name: str) -> Injection:
     return inject
 
 
+def stop_again(name: str) -> Injection:
+    """Kill a process, and stop the one that replaces it while that starts."""
+
+    def inject(target: Target) -> None:
+        former = target.members()[name]
+        target.kill(name)
+        wait_until(lambda: target.is_replaced(name, former))
+        target.stop(name)
+
+    return inject
+
+
 def hang_up(target: Target) -> None:
     target.load.hang_up(16)
 
@@ -96,6 +108,16 @@ REPLICAS: Final[Sequence[Fault]] = (
         "a scheduler that replaces one",
         kill_again("scheduler-1"),
         is_short=False,
+    ),
+    Fault("stopped at start", "a worker that replaces one", stop_again("worker-1.0")),
+    Fault(
+        "stopped at start",
+        "a scheduler that replaces one",
+        stop_again("scheduler-0"),
+        is_short=False,
+    ),
+    Fault(
+        "stopped at start", "a gateway that replaces one", stop_again("gateway-0"), is_short=False
     ),
 )
 """On two engines behind two gateways, with host memory as a tier."""
