@@ -486,8 +486,9 @@ class ServeOptions(EngineOptions):
         standby_workers: Sets of workers per engine that have loaded the model and wait, so that an
             engine goes on within about a second after the death of a worker. Each needs the memory
             of the weights once more, on the same device.
-        hang_timeout_s: Seconds without a sign of life after which a scheduler or worker counts as
-            hung, is killed and restarted. 0: never.
+        hang_timeout_s: Seconds without a sign of life after which a scheduler, worker or gateway
+            counts as hung, is killed and restarted; while it starts, seconds for which it is
+            stopped (SIGSTOP). 0: never.
     """
 
     prefill: Annotated[int, _RANKS] = 0

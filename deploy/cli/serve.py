@@ -56,7 +56,10 @@ def serve(model: ModelFolder, node: NodePlan, announce: Callable[[str], None] = 
         specs = deployment.processes(supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
-                specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
+                specs,
+                timeout_s=options.startup_timeout_s,
+                stop_signal=stop_signal,
+                hang_timeout_s=options.hang_timeout_s,
             )
         except StopRequested:
             logger.info("stopped by %s before startup was complete", stop_signal.cause)

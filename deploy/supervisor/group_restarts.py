@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Final, assert_never
+from typing import assert_never
 
 from longshore.deploy.supervisor.orders import Call, Orders, RestartGroup, StartGroup, StopGroup
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess
@@ -16,9 +16,6 @@ from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Restarting
 
 logger = logging.getLogger(__name__)
 
-# If the supervisor itself wakes up so much too late, silence of others means nothing.
-MAX_LATE_S: Final = 2.0
-
 
 class GroupRestarts:
     """When a process dies, those of its restart group (an engine, or one gateway) are killed,
@@ -29,7 +26,8 @@ class GroupRestarts:
     max_restarts:    see Restarts; with 0, the first death ends the deployment.
     start_timeout_s: for all processes of a group to be ready.
     hang_timeout_s:  a process that has not reported to be alive for so long counts as dead, if it
-                     ever did; 0: only processes that have ended do.
+                     ever did, and else one that has been stopped for so long; 0: only processes
+                     that have ended do.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class GroupRestarts:
             due_s = self._due_s()
             timeout_s = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
             self._processes.wait_for_reports(timeout_s, self._orders, stop_signal)
-            if time.monotonic() > due_s + MAX_LATE_S:  # this process did not run, so others did not
-                for process in self._processes.running:
-                    process.forgive_silence()
+            self._processes.forgive_silence(due_s)
         return None
 
     def _due_s(self) -> float:
@@ -148,6 +144,8 @@ class GroupRestarts:
         members, now_s = self._processes.members(name), time.monotonic()
         if any(process.failed or process.lifeline_closed for process in members):
             self._end_start(name, self._processes.explain_failure(members))
+        elif (hang := self._hang_among(members)) is not None:
+            self._end_start(name, hang)
         elif all(process.ready for process in members):
             del self._starting[name]
             self._groups[name] = Restarts(self._max_restarts)
@@ -304,6 +302,14 @@ class GroupRestarts:
         killed."""
         if any(process.failed or process.lifeline_closed for process in members):
             return self._processes.explain_failure(members)
+        if (hang := self._hang_among(members)) is not None:
+            return hang
+        if now_s >= group.deadline_s:
+            return _not_ready(members)
+        return None
+
+    def _hang_among(self, members: Sequence[ManagedProcess]) -> str | None:
+        """Kill the first of these processes that hangs; returns how it does, None if none hangs."""
         for process in members if self._hang_timeout_s else ():
             process.read_lifeline()  # ending another group may have taken seconds
             hang = hang_of(process, self._hang_timeout_s)
@@ -312,8 +318,6 @@ class GroupRestarts:
                 process.kill()
                 process.close()
                 return hang
-        if now_s >= group.deadline_s:
-            return _not_ready(members)
         return None
 
 

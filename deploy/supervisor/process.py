@@ -52,6 +52,8 @@ STOP_TIMEOUT_S: Final = 4.0
 KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
 
+MAX_LATE_S: Final = 2.0
+"""If the supervisor itself wakes up so much too late, silence of others means nothing."""
 
 VARIABLE_PREFIX: Final = "LONGSHORE_"
 """Prefix of the environment variables that are settings of commands."""
@@ -130,6 +132,8 @@ class ManagedProcess:
         self.late: str | None = None
         self.doing = "starting"
         self.alive_s: float | None = None
+        self._stopped_s = 0.0
+        self._seen_stopped_s: float | None = None
         self.lifeline_closed = False
         self._unread = b""
         self._num_commands = itertools.count()
@@ -276,6 +280,18 @@ class ManagedProcess:
         if self.alive_s is not None:
             self.alive_s = time.monotonic()
 
+    def stopped_s(self) -> float:
+        """For how long the process has been stopped, as by SIGSTOP or a debugger; 0 while it runs.
+        Between two calls, at most MAX_LATE_S count."""
+        if not _is_stopped(self.pid):
+            self._stopped_s, self._seen_stopped_s = 0.0, None
+            return 0.0
+        now_s = time.monotonic()
+        if self._seen_stopped_s is not None:
+            self._stopped_s += min(now_s - self._seen_stopped_s, MAX_LATE_S)
+        self._seen_stopped_s = now_s
+        return self._stopped_s
+
     @property
     def is_unanswered(self) -> bool:
         """It has not acknowledged yet that processes that it survives are restarted."""
@@ -366,6 +382,15 @@ def _environment() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)
     }
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether this child is stopped or traced, by its state in proc(5)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return status.rpartition(b") ")[2][:1] in (b"T", b"t")  # the name before may have any bytes
 
 
 def signal_name(number: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from longshore.deploy.supervisor.log_relay import LogRelay
-from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.process import MAX_LATE_S, ManagedProcess, ProcessSpec
 from longshore.protocol.process_limits import memory_limits
 
 # A failure in one process makes others fail. Failures within this time are considered together, to
@@ -63,6 +63,13 @@ class ProcessSet:
                 if isinstance(key.fileobj, ManagedProcess):
                     key.fileobj.read_lifeline()
 
+    def forgive_silence(self, due_s: float) -> None:
+        """If a wait that was to end at `due_s`, by `time.monotonic`, has ended much later, this
+        process did not run, so perhaps others did not."""
+        if time.monotonic() > due_s + MAX_LATE_S:
+            for process in self.running:
+                process.forgive_silence()
+
     def explain_failure(self, processes: Sequence[ManagedProcess]) -> str:
         """The first cause, if one of `processes` has died or failed. They are in the order in which
         one's end causes the next one's."""
@@ -100,10 +107,22 @@ def _limits() -> str:
 
 
 def hang_of(process: ManagedProcess, hang_timeout_s: float) -> str | None:
-    """Which process this is and how it hangs; None if it does not."""
+    """Which process this is and how it hangs; None if it does not.
+
+    A process that starts, or waits for others, does not report to be alive, and may take any time:
+    it hangs only if it is stopped.
+    """
     if process.late is not None:
         return f"{process.name} hangs: {process.late}."
-    silent_s = 0.0 if process.alive_s is None else time.monotonic() - process.alive_s
+    if process.alive_s is None:
+        stopped_s = process.stopped_s()
+        if stopped_s < hang_timeout_s:
+            return None
+        return (
+            f"{process.name} ({process.doing}) is stopped, as by SIGSTOP or a debugger: it has not "
+            f"run for {stopped_s:.0f} s."
+        )
+    silent_s = time.monotonic() - process.alive_s
     if silent_s < hang_timeout_s:
         return None
     return f"{process.name} hangs or is stopped: it has not reported for {silent_s:.0f} s."

@@ -106,8 +106,25 @@ class Standbys:
                 self._processes.running.remove(standby)
                 standby.take_over(place.next_spec())
             return dict(zip(places, standbys, strict=True))
+        if engine in self._sets:
+            logger.warning(
+                "no standby of %s is ready (%s); new processes are started, which takes longer",
+                engine,
+                self._describe(engine),
+            )
         self.end(engine)
         return {}
+
+    def _describe(self, engine: str) -> str:
+        """Why no standby can take over."""
+        standbys = [standby for each in self._sets[engine] for standby in each.standbys]
+        return (
+            ", ".join(
+                f"{standby.name}: {'cannot take over' if standby.ready else standby.doing}"
+                for standby in standbys
+            )
+            or "they are not running"
+        )
 
     def end(self, engine: str) -> None:
         """Kill the standbys of an engine. `keep` starts new ones when it runs."""

@@ -15,11 +15,11 @@ from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.orders import Orders
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess, ProcessSpec
-from longshore.deploy.supervisor.process_set import ProcessSet, StopSignal
+from longshore.deploy.supervisor.process_set import ProcessSet, StopSignal, hang_of
 from longshore.deploy.supervisor.restart_history import RestartHistory
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.transport.lifeline import Ready
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready
 
 logger = logging.getLogger(__name__)
 
@@ -69,26 +69,32 @@ class Supervisor:
         *,
         timeout_s: float,
         stop_signal: StopSignal | None = None,
+        hang_timeout_s: float = 0.0,
         remind_every_s: float = REMIND_EVERY_S,
     ) -> dict[str, Ready]:
         """Start all processes in order and wait until each is ready; returns their reports by name.
         Their progress is logged when it changes, and every `remind_every_s`.
 
-        Raises StartFailed if one fails or dies, or after `timeout_s`, and StopRequested if the
-        signal is set; then all processes have been stopped and the runtime directory removed.
+        Raises StartFailed if one fails, dies or hangs (see GroupRestarts), or after `timeout_s`,
+        and StopRequested if the signal is set; then all processes have been stopped and the runtime
+        directory removed.
         """
         self._history.begin(spec.name for spec in specs)
         try:
             for spec in specs:
                 self.processes.append(self._set.launch(spec))
-            self._wait_until_ready(timeout_s, stop_signal, remind_every_s)
+            self._wait_until_ready(timeout_s, stop_signal, hang_timeout_s, remind_every_s)
         except BaseException:
             self.stop_now()
             raise
         return {process.name: process.ready or Ready() for process in self.processes}
 
     def _wait_until_ready(
-        self, timeout_s: float, stop_signal: StopSignal | None, remind_every_s: float
+        self,
+        timeout_s: float,
+        stop_signal: StopSignal | None,
+        hang_timeout_s: float,
+        remind_every_s: float,
     ) -> None:
         begin_s = time.monotonic()
         remind_at_s = remind_every_s
@@ -103,9 +109,12 @@ class Supervisor:
             if elapsed_s >= remind_at_s:
                 logger.info("still starting after %.0f s: %s", elapsed_s, doing)
                 remind_at_s = elapsed_s + remind_every_s
-            self._set.wait_for_reports(
-                min(timeout_s, remind_at_s) - elapsed_s, *_given(stop_signal)
-            )
+            wait_s = min(timeout_s, remind_at_s) - elapsed_s
+            if hang_timeout_s:
+                wait_s = min(wait_s, ALIVE_INTERVAL_S)
+            due_s = time.monotonic() + wait_s
+            self._set.wait_for_reports(wait_s, *_given(stop_signal))
+            self._set.forgive_silence(due_s)
             if stop_signal is not None and stop_signal.is_set():
                 raise StopRequested
             if any(process.failed or process.lifeline_closed for process in self.processes):
@@ -113,6 +122,10 @@ class Supervisor:
                 if stop_signal is not None and stop_signal.is_set():
                     raise StopRequested  # which has reached the others first
                 raise StartFailed(reason)
+            for process in self.processes if hang_timeout_s else ():
+                if (hang := hang_of(process, hang_timeout_s)) is not None:
+                    process.kill()  # it would not obey
+                    raise StartFailed(hang)
 
     def wait_for_death(
         self, timeout_s: float | None = None, stop_signal: StopSignal | None = None

@@ -237,6 +237,29 @@ def test_broken_checkpoint_is_named_once(
     wait_until(lambda: deployment.runtime_dirs == [])
 
 
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "worker-0",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scheduler", "gateway")),
+    ],
+)
+def test_a_process_that_is_stopped_at_the_first_start_is_named_and_ends_it(
+    start_deployment: StartDeployment, victim: str
+) -> None:
+    deployment = start_deployment("--hang-timeout-s", "4")
+    deployment.find_members()
+    while victim not in deployment.members:
+        deployment.find_members()
+    deployment.members[victim].suspend()
+    assert deployment.process.wait(timeout=PATIENCE_S) == 1, deployment.output
+    *_, last_line = deployment.output.splitlines()
+    assert f"{victim.replace('-', ' ')} (" in last_line
+    assert "is stopped, as by SIGSTOP or a debugger: it has not run for" in last_line
+    assert "Traceback" not in deployment.output
+    deployment.assert_nothing_is_left()
+
+
 def test_stop_while_loading_is_no_error(start_deployment: StartDeployment) -> None:
     deployment = start_deployment()
     wait_until(lambda: len(deployment.process.children()) == 3)

@@ -122,6 +122,8 @@ def test_standbys_that_still_load_make_room_for_new_processes(
     assert engine.named("worker 0").pid != standby
     assert not psutil.pid_exists(standby)
     assert "takes the place" not in caplog.text
+    reason = "no standby of engine-0 is ready (worker 0 standby: "
+    assert f"{reason}thinking)" in caplog.text or f"{reason}starting)" in caplog.text
     wait_until(lambda: engine.find("worker 0 standby") is not None)  # the next one
 
 
@@ -150,6 +152,18 @@ def test_a_standby_that_dies_or_hangs_is_replaced_and_disturbs_no_other_process(
     assert "The engine runs on; a new standby is started in 0.0 s." in caplog.text
     assert "Restarting" not in caplog.text
     assert not psutil.pid_exists(standby)
+
+
+def test_a_standby_that_is_stopped_while_it_loads_is_replaced(
+    start: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(worker(standby="hang"), scheduler(), hang_timeout_s=1.0)
+    wait_until(lambda: engine.find("worker 0 standby") is not None)
+    standby = engine.named("worker 0 standby").pid
+    os.kill(standby, signal.SIGSTOP)
+    wait_until(lambda: "is stopped, as by SIGSTOP or a debugger" in caplog.text)
+    wait_until(lambda: not psutil.pid_exists(standby))
+    assert "The engine runs on; a new standby is started in 0.0 s." in caplog.text
 
 
 def test_without_a_living_standby_a_new_process_is_started(

@@ -20,7 +20,7 @@ import pytest
 
 from longshore.deploy.supervisor import restarts
 from longshore.deploy.supervisor.log_relay import LogRelay
-from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.process import MAX_LATE_S, ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
@@ -581,6 +581,81 @@ def test_a_stopped_child_counts_as_dead(
     assert "worker 1" not in caplog.text
     assert restarts_of(supervisor) == {("worker 0", "hang"): 1}
     assert not psutil.pid_exists(former[0].pid)
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "serve"])
+def test_a_child_that_is_stopped_while_the_processes_start_fails_the_start(
+    supervisor: Supervisor, behaviour: str
+) -> None:
+    """Before it is ready, or before it has first reported to be alive."""
+    specs = [spec("worker 0", behaviour), spec("worker 1", "hang")]
+    stopping = threading.Thread(target=_stop_first, args=(supervisor,))
+    stopping.start()
+    try:
+        with pytest.raises(StartFailed, match=r"^worker 0 \(\w+\) is stopped, as by SIGSTOP or"):
+            supervisor.start(specs, timeout_s=60, hang_timeout_s=1.0)
+    finally:
+        stopping.join()
+    assert nothing_is_left(supervisor)
+
+
+def _stop_first(supervisor: Supervisor) -> None:
+    """Stop the first child once both have begun."""
+    wait_until(lambda: len(supervisor.processes) == 2)
+    os.kill(supervisor.processes[0].pid, signal.SIGSTOP)
+
+
+def test_a_child_that_starts_for_long_does_not_hang(supervisor: Supervisor) -> None:
+    with pytest.raises(StartFailed, match=r"^not ready in time: worker 0 \(thinking\)"):
+        supervisor.start([spec("worker 0", "hang")], timeout_s=8, hang_timeout_s=0.1)
+
+
+def test_a_child_that_is_stopped_while_it_starts_again_is_started_once_more(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    behaviours = iter(["hang", "alive"])
+    supervisor.start(
+        [
+            spec(
+                "worker 0",
+                "alive",
+                restart_group="engine-0",
+                config_after=lambda _: FakeChildConfig(next(behaviours)),
+            )
+        ],
+        timeout_s=60,
+    )
+    watch = Watch(supervisor, hang_timeout_s=2.0)
+    first = supervisor.processes[0].pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: supervisor.processes[0].pid != first)
+    second = supervisor.processes[0].pid
+    os.kill(second, signal.SIGSTOP)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    assert "worker 0 (" in caplog.text
+    assert "is stopped, as by SIGSTOP or a debugger: it has not run for" in caplog.text
+    assert restarts_of(supervisor) == {("worker 0", "death"): 1, ("worker 0", "hang"): 1}
+    assert not psutil.pid_exists(second)
+
+
+def test_a_time_for_which_the_supervisor_did_not_run_does_not_count_as_stopped(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.start([spec("worker 0", "serve")], timeout_s=60)
+    (process,) = supervisor.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    counted = []
+    for now_s in (1000.0, 1001.0, 1500.0):  # noqa: B007  # read by the clock
+        counted.append(process.stopped_s())
+    assert counted == [0.0, 1.0, 1.0 + MAX_LATE_S]
+    monkeypatch.undo()
+    os.kill(process.pid, signal.SIGCONT)
+    wait_until(lambda: process.stopped_s() == 0.0)
 
 
 def test_a_child_that_reports_to_be_late_counts_as_dead(supervisor: Supervisor) -> None:
