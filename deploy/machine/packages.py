@@ -56,7 +56,6 @@ EXTRAS: Final = (
     Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
     Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
     Extra("ray", ("ray",), "nodes of a topology, placed by Ray"),
-    Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
     Extra("xgrammar", ("xgrammar",), "a second backend of structured output"),
 )

@@ -66,7 +66,6 @@ PROBES: Final[dict[str, Callable[[], Facts]]] = {
     "offload": _importing("xxhash"),
     "lmcache": _importing("lmcache.v1.distributed.storage_manager"),
     "ray": _importing("ray"),
-    "redis": _importing("redis", "hiredis"),
     "s3": _importing("obstore"),
     "xgrammar": _importing("xgrammar"),
 }

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.offloading.remote.servers import RedisServer, RemoteServer, SharedFolder
+from tests.connectors.offloading.remote.servers import (
+    Liar,
+    RedisServer,
+    RemoteServer,
+    SharedFolder,
+    sends,
+)
 from tests.connectors.offloading.remote.stores import value_names
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_offloading import (
@@ -174,7 +180,7 @@ def test_a_store_that_fails_under_load_costs_no_request(
         wait_until(lambda: metric(second, name) > 0)
     else:
         ask(second, f"Something new. {LONG}")
-        wait_until(lambda: "writes fail: OutOfMemoryError" in second.output)
+        wait_until(lambda: "writes fail: RedisRefused: OOM " in second.output)
     assert ask_all(second) == expected
     stop(second)
 
@@ -183,7 +189,30 @@ def test_a_store_that_fails_under_load_costs_no_request(
 def test_a_server_without_its_store_starts_and_answers(start: Start, redis: RedisServer) -> None:
     redis.kill()
     deployment = start(redis, remote_timeout_ms=300)
-    assert f"remote tier {redis.url}: writes fail: ConnectionError" in deployment.output
+    assert f"remote tier {redis.url}: writes fail: FileNotFoundError" in deployment.output
     answer, _ = ask(deployment, LONG)
     assert ask(deployment, LONG)[0] == answer
     stop(deployment)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param(b"*2147483647\r\n", id="a huge array"),
+        pytest.param(b"$2147483647\r\n", id="a huge string"),
+        pytest.param(b"*1\r\n" * 10_000, id="arrays in arrays", marks=pytest.mark.long),
+    ],
+)
+def test_a_store_that_sends_hostile_replies_stops_no_worker(start: Start, reply: bytes) -> None:
+    liar = Liar(sends(reply), "redis")
+    try:
+        deployment = start(liar, remote_timeout_ms=300, remote_retry_s=0.1)
+        answer, _ = ask(deployment, LONG)
+        for number in range(4):  # each is looked up, while probes find out what the store does
+            ask(deployment, f"{number}. {LONG}")
+        assert ask(deployment, LONG)[0] == answer
+        assert metric(deployment, "process_restarts_total") == 0
+        assert "writes fail: RedisProtocolError" in deployment.output
+        stop(deployment)
+    finally:
+        liar.close()

@@ -24,7 +24,6 @@ _CLIENT_OPTIONS: Final = frozenset({
     "randomize_addresses", "read_timeout", "timeout", "user_agent",
 })  # fmt: skip
 ENDPOINT_OPTIONS: Final = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
-_PACKAGES: Final = {"redis": ("redis", "hiredis"), "s3": ("obstore",)}
 _SECRET: Final = re.compile("password|secret|token|key", re.IGNORECASE)
 
 
@@ -104,7 +103,10 @@ def remote_address(url: str, options: Mapping[str, Any], ttl_s: int | None) -> R
             "remote_ttl_s is for Redis. An object store deletes old objects by its own lifecycle "
             "rules: remove remote_ttl_s, and set a rule for the bucket."
         )
-    _check_packages("redis" if address.is_redis else "s3")
+    if not address.is_redis and find_spec("obstore") is None:
+        raise ConfigError(
+            "remote_url needs the package obstore; install it with: pip install 'longshore[s3]'"
+        )
     return address
 
 
@@ -132,12 +134,3 @@ def _error(text: str) -> ConfigError:
     return ConfigError(
         f"remote_url {text}. Use one of: {_EXAMPLES}file:///folder/that/engines/share"
     )
-
-
-def _check_packages(extra: str) -> None:
-    for package in _PACKAGES[extra]:
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"remote_url needs the package {package}; install it with: "
-                f"pip install 'longshore[{extra}]'"
-            )

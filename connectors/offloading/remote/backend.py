@@ -33,16 +33,12 @@ class RemoteBackend(Protocol):
     def close(self) -> None: ...
 
 
-def open_backend(
-    address: RemoteAddress, *, timeout_s: float, ttl_s: int | None, num_connections: int
-) -> RemoteBackend:
+def open_backend(address: RemoteAddress, *, timeout_s: float, ttl_s: int | None) -> RemoteBackend:
     """The client; it connects when it is used. Raises ConfigError for wrong options."""
     if address.is_redis:
         from longshore.connectors.offloading.remote.redis_backend import RedisBackend
 
-        return RedisBackend(
-            address, timeout_s=timeout_s, ttl_s=ttl_s, num_connections=num_connections
-        )
+        return RedisBackend(address, timeout_s=timeout_s, ttl_s=ttl_s)
     from longshore.connectors.offloading.remote.object_backend import ObjectBackend
 
     return ObjectBackend(address, timeout_s=timeout_s)

@@ -137,13 +137,7 @@ class RemoteStore:
         self._lock = threading.Lock()  # of the counters
         self._stats = RemoteStoreStats()
         concurrency = limits.concurrency
-        self._backend = open_backend(
-            address,
-            timeout_s=limits.timeout_s,
-            ttl_s=limits.ttl_s,
-            num_connections=3 * concurrency,
-        )
-
+        self._backend = open_backend(address, timeout_s=limits.timeout_s, ttl_s=limits.ttl_s)
         self._identity_file = (
             f"{self._folder}/{IDENTITY_FILE}",
             msgspec.json.format(msgspec.json.encode(identity)),

@@ -106,8 +106,8 @@ def test_what_does_not_work_says_why_and_how_to_mend_it(
 
 
 def test_half_of_an_extra_is_named(tmp_path: Path) -> None:
-    found = look(tmp_path, {"torch": "2", "redis": "8.1"})["extra redis"]
-    assert (found.state, found.found) == ("warning", "redis 8.1, but no hiredis")
+    found = look(tmp_path, {"torch": "2", "nixl": "1.5"})["extra nixl"]
+    assert (found.state, found.found) == ("warning", "nixl 1.5, but no nixl-cu13")
 
 
 def test_what_no_code_of_this_version_imports_is_not_recommended(tmp_path: Path) -> None:

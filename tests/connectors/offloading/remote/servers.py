@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -194,3 +195,56 @@ class SharedFolder:
 
     def write(self, name: str, value: bytes) -> None:
         (self._path / name).write_bytes(value)
+
+
+class Liar:
+    """A server that accepts connections and answers with what it likes."""
+
+    options: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, answer: Callable[[socket.socket], None], scheme: str) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        if scheme == "redis":
+            self.url = f"redis://{address}/0"
+        else:
+            self.url = "s3://kv-blocks"
+            self.options = {
+                "endpoint": f"http://{address}", "region": "us-east-1", "skip_signature": "true",
+            }  # fmt: skip
+        self._answer = answer
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            while connection.recv(65536):
+                self._answer(connection)
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+def sends(answer: bytes, *, again: bool = False) -> Callable[[socket.socket], None]:
+    """A liar that answers with this; again: without end."""
+
+    def lie(connection: socket.socket) -> None:
+        connection.sendall(answer)
+        while again:
+            connection.sendall(answer)
+
+    return lie
