@@ -40,7 +40,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 23
+PROTOCOL_VERSION: Final = 24
 """Increased by every change of a message; both sides must have the same version."""
 
 

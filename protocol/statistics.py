@@ -206,6 +206,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                      other requests needed the blocks.
     num_failed_lookups: lookups in which the connector raised.
     num_failed_loads: loads that did not fill all of their blocks.
+    num_late_loads: lookups and loads of the connector that requests did not wait for any longer,
+                     because computing takes less time.
     tenants:         requests by tenant; those of no tenant are not among them.
     tiers, transfers, pulls: of the connector, if it reports them.
     workers:         the latest report of each rank that has sent one, by rising rank.
@@ -250,6 +252,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_pins_yielded: int = 0
     num_failed_lookups: int = 0
     num_failed_loads: int = 0
+    num_late_loads: int = 0
     tenants: tuple[TenantStats, ...] = ()
     tiers: tuple[TierStats, ...] = ()
     transfers: tuple[TransferStats, ...] = ()

@@ -44,7 +44,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     preemption_mode:         what happens to the KV of a preempted request: it is recomputed,
                              swapped out (from `preempt_threshold` on), or what is cheaper (auto).
     load_failure_policy:     whether a request recomputes KV that could not be loaded, or fails.
-    load_timeout_s:          how long a request waits for an asynchronous load.
+    load_timeout_s:          how long a request waits for an asynchronous load, at most.
+    min_load_wait_s:         how long it waits for a lookup or a load in any case. It waits longer
+                             only as long as computing these tokens would take, see `LoadWaits`.
     max_loading_blocks:      limit for the blocks of requests that are loading, or have loaded and
                              do not run yet; None: half of the pool. One request alone may exceed
                              it.
@@ -71,6 +73,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     preemption_mode: PreemptionMode = "recompute"
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     load_timeout_s: float = 60.0
+    min_load_wait_s: float = 1.0
     max_loading_blocks: int | None = None
     max_steps_in_flight: int = 2
     feed_back_tokens: bool = False
@@ -127,6 +130,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"max_pin_s={self.max_pin_s} must be a number of seconds, at least 0")
         if not self.load_timeout_s > 0:
             raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
+        if not 0 <= self.min_load_wait_s < math.inf:
+            raise ConfigError(
+                f"min_load_wait_s={self.min_load_wait_s} must be a number of seconds, at least 0"
+            )
         if not 1 <= self.max_steps_in_flight <= (64 if self.feed_back_tokens else 2):
             raise ConfigError(
                 f"max_steps_in_flight={self.max_steps_in_flight} must be 1 (synchronous) or 2, or "

@@ -215,18 +215,18 @@ class Lifecycle(SchedulerPart):
             self.end(request, Outcome(FinishReason.ERROR, text), now)
 
     def expire_load(self, request: Request, now: float) -> None:
-        """The load of a waiting request has passed its deadline: depending on the policy, the
-        request computes everything itself or fails. The load keeps its blocks."""
+        """The load of a waiting request has passed its deadline (see `LoadWaits`): depending on the
+        policy, the request computes everything itself or fails. The load keeps its blocks."""
         if self.config.load_failure_policy == "fail" and not request.is_swapped:
             text = f"its KV was not loaded within load_timeout_s={self.config.load_timeout_s:g}"
             self.end(request, Outcome(FinishReason.ERROR, text), now)
             return
-        self._abandon_load(request)
+        self._abandon_load(request, is_late=True)
         self.waiting.unpark(request)
 
-    def _abandon_load(self, request: Request) -> None:
+    def _abandon_load(self, request: Request, *, is_late: bool = False) -> None:
         assert self.transfers is not None
-        self.transfers.abandon_load(request)
+        self.transfers.abandon_load(request, is_late=is_late)
         request.change(RequestChange.LOAD_OVER)
 
     # Ending requests

@@ -10,10 +10,12 @@ from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache, make_encoder
 from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
+from longshore.scheduler.features.load_waits import LoadWaits
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.pins import Pins
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
+from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.trace import SchedulerTrace
@@ -33,6 +35,8 @@ class SchedulerPart:
 
     transfers, encoder, loras, grammars, drafts, shares, pins, experts, trace: None unless
     configured.
+    prefill_rate: what computing costs, for decisions against other ways; measured if one of them
+                  is configured, else None.
     """
 
     config: SchedulerConfig
@@ -50,6 +54,7 @@ class SchedulerPart:
     drafts: Drafts | None
     shares: Shares | None
     pins: Pins | None
+    prefill_rate: PrefillRate | None
     experts: RoutedExpertsReader | None
     trace: SchedulerTrace | None
 
@@ -96,11 +101,15 @@ def make_shared(
     running = RunningTable(config.max_num_seqs, config.max_model_len, config.num_speculative_tokens)
     in_flight = StepsInFlight(running)
     holds = Holds(blocks)
+    rate = PrefillRate()
     if connector is not None:
+        waits = LoadWaits(config, running, rate, connector.min_wait_s)
         may_load = config.kv_role != "kv_producer"
-        transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
+        transfers = Transfers(connector, blocks, waits, num_ranks=num_ranks, may_load=may_load)
     if isinstance(policy, ContinuumPolicy) and cache.enable_prefix_caching and config.max_pin_s:
-        pins = Pins(policy, waiting, blocks, transfers, max_ttl_s=config.max_pin_s, decode=decode)
+        pins = Pins(
+            *(policy, waiting, blocks, transfers, rate), max_ttl_s=config.max_pin_s, decode=decode
+        )
     encoder = make_encoder(config, kv_cache, encoder_connector)
     if grammars is not None:
         masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
@@ -134,6 +143,7 @@ def make_shared(
         drafts=drafts,
         shares=shares,
         pins=pins,
+        prefill_rate=rate if transfers is not None or pins is not None else None,
         experts=experts,
         trace=trace,
     )

@@ -49,7 +49,6 @@ from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.swap import Swaps, check_swaps
-from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
@@ -144,6 +143,7 @@ class Scheduler:
         self.kv_cache, self.waiting, self.running = part.kv_cache, part.waiting, part.running
         self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
         self._holds, self._forks, self.pins = part.holds, part.forks, part.pins
+        self._prefill_rate = part.prefill_rate
         self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
         self._encoder_connector = encoder_connector
         self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
@@ -175,10 +175,7 @@ class Scheduler:
         )
         self._swaps = None
         if can_swap and connector is not None:
-            rate = PrefillRate() if config.preemption_mode == "auto" else None
-            self._swaps = Swaps(
-                **shared, policy=policy, gates=gates, lifecycle=lifecycle, prefill_rate=rate
-            )
+            self._swaps = Swaps(**shared, policy=policy, gates=gates, lifecycle=lifecycle)
         has_whole_inputs = part.encoder is not None or self.kv_cache.has_states
         budget = TokenBudget(
             config.token_budget, can_shrink=config.enable_chunked_prefill and not has_whole_inputs
@@ -324,10 +321,8 @@ class Scheduler:
 
     def _apply(self, output: ModelRunnerOutput, now: float) -> None:
         self._processor.apply(output, now)
-        if self._swaps is not None:
-            self._swaps.answered(output.step, now)
-        if self.pins is not None:
-            self.pins.prefill_rate.answered(output.step, now)
+        if self._prefill_rate is not None:
+            self._prefill_rate.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
         transfers, failed = self._transfers, output.failed_block_ids
@@ -393,6 +388,8 @@ class Scheduler:
         self._lifecycle.begin_epoch(now)
         if self.pins is not None:
             self.pins.begin_epoch()
+        if self._prefill_rate is not None:
+            self._prefill_rate.begin_epoch()
         self._recovery.begin_epoch()
         self._in_flight.reset()
         if self._encoder is not None:

@@ -46,6 +46,8 @@ class SchedulerConnector:
                   requests. A client sends no request whose blocks would be more.
     names_answers: `take_answered` names the requests that are to be asked for again after AskLater.
                   Otherwise all of them are, in turn, a limited number in each step.
+    min_wait_s:   how long a request waits for AskLater or a load in any case, if the engine's
+                  `min_load_wait_s` is shorter: for connectors that need long for the first load.
     worker_half:  `package.module:Class` of its `WorkerConnector`; a name rather than the class, so
                   that the scheduler does not import what only workers need.
     """
@@ -60,6 +62,7 @@ class SchedulerConnector:
     uses_shared_memory: ClassVar[bool] = False
     num_leasable_blocks: int = 0
     names_answers: bool = False
+    min_wait_s: float = 0.0
     worker_half: ClassVar[str] = ""
 
     def __init__(self, config: ConnectorConfig = _DEFAULTS) -> None:
@@ -136,6 +139,11 @@ class SchedulerConnector:
     def load_abandoned(self, request_id: str) -> None:
         """The request no longer waits for its asynchronous load (abort, deadline). The blocks stay
         in quarantine until `finished_receiving`, by which workers also confirm a cancelled load."""
+
+    def load_expired(self, request_id: str) -> None:
+        """Called in place of `load_abandoned` if the request does not wait any longer because the
+        load has taken too long."""
+        self.load_abandoned(request_id)
 
     def swap_size(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int

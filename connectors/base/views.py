@@ -1,5 +1,6 @@
 """What a connector is created with, and what the scheduler half sees and returns."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias
@@ -70,6 +71,11 @@ class RequestView:
     block_hashes: hashes of its full blocks known so far, one per `ConnectorConfig.hash_block_size`
                   tokens. Do not keep it: it grows. Empty if the request's KV must not be stored.
     waiting_s:    in a lookup, time since the request arrived.
+    max_wait_s:   in a lookup, how long the request still waits after AskLater; with 0, AskLater
+                  counts as a miss, so match what is known. In `update_state_after_alloc`, how long
+                  it waits for this load: what is not loaded by then is computed, so a load that
+                  ends in time with some of its blocks failed is better than a whole one that is
+                  late.
     finish_reason: in `request_finished`, why it ends.
     finished_s:    in `request_finished`, the time by the scheduler's clock.
     cache_hint, tenant: how long its KV is worth keeping once it has ended, and whose share of a
@@ -87,6 +93,7 @@ class RequestView:
     lora_name: str | None = None
     job_id: str | None = None
     waiting_s: float = 0.0
+    max_wait_s: float = math.inf
     finish_reason: FinishReason | None = None
     finished_s: float = 0.0
     cache_hint: CacheHint | None = None
@@ -112,7 +119,8 @@ class Matched:
 class AskLater:
     """The number is not known yet. The request is skipped in this step, and the connector is asked
     again in a later one: in the next, unless many requests wait; or, with `names_answers`, when the
-    connector has named the request."""
+    connector has named the request. It is until `RequestView.max_wait_s` is over: then the tokens
+    are computed."""
 
 
 Match: TypeAlias = Matched | AskLater

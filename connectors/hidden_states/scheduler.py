@@ -178,6 +178,8 @@ class HiddenStatesConnector(SchedulerConnector):
             self._begun = begun
             if not has_begun or request.num_tokens <= saved.num_prompt_tokens:
                 saved.error = "the request ended before its first output token"
+            elif self._hidden_size is None:
+                saved.error = "the workers have not reported the size of hidden states"
             if has_begun and saved.error is not None:
                 self._discarded.append(request_id)
         if saved.error is not None:

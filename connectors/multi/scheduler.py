@@ -78,7 +78,8 @@ class MultiConnector(SchedulerConnector):
     """Children are numbered in the order of the option `connectors`.
 
     One child loads a request: the one with the longest hit, the first on a tie. While one of them
-    answers AskLater, the request waits, because that child may have the longest hit. A request that
+    answers AskLater, the request waits as long as requests do, because that child may have the
+    longest hit. A request that
     skips the prefix cache because of some children is loaded by one of those or not at all.
     """
 
@@ -118,6 +119,7 @@ class MultiConnector(SchedulerConnector):
         self._swapping = next((child for child in self.children if child.can_swap), None)
         self.can_swap = self._swapping is not None
         self.needs_every_step = any(child.needs_every_step for child in self.children)
+        self.min_wait_s = max(child.min_wait_s for child in self.children)
         self.num_leasable_blocks = max(child.num_leasable_blocks for child in self.children)
         self._skipping: dict[str, set[int]] = {}  # children because of which a request skips hits
         # Which child has the hit of the last lookup, and whether it loads in the background.
@@ -168,7 +170,7 @@ class MultiConnector(SchedulerConnector):
             elif match.num_tokens > best.num_tokens:
                 best = match
                 self._matched[request.request_id] = index, match.is_async
-        return AskLater() if asks_later else best
+        return AskLater() if asks_later and request.max_wait_s else best
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
@@ -184,6 +186,9 @@ class MultiConnector(SchedulerConnector):
 
     def load_abandoned(self, request_id: str) -> None:
         self.children[self._loading[request_id]].load_abandoned(request_id)
+
+    def load_expired(self, request_id: str) -> None:
+        self.children[self._loading[request_id]].load_expired(request_id)
 
     # Plans and reports
 

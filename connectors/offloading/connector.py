@@ -156,13 +156,14 @@ class OffloadingConnector(SchedulerConnector):
         """The number of leading tokens after a load. A load that the tiers have no room for begins
         with fewer blocks."""
         groups, hashes = self._groups, request.block_hashes
+        waiting_s = request.waiting_s if request.max_wait_s else math.inf
         limit = request.num_tokens
         while True:
             end = groups.longest_hit(
                 hashes,
                 request.num_tokens,
                 num_computed,
-                partial(self._count_leading, request.waiting_s),
+                partial(self._count_leading, waiting_s),
                 limit,
             )
             if end <= num_computed:
@@ -233,12 +234,17 @@ class OffloadingConnector(SchedulerConnector):
                 block_list(keys[:num_keys], bytes(groups[:num_keys]), ids[:num_keys]),
                 prepared.tier_data,
                 missing[missing != NULL_BLOCK].tolist(),
+                request.max_wait_s,
             )
         )
 
     def load_abandoned(self, request_id: str) -> None:
         self._stop_waiting(self._loads[request_id])
         self._manager.load_abandoned(self._loads[request_id].keys)
+
+    def load_expired(self, request_id: str) -> None:
+        self._stop_waiting(self._loads[request_id])
+        self._manager.load_expired(self._loads[request_id].keys)
 
     def _stop_waiting(self, load: _Load) -> None:
         """No request waits any more until this load has put its blocks into the prefix cache."""

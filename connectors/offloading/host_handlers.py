@@ -43,6 +43,7 @@ from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, 
 from longshore.connectors.offloading.host_region import HostRegion
 from longshore.connectors.offloading.host_spec import CPUOffloadingSpec
 from longshore.connectors.offloading.messages import BlockList, LoadJob, StoreJob, TierJob
+from longshore.connectors.offloading.pace import Pace
 from longshore.connectors.offloading.registration import CHUNK_BYTES, RegisteredMemory
 from longshore.connectors.offloading.tier_workers import open_tiers, store_identity
 from longshore.connectors.offloading.tiers import (
@@ -67,6 +68,9 @@ OnDone = Callable[[Sequence[int]], None]
 
 SAMPLE_EVERY: Final = 16
 """With verify_kv "sampled", one of this many blocks is verified when it is loaded."""
+
+STAGE_LIMIT_S: Final = 5.0
+"""How long a job reads blocks ahead. Other jobs wait for it, and requests need what it has read."""
 
 FLUSH_TIMEOUT_S: Final = 2.0
 """How long jobs begin after `close`: the supervisor kills a worker after 4 s."""
@@ -123,9 +127,11 @@ class HostHandlers:
             self._registered = _register(self._region, kv_caches.device)
         self._operations: deque[TransferOperation] = deque()  # the threads of the queues append
         said = HOST_KEPT if self._region.is_kept else HOST_NEW
-        self._messages = [msgspec.msgpack.encode(TierMessage(HOST_TIER, said))]
+        # The threads of the queues append.
+        self._messages = deque([msgspec.msgpack.encode(TierMessage(HOST_TIER, said))])
         queues.wake()
         self._tiers = open_tiers(spec, config, queues.wake)
+        self._paces = [Pace(f"reads of the {tier.name} tier") for tier in self._tiers]
         page_bytes = int(self._sizes.max())
         directions: tuple[Direction, ...] = ("to host", "to device")
         self._copiers = [
@@ -163,8 +169,9 @@ class HostHandlers:
         if source.reads:  # loads from host memory alone do not wait for a lower tier
             lowest = self._tiers[max(tier for _, tier, _ in source.reads)]
             queue = self._handlers[lowest.name, "CPU"].queue
+        ends_s = time.monotonic() + job.limit_s
         queue.submit(
-            partial(self._load, handler, job, source, failed),
+            partial(self._load, handler, job, source, failed, ends_s),
             partial(self._report, handler, len(job.blocks.keys), failed, on_done),
         )
 
@@ -198,7 +205,7 @@ class HostHandlers:
                 )
 
     def take_messages(self) -> list[bytes]:
-        messages, self._messages = self._messages, []
+        messages = [self._messages.popleft() for _ in range(len(self._messages))]
         return messages + [
             msgspec.msgpack.encode(TierMessage(number, message))
             for number, tier in enumerate(self._tiers)
@@ -235,12 +242,19 @@ class HostHandlers:
         if time.monotonic() > self._ends_s:
             raise WorkerStops("the worker stops, and nothing begins any more")
 
-    def _load(self, handler: _Handler, job: LoadJob, source: LoadSource, failed: list[int]) -> None:
+    def _load(
+        self,
+        handler: _Handler,
+        job: LoadJob,
+        source: LoadSource,
+        failed: list[int],
+        ends_s: float,
+    ) -> None:
         self._check_time()
         slots = np.frombuffer(source.slots, np.int64)
         keys = job.blocks.keys
         if source.reads:
-            failed += self._read(keys, slots, source.reads)
+            failed += self._read(keys, slots, source.reads, ends_s)
         started_s = time.perf_counter()
         num_unread = len(failed)
         verified = {index for index, _, _ in source.reads}
@@ -270,25 +284,30 @@ class HostHandlers:
         self._record(handler, started_s, len(slots), copies.num_bytes)
 
     def _read(
-        self, keys: Sequence[bytes], slots: npt.NDArray[np.int64], reads: list[tuple[int, int, int]]
+        self,
+        keys: Sequence[bytes],
+        slots: npt.NDArray[np.int64],
+        reads: list[tuple[int, int, int]],
+        ends_s: float,
     ) -> list[int]:
         """Read blocks of lower tiers into their host slots. Returns the indices of those that
-        failed."""
+        failed, or were not read by `ends_s`."""
         failed: list[int] = []
-        for number, tier in enumerate(self._tiers):
+        for number in range(len(self._tiers)):
             of_tier = [(index, slot) for index, source, slot in reads if source == number]
             if of_tier:
-                handler = self._handlers[tier.name, "CPU"]
-                failed += self._read_tier(handler, keys, slots, of_tier)
+                failed += self._read_tier(number, keys, slots, of_tier, ends_s)
         return failed
 
     def _read_tier(
         self,
-        handler: _Handler,
+        number: int,
         keys: Sequence[bytes],
         slots: npt.NDArray[np.int64],
         reads: list[tuple[int, int]],
+        ends_s: float,
     ) -> list[int]:
+        handler = self._handlers[self._tiers[number].name, "CPU"]
         started_s = time.perf_counter()
         batch = [
             BlockRead(keys[index], slot, self._share(keys[index], int(slots[index])))
@@ -296,7 +315,8 @@ class HostHandlers:
         ]
         failed: list[int] = []
         num_bytes = num_corrupt = 0
-        for (index, _), read, outcome in zip(reads, batch, handler.move(batch), strict=True):
+        outcomes = self._read_in_time(number, handler, batch, ends_s)
+        for (index, _), read, outcome in zip(reads, batch, outcomes, strict=True):
             if outcome is Outcome.OK:
                 slot = int(slots[index])
                 self._region.checksums[slot, self._rank] = self._checksum(read.key, slot)
@@ -308,12 +328,33 @@ class HostHandlers:
         self._record(handler, started_s, num_read, num_bytes, num_failed, num_corrupt)
         return failed
 
+    def _read_in_time(
+        self, number: int, handler: _Handler, batch: list[BlockRead], ends_s: float
+    ) -> Sequence[Outcome]:
+        """Read, unless the tier has been too slow. A job without a limit reads in any case."""
+        outcomes: Sequence[Outcome] = [Outcome.LATE] * len(batch)
+        pace = self._paces[number]
+        if ends_s == math.inf:
+            outcomes = handler.move(batch, ends_s)
+        elif pace.may_begin():
+            is_late = True
+            try:
+                outcomes = handler.move(batch, ends_s)
+                is_late = Outcome.LATE in outcomes
+            finally:
+                pace.ended(is_late=is_late)
+        pairs = zip(batch, outcomes, strict=True)
+        if late := [read.key for read, outcome in pairs if outcome is Outcome.LATE]:
+            self._messages.append(msgspec.msgpack.encode(TierMessage(number, b"", late)))
+        return outcomes
+
     def _stage(self, stage: Stage, failed: list[int]) -> None:
         """Read blocks of a lower tier into host memory."""
         self._check_time()
         slots = np.frombuffer(stage.slots, np.int64).tolist()
         reads = [(index, stage.tier, slot) for index, slot in enumerate(slots)]
-        failed += self._read(stage.keys, np.frombuffer(stage.host_slots, np.int64), reads)
+        host_slots = np.frombuffer(stage.host_slots, np.int64)
+        failed += self._read(stage.keys, host_slots, reads, time.monotonic() + STAGE_LIMIT_S)
 
     def _spill(self, handler: _Handler, spill: Spill, failed: list[int]) -> None:
         """Write blocks from host memory to a lower tier."""

@@ -4,6 +4,7 @@ Lists of numbers travel as raw little-endian bytes. A plan's `tier_data` is made
 manager for the spec's handlers; the connector layer does not look into it.
 """
 
+import math
 from typing import Final, TypeAlias
 
 import msgspec
@@ -37,12 +38,13 @@ def block_list(keys: list[bytes], groups: bytes, block_ids: BlockRows) -> BlockL
 
 class LoadJob(msgspec.Struct, frozen=True, array_like=True):
     """Fill blocks of the device. `missing` are blocks that no tier has; they are reported as
-    failed."""
+    failed. limit_s: what is not read from a lower tier by then has failed, too."""
 
     request_id: str
     blocks: BlockList
     tier_data: bytes
     missing: list[int] = []
+    limit_s: float = math.inf
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True):

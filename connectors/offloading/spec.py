@@ -99,6 +99,10 @@ class OffloadingManager(Protocol):
     def load_abandoned(self, keys: Sequence[bytes]) -> None:
         """No request waits for this load any more; it may never end."""
 
+    def load_expired(self, keys: Sequence[bytes]) -> None:
+        """The same, because the load has taken too long."""
+        self.load_abandoned(keys)
+
     def complete_load(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
         """A load has ended on all ranks. failed: keys that some rank could not read; they are
         removed."""

@@ -34,6 +34,8 @@ class Staging:
         self._ahead = ReadAhead(max(1, int(READ_AHEAD_SHARE * host.capacity)))
         self._sources: dict[bytes, int] = {}
         self._abandoned: set[bytes] = set()  # those that no request waits for
+        self._overdue: Counter[int] = Counter()  # by tier, those that took too long
+        self._late: set[bytes] = set()  # the same, by key
         self._jobs: dict[int, list[bytes]] = {}  # keys that are read ahead, by job
 
     def __contains__(self, key: bytes) -> bool:
@@ -55,14 +57,17 @@ class Staging:
         if not self._host.may_store(key):
             return False  # a store is putting it into host memory
         is_below = self._is_below(key)
-        if self._reads_in_load or is_below is False:
+        if is_below is not None and (self._reads_in_load or not is_below):
             return is_below
         return None if waiting_s < self._max_wait_s else False
 
     def _is_below(self, key: bytes) -> bool | None:
-        """Whether a lower tier has the block."""
+        """Whether a lower tier has the block. One that still reads what a request has given up
+        waiting for is not asked: what it is asked for now would come even later."""
         found: bool | None = False
-        for below in self._below:
+        for number, below in enumerate(self._below):
+            if self._overdue[number]:
+                continue
             is_there = below.tier.has(key)
             if is_there:
                 return True
@@ -73,7 +78,7 @@ class Staging:
         """The tier from which a block can be read into host memory now."""
         if self._host.may_store(key):
             for number, below in enumerate(self._below):
-                if below.tier.has(key):
+                if not self._overdue[number] and below.tier.has(key):
                     return number
         return None
 
@@ -94,9 +99,13 @@ class Staging:
                 self._sources.update(dict.fromkeys(staged, number))
         return reads
 
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """No request waits for the load of these blocks any more."""
-        self._abandoned.update(filter(self._sources.__contains__, keys))
+    def abandon(self, keys: Iterable[bytes], *, is_late: bool = False) -> None:
+        """No request waits for the load of these blocks any more. is_late: it took too long."""
+        for key in filter(self._sources.__contains__, keys):
+            self._abandoned.add(key)
+            if is_late and key not in self._late:
+                self._late.add(key)
+                self._overdue[self._sources[key]] += 1
 
     def end(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
         """Blocks have been read into host memory, except for `failed`."""
@@ -104,6 +113,10 @@ class Staging:
             return
         sources = [self._sources.pop(key) for key in keys]
         self._abandoned.difference_update(keys)
+        for key, source in zip(keys, sources, strict=True):
+            if key in self._late:
+                self._late.remove(key)
+                self._overdue[source] -= 1
         for number, below in enumerate(self._below):
             read = [key for key, source in zip(keys, sources, strict=True) if source == number]
             if read and below.writes_back:
@@ -186,3 +199,5 @@ class Staging:
         self._jobs.clear()
         self._ahead.clear()
         self._abandoned.clear()
+        self._late.clear()
+        self._overdue.clear()

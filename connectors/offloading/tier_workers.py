@@ -1,6 +1,8 @@
 """The lower tiers in a worker: their I/O, opened at startup."""
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, 
 from longshore.connectors.offloading.disk.store import DiskStore
 from longshore.connectors.offloading.disk_tier import CLEAR, DiskContents
 from longshore.connectors.offloading.host_spec import CPUOffloadingSpec
+from longshore.connectors.offloading.pace import Pace
 from longshore.connectors.offloading.remote.address import RemoteAddress
 from longshore.connectors.offloading.remote.breaker import BreakerState
 from longshore.connectors.offloading.remote.store import (
@@ -29,6 +32,13 @@ from longshore.connectors.options import parse_size
 from longshore.protocol.events import Medium
 
 logger = logging.getLogger(__name__)
+
+LOOKUP_LIMIT_S: Final = 0.8
+"""Of all lookups of a request in a store, a little less than the default of `min_load_wait_s`. What
+is not known by then counts as absent; the leading blocks are looked up first."""
+
+READ_BLOCKS: Final = 32
+"""Blocks that are read from disk before the time is looked at."""
 
 ENTRIES_PER_MESSAGE: Final = 16_384
 """Entries of the disk's index per message to the scheduler, so that none is too large."""
@@ -67,8 +77,12 @@ class DiskTierWorker:
         self._messages = deque(_contents_of(store))
         wake()
 
-    def read(self, batch: Sequence[BlockRead]) -> list[Outcome]:
-        return self._store.read(batch)
+    def read(self, batch: Sequence[BlockRead], ends_s: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        size = len(batch) if ends_s == math.inf else READ_BLOCKS
+        while len(outcomes) < len(batch) and time.monotonic() < ends_s:
+            outcomes += self._store.read(batch[len(outcomes) : len(outcomes) + size])
+        return outcomes + [Outcome.LATE] * (len(batch) - len(outcomes))
 
     def write(self, batch: Sequence[BlockWrite]) -> list[Outcome]:
         return self._store.write(batch)
@@ -103,12 +117,13 @@ class RemoteTierWorker:
 
     def __init__(self, store: RemoteStore, wake: Callable[[], None]) -> None:
         self._store = store
+        self._lookups = Pace("lookups in the remote tier")
         self._wake = wake
         self._answers: deque[bytes] = deque()
         self._said = TierFaults()
 
-    def read(self, batch: Sequence[BlockRead]) -> list[Outcome]:
-        return self._store.get([RemoteRead(read.key, read.buffer) for read in batch])
+    def read(self, batch: Sequence[BlockRead], ends_s: float) -> list[Outcome]:
+        return self._store.get([RemoteRead(read.key, read.buffer) for read in batch], ends_s)
 
     def write(self, batch: Sequence[BlockWrite]) -> list[Outcome]:
         return self._store.put(
@@ -117,7 +132,11 @@ class RemoteTierWorker:
 
     def run(self, command: bytes) -> None:
         query = msgspec.msgpack.decode(command, type=RemoteQuery)
-        present = bytes(self._store.exists(query.keys, leading=query.is_prefix))
+        present = bytes(len(query.keys))
+        if self._lookups.may_begin():
+            ends_s = time.monotonic() + LOOKUP_LIMIT_S
+            present = bytes(self._store.exists(query.keys, leading=query.is_prefix, ends_s=ends_s))
+            self._lookups.ended(is_late=time.monotonic() >= ends_s and not any(present))
         if query.is_prefix:
             present = present[: present.find(0) + 1] or present
         self._answers.append(msgspec.msgpack.encode(RemoteAnswer(query.query_id, present)))

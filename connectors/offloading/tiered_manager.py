@@ -85,6 +85,7 @@ class TieredManager:
         self._counted_group = counted_group
         self._host_counts = Counts()
         self._commands: dict[int, TierCommand] = {}  # in progress, by job
+        self._late: set[bytes] = set()  # not read in time by some rank, in jobs that have not ended
         self._unconfirmed: set[int] = set()  # new ranks: do they see the memory of the old ones?
 
     # Loads
@@ -177,6 +178,9 @@ class TieredManager:
     def load_abandoned(self, keys: Sequence[bytes]) -> None:
         self._staging.abandon(keys)
 
+    def load_expired(self, keys: Sequence[bytes]) -> None:
+        self._staging.abandon(keys, is_late=True)
+
     def complete_load(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
         staged = [key for key in keys if key in self._staging]
         self._host.complete_load([key for key in keys if key not in self._staging])
@@ -186,10 +190,12 @@ class TieredManager:
             below.write_behind(below.tier.missing(keys))
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """These blocks could not be read."""
+        """These blocks could not be read. A tier still has those that it has not read in time."""
         if keys:
             self._host.remove(keys)
-            shared = [key for key in keys if not is_private(key)]
+            lost = [key for key in keys if key not in self._late]
+            self._late.difference_update(keys)
+            shared = [key for key in lost if not is_private(key)]
             for below in self._below:
                 below.tier.remove(shared)
 
@@ -285,7 +291,9 @@ class TieredManager:
     def receive(self, rank: int, tier_data: bytes) -> None:
         self._staging.changed()
         read = msgspec.msgpack.decode(tier_data, type=TierMessage)
-        if read.tier != HOST_TIER:
+        if read.late:
+            self._late.update(filter(self._staging.__contains__, read.late))
+        elif read.tier != HOST_TIER:
             self._below[read.tier].tier.receive(rank, read.message)
         elif rank in self._unconfirmed:
             self._unconfirmed.remove(rank)
@@ -357,6 +365,7 @@ class TieredManager:
         if self._unconfirmed:  # the new ranks cannot know what the former ones saw
             self._host.clear()
         self._staging.begin_epoch()
+        self._late.clear()
         self._commands.clear()
         for below in self._below:
             below.begin_epoch()

@@ -135,7 +135,9 @@ class TierWorker(Protocol):
     medium: Medium
     waits_for_writes: bool
 
-    def read(self, batch: Sequence["BlockRead"]) -> "list[Outcome]": ...
+    def read(self, batch: Sequence["BlockRead"], ends_s: float) -> "list[Outcome]":
+        """ends_s: by time.monotonic(). What is not read by then is LATE; what has begun may take a
+        little longer, if it cannot be interrupted."""
 
     def write(self, batch: Sequence["BlockWrite"]) -> "list[Outcome]": ...
 
@@ -212,7 +214,9 @@ HOST_NEW: Final = b"new"
 
 
 class TierMessage(msgspec.Struct, frozen=True, array_like=True):
-    """`tier_data` of a report: a message of one rank's TierWorker."""
+    """`tier_data` of a report: a message of one rank's TierWorker, or the keys that this rank has
+    not read in time, which comes before the end of their job."""
 
     tier: int
     message: bytes
+    late: list[bytes] = []

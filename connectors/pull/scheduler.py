@@ -82,6 +82,7 @@ class PullConnector(SchedulerConnector):
 
     contract_version: ClassVar[int] = 1
     supports_hma = True
+    min_wait_s = 5.0  # the first pull connects two engines, and a reader computes to others' cost
     transport: ClassVar[str]
 
     @classmethod

@@ -1,5 +1,6 @@
 """The settings that a user gives on the command line or to `LLM`, before defaults are derived."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -167,7 +168,12 @@ class EngineOptions:
             option of the same name of a connector that has it. Default: the connector's.
         load_failure_policy: What to do if the connector cannot load a request's KV: recompute it,
             or fail the request.
-        load_timeout_s: Seconds that a request waits for an asynchronous load of the connector.
+        load_timeout_s: Seconds that a request waits for an asynchronous load of the connector, at
+            most.
+        min_load_wait_s: Seconds that a request waits for a lookup or a load of the connector in any
+            case. It waits longer only as long as computing these tokens would take, at the measured
+            rate; then it computes them. Has no effect with load_failure_policy fail, with which a
+            request waits for load_timeout_s.
         max_loading_blocks: Maximum number of blocks held by requests that wait for loads, or that
             have loaded and are not running yet. One load alone may exceed it, if the pool holds it.
             Default: half of all blocks.
@@ -262,6 +268,7 @@ class EngineOptions:
     verify_kv: Annotated[VerifyKV | None, _CONNECTOR] = None
     load_failure_policy: Annotated[Literal["recompute", "fail"], _CONNECTOR] = "recompute"
     load_timeout_s: Annotated[float, _CONNECTOR] = 60.0
+    min_load_wait_s: Annotated[float, _CONNECTOR] = 1.0
     max_loading_blocks: Annotated[int | None, _CONNECTOR] = None
     enable_kv_cache_events: Annotated[bool, _EVENTS] = False
     kv_events_endpoint: Annotated[str | None, _EVENTS] = None
@@ -313,6 +320,10 @@ class EngineOptions:
         check_memory_shares(self.kv_memory_fraction, self.gpu_memory_utilization, self.device)
         for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s", "step_timeout_s"):
             check_duration(name, getattr(self, name))
+        if not 0 <= self.min_load_wait_s < math.inf:
+            raise ConfigError(
+                f"min_load_wait_s={self.min_load_wait_s} must be a number of seconds, at least 0"
+            )
         if self.num_ranks > 1 and ":" in self.device:
             raise ConfigError(
                 f"device={self.device!r} selects one GPU, but tensor_parallel_size="

@@ -234,6 +234,7 @@ def _scheduler_config(
         preemption_mode=options.preemption_mode,
         load_failure_policy=options.load_failure_policy,
         load_timeout_s=options.load_timeout_s,
+        min_load_wait_s=options.min_load_wait_s,
         max_loading_blocks=options.max_loading_blocks,
         max_steps_in_flight=options.max_steps_in_flight,
         feed_back_tokens=options.pipeline_parallel_size > 1,

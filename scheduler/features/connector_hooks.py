@@ -1,6 +1,7 @@
 """Calls the hooks of the connector's scheduler half. What they raise ends the engine."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -82,6 +83,7 @@ def view_of(
     request: Request,
     token_ids: Int32Array | None = None,
     waiting_s: float = 0.0,
+    max_wait_s: float = math.inf,
     finish_reason: FinishReason | None = None,
     finished_s: float = 0.0,
 ) -> RequestView:
@@ -98,6 +100,7 @@ def view_of(
         lora_name=request.lora_name,
         job_id=request.job_id,
         waiting_s=waiting_s,
+        max_wait_s=max_wait_s,
         finish_reason=finish_reason,
         finished_s=finished_s,
         cache_hint=request.cache_hint,

@@ -14,7 +14,6 @@ import numpy as np
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.protocol.plan import SchedulerOutput
 from longshore.scheduler.features.connector_hooks import view_of
 from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.tool_calls import Decoder, ToolCallEstimator
@@ -64,11 +63,11 @@ class Pins:
     policy:  learns at the beginning of the next step which jobs have a pin, or a turn that was
              admitted on it and has not ended.
     transfers: None: there is no connector.
+    prefill_rate: what computing KV again costs.
     max_ttl_s: no pin is kept for longer, and none is made for a tool that always takes longer.
     decode:  the text of token ids; None: the names of tools are not known.
 
     num_blocks:   own blocks of all pins: about what is free if all of them end.
-    prefill_rate: what computing KV again costs.
     num_hits:     turns that were admitted while their job had a pin.
     num_expired, num_yielded: pins that have ended with their time to live, and because other
                   requests needed the blocks.
@@ -80,6 +79,7 @@ class Pins:
         waiting: WaitingRequests,
         kv_cache: KVCacheManager,
         transfers: Transfers | None,
+        prefill_rate: PrefillRate,
         *,
         max_ttl_s: float,
         decode: Decoder | None = None,
@@ -90,7 +90,7 @@ class Pins:
         self._transfers = transfers
         self._max_ttl_s = max_ttl_s
         self._calls = ToolCallEstimator(decode)
-        self.prefill_rate = PrefillRate()
+        self.prefill_rate = prefill_rate
         self._pins: dict[str, Pin] = {}
         self._num_made = 0
         # Jobs. Of equal pins, the oldest is first.
@@ -295,13 +295,8 @@ class Pins:
         self._taken_over.clear()
         self.num_blocks = 0
         self._is_announced = False
-        self.prefill_rate.begin_epoch()
 
-    # Measurement and reports
-
-    def planned(self, plan: SchedulerOutput, num_rows: int, now: float) -> None:
-        """A plan has been made that computes tokens of `num_rows` rows."""
-        self.prefill_rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
+    # Reports
 
     def counts(self) -> dict[str, int]:
         """Fields of SchedulerStats."""

@@ -15,10 +15,9 @@ import numpy as np
 from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.plan import SchedulerOutput
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preemption_mode
 from longshore.scheduler.features.connector_hooks import view_of
-from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
+from longshore.scheduler.features.swap_cost import SwapCost
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.part import SchedulerPart
@@ -47,14 +46,12 @@ class Swaps(SchedulerPart):
     num_swapped_out, num_swapped_out_blocks: requests swapped out, and the blocks that they held.
     num_refused: victims for which host memory had no room.
     num_too_slow: victims that were cheaper to recompute, with the mode `auto`.
-    prefill_rate: with the mode `auto`, else None.
     """
 
     transfers: Transfers
     policy: SchedulingPolicy
     gates: AdmissionGates
     lifecycle: Lifecycle
-    prefill_rate: PrefillRate | None
     num_swapped_out: int = 0
     num_swapped_out_blocks: int = 0
     num_refused: int = 0
@@ -90,17 +87,6 @@ class Swaps(SchedulerPart):
         elif victim is not None and self._can_swap(victim.request):  # a failed load can rewind it
             self._swap_out(victim.request, step, now)
 
-    def planned(self, plan: SchedulerOutput, num_scheduled: Int64Array, now: float) -> None:
-        """A plan has been made. num_scheduled: (max_num_seqs,) tokens of each row."""
-        if self.prefill_rate is not None:
-            num_rows = int(np.count_nonzero(num_scheduled))
-            self.prefill_rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
-
-    def answered(self, step: int, now: float) -> None:
-        """The output of a plan of this epoch has been applied."""
-        if self.prefill_rate is not None:
-            self.prefill_rate.answered(step, now)
-
     def withhold(self, wanted: Int64Array) -> None:
         """Set the victim's tokens to 0 in `wanted`, (max_num_seqs,) tokens per row."""
         if self._victim is not None:
@@ -134,7 +120,7 @@ class Swaps(SchedulerPart):
     def _is_cheaper(self, request: Request) -> bool:
         """Whether a swap takes less time than computing everything again. While a rate is unknown,
         requests are swapped, which measures it."""
-        if self.prefill_rate is None:
+        if self.prefill_rate is None or self.config.preemption_mode != "auto":
             return True
         bandwidth = self.transfers.statistics.bandwidth
         store_bandwidth = bandwidth("GPU", "CPU")
@@ -181,8 +167,6 @@ class Swaps(SchedulerPart):
         """All rows are empty, and steps are counted anew."""
         self._victim = None
         self._next_attempt = 0
-        if self.prefill_rate is not None:
-            self.prefill_rate.begin_epoch()
 
 
 def check_swaps(

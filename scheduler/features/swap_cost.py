@@ -15,7 +15,10 @@ SET_UP_S: Final = 0.0005
 """Per transfer, until its first byte moves: a plan, a queue, a thread."""
 
 OLD_SHARE: Final = 0.9
-"""Weight of all earlier steps in the prefill rate, per step: the last 10 count most."""
+"""Weight of all earlier steps in the prefill rate, per large step: the last 10 count most."""
+
+ASSUMED_STEP_TOKENS: Final = 256
+"""What `PrefillRate.estimate` assumes counts as much as one step of this size."""
 
 MIN_TOKENS_PER_ROW: Final = 4
 """A step with fewer tokens per row is mostly decode, which says nothing about prefill."""
@@ -60,12 +63,15 @@ class PrefillRate:
     """Tokens per second of the steps that mostly prefill.
 
     A step begins when it is planned, or when the step before it is answered, if that is later.
+    A step counts by the square of its tokens: small ones are slow per token, because each step has
+    a fixed cost, and where prompts are loaded, nearly all steps are small.
     """
 
     def __init__(self) -> None:
         self._planned: deque[tuple[int, int, float]] = deque()  # step, its tokens or 0, time
         self._answered_at = 0.0
-        self._num_tokens = self._seconds = 0.0
+        self._num_tokens = self._seconds = 0.0  # sums over steps, weighted
+        self._largest = 0.0  # of the recent steps
 
     def planned(self, step: int, num_tokens: int, num_rows: int, now: float) -> None:
         """A plan with tokens of `num_rows` rows has been made."""
@@ -78,14 +84,23 @@ class PrefillRate:
             _, num_tokens, planned_at = self._planned.popleft()
             began_at = max(planned_at, self._answered_at)
             if num_tokens and now > began_at:
-                self._num_tokens = OLD_SHARE * self._num_tokens + num_tokens
-                self._seconds = OLD_SHARE * self._seconds + now - began_at
+                self._largest = max(self._largest, float(num_tokens))
+                old_share = OLD_SHARE ** (num_tokens / self._largest)
+                self._largest = max(old_share * self._largest, float(num_tokens))
+                weight = num_tokens**2
+                self._num_tokens = old_share * self._num_tokens + weight * num_tokens
+                self._seconds = old_share * self._seconds + weight * (now - began_at)
         self._answered_at = now
 
     @property
     def tokens_per_s(self) -> float | None:
         """None: not measured yet."""
         return self._num_tokens / self._seconds if self._seconds else None
+
+    def estimate(self, assumed_tokens_per_s: float) -> float:
+        """The rate, if it is to be used before it has been measured by large steps."""
+        assumed = ASSUMED_STEP_TOKENS**3
+        return (self._num_tokens + assumed) / (self._seconds + assumed / assumed_tokens_per_s)
 
     def begin_epoch(self) -> None:
         """Unanswered plans get no answer."""

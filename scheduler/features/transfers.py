@@ -28,6 +28,7 @@ from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.connector_hooks import ConnectorHooks, view_of
+from longshore.scheduler.features.load_waits import LoadWaits
 from longshore.scheduler.features.step_loads import StepLoads
 from longshore.scheduler.features.transfer_statistics import TransferStatistics, sums_by_medium
 from longshore.scheduler.heap import KeyedHeap
@@ -46,7 +47,8 @@ class _Transfer:
     """A load or a send, until all ranks have reported its end.
 
     request: waits for it; None for a send, or a load in quarantine.
-    num_tokens, deadline, order: of a load, see `begin_load`.
+    num_tokens, num_external, order: of a load, see `begin_load`.
+    deadline: when the request does not wait any longer.
     failed:  blocks that the load failed to fill.
     invalid: blocks before the loaded ones whose KV turned out to be wrong.
     """
@@ -54,6 +56,7 @@ class _Transfer:
     blocks: HeldBlocks
     request: Request | None = None
     num_tokens: int = 0
+    num_external: int = 0
     deadline: float = 0.0
     order: int = 0
     ranks_done: set[int] = field(default_factory=set)
@@ -81,11 +84,13 @@ class Transfers:
     loads:     in the background, by request id.
     step_loads: synchronous loads.
     num_bad_reports: reports of unknown or already reported transfers, which are ignored.
-    num_loading_blocks: blocks of loads that a request waits for.
+    num_loading_blocks, num_loading_tokens: of loads that a request waits for.
     num_queried_tokens, num_hit_tokens: tokens looked up in the connector, and hits.
     num_failed_lookups: lookups in which the connector raised; they count as misses.
     num_swapped_in_blocks: blocks of loads that restore swapped requests.
     num_failed_loads: loads in the background that did not fill all of their blocks.
+    num_late_loads: lookups and loads that were not waited for any longer.
+    waits: how long requests wait for lookups and loads.
     statistics: what the ranks have moved.
     """
 
@@ -93,27 +98,30 @@ class Transfers:
         self,
         connector: SchedulerConnector,
         kv_cache: KVCacheManager,
+        waits: LoadWaits,
         *,
         num_ranks: int,
         may_load: bool = True,
     ) -> None:
         self.connector = connector
         self.name = type(connector).__name__
+        self.waits = waits
         self._may_load = may_load
         self.hooks = ConnectorHooks(connector)
         self._kv_cache = kv_cache
         self._num_ranks = num_ranks
         self.loads: dict[str, _Transfer] = {}
         self._awaited: KeyedHeap[float, Request] = KeyedHeap()  # by deadline
+        self._lookups: dict[str, float] = {}  # not answered yet: how long their requests wait
         self._sends: dict[str, _Transfer] = {}
         self._holds: dict[int, HeldBlocks] = {}
         self.step_loads = StepLoads(num_ranks)
         self._leaving: set[int] = set()  # holds of swapped requests
         self._last_hold_id = 0
         self.num_bad_reports = 0
-        self.num_loading_blocks = self.num_swapped_in_blocks = 0
+        self.num_loading_blocks = self.num_swapped_in_blocks = self.num_loading_tokens = 0
         self.num_queried_tokens = self.num_hit_tokens = self.num_failed_lookups = 0
-        self.num_failed_loads = 0
+        self.num_failed_loads = self.num_late_loads = 0
         self.statistics = TransferStatistics()
         self.hooks.call(connector.bind_blocks, self)
 
@@ -130,12 +138,28 @@ class Transfers:
 
     def match(self, request: Request, num_local: int, now: float) -> Matched | AskLater:
         """What the connector can load after the first `num_local` tokens. A lookup that raises is a
-        miss: it has reserved nothing."""
+        miss: it has reserved nothing. So is one that is not answered in time."""
         if not self._may_load:
             return Matched(0)
+        ends_at = self._lookups.get(request.request_id)
+        if ends_at is None:
+            ends_at = now + self.limit_s(len(request.token_ids) - num_local)
+        max_wait_s = max(ends_at - now, 0.0)
+        match = self._ask(request, num_local, now, max_wait_s)
+        if isinstance(match, AskLater) and max_wait_s:
+            self._lookups[request.request_id] = ends_at
+            return match
+        self._lookups.pop(request.request_id, None)
+        self.num_late_loads += not max_wait_s
+        return Matched(0) if isinstance(match, AskLater) else match
+
+    def _ask(
+        self, request: Request, num_local: int, now: float, max_wait_s: float
+    ) -> Matched | AskLater:
         try:
             self.hooks.may_have_work = True
-            view = view_of(request, waiting_s=now - request.arrival_time)
+            waiting_s = now - request.arrival_time
+            view = view_of(request, waiting_s=waiting_s, max_wait_s=max_wait_s)
             match = self.connector.get_num_new_matched_tokens(view, num_local)
             if isinstance(match, Matched) and match.num_tokens < 0:
                 raise ValueError(f"matched {match.num_tokens} tokens")
@@ -151,12 +175,24 @@ class Transfers:
         """Ids of requests that are to be asked for again, if the connector names them."""
         return self.hooks.take_answered(now) if self.connector.names_answers else ()
 
+    def admitted(self, request: Request) -> None:
+        """The request got a row, so that its next lookup is a new one."""
+        self._lookups.pop(request.request_id, None)
+        if request.is_swapped:
+            self.release_swap(request)
+
     def allocated(
         self, request: Request, block_ids: tuple[Int32Array, ...], num_external: int
     ) -> None:
         """The request got blocks for tokens that the connector loads."""
         hook = self.connector.update_state_after_alloc
-        self.hooks.call(hook, view_of(request), block_ids, num_external)
+        max_wait_s = self.waits.connector_limit_s(self.limit_s(num_external))
+        view = view_of(request, max_wait_s=max_wait_s)
+        self.hooks.call(hook, view, block_ids, num_external)
+
+    def limit_s(self, num_tokens: int) -> float:
+        """How long a request waits for so many tokens."""
+        return self.waits.limit_s(num_tokens, self.num_loading_tokens)
 
     def count_lookup(self, request: Request, num_local: int, num_external: int) -> None:
         """The request is admitted or begins to load, with these numbers of hit tokens."""
@@ -172,6 +208,7 @@ class Transfers:
         if blocks is not None:
             block_ids = blocks.block_ids
         view = view_of(request, finish_reason=reason, finished_s=now)
+        self._lookups.pop(request.request_id, None)
         action = self.hooks.call(self.connector.request_finished, view, block_ids)
         if action.delay_free and blocks is not None:
             self._sends[request.request_id] = _Transfer(blocks)
@@ -185,22 +222,35 @@ class Transfers:
         blocks: HeldBlocks,
         *,
         num_tokens: int,
-        deadline: float,
+        num_external: int,
+        now: float,
         order: int,
     ) -> None:
-        """A load fills `blocks` up to `num_tokens` tokens while the request waits."""
-        load = _Transfer(blocks, request, num_tokens, deadline, order)
+        """A load fills `blocks` up to `num_tokens` tokens, the last `num_external` of which are
+        loaded, while the request waits."""
+        deadline = now + self.limit_s(num_external)
+        load = _Transfer(blocks, request, num_tokens, num_external, deadline, order)
         self.loads[request.request_id] = load
         self._awaited.add(request.request_id, deadline, request)
         self.num_loading_blocks += blocks.num_blocks
+        self.num_loading_tokens += num_external
 
-    def abandon_load(self, request: Request) -> None:
-        """The request no longer waits; the blocks of its load are put into quarantine."""
+    def abandon_load(self, request: Request, *, is_late: bool = False) -> None:
+        """The request no longer waits; the blocks of its load are put into quarantine. is_late:
+        because the load has taken too long."""
         load = self.loads[request.request_id]
+        self._stop_waiting(load)
         load.request = None
-        self._awaited.remove(request.request_id)
+        self.num_late_loads += is_late
+        connector = self.connector
+        hook = connector.load_expired if is_late else connector.load_abandoned
+        self.hooks.call(hook, request.request_id)
+
+    def _stop_waiting(self, load: _Transfer) -> None:
+        assert load.request is not None
+        self._awaited.remove(load.request.request_id)
         self.num_loading_blocks -= load.blocks.num_blocks
-        self.hooks.call(self.connector.load_abandoned, request.request_id)
+        self.num_loading_tokens -= load.num_external
 
     # Swaps
 
@@ -297,8 +347,7 @@ class Transfers:
         return transfers.pop(request_id)
 
     def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
-        self._awaited.remove(request.request_id)
-        self.num_loading_blocks -= load.blocks.num_blocks
+        self._stop_waiting(load)
         num_good = load.num_tokens
         bad = list(load.failed | load.invalid)
         block_sizes = self._kv_cache.block_sizes
@@ -342,6 +391,7 @@ class Transfers:
             "num_quarantined_blocks": self.num_quarantined_blocks,
             "num_failed_lookups": self.num_failed_lookups,
             "num_failed_loads": self.num_failed_loads,
+            "num_late_loads": self.num_late_loads,
             "tiers": sums_by_medium(stats.tiers),
             "transfers": self.statistics.totals(stats.queued_blocks),
             "pulls": stats.pulls,
@@ -391,6 +441,8 @@ class Transfers:
         holding = [request.request_id for request in loading if request.hold is not None]
         if holding:
             raise LongshoreError(f"{holding[0]} holds blocks beside those of its load")
+        if sum(load.num_external for load in awaited) != self.num_loading_tokens:
+            raise LongshoreError(f"loads do not have {self.num_loading_tokens} tokens")
         num_blocks = sum(load.blocks.num_blocks for load in awaited)
         if num_blocks != self.num_loading_blocks:
             raise LongshoreError(
@@ -404,9 +456,9 @@ class Transfers:
 
     def begin_epoch(self, epoch: int) -> None:
         """A new epoch has no transfers."""
-        self.loads, self._sends, self._holds = {}, {}, {}
+        self.loads, self._sends, self._holds, self._lookups = {}, {}, {}, {}
         self._awaited.clear()
         self.step_loads.clear()
         self._leaving.clear()
-        self.num_loading_blocks = 0
+        self.num_loading_blocks = self.num_loading_tokens = 0
         self.hooks.call(self.connector.on_new_epoch, epoch)

@@ -349,8 +349,8 @@ class Admission(SchedulerPart):
             self.shares.admitted(request, num_computed)
         if request in self.forks.parents:
             self.forks.parent_begins(request)
-        if request.is_swapped and self.transfers is not None:
-            self.transfers.release_swap(request)
+        if self.transfers is not None:
+            self.transfers.admitted(request)
         if self.pins is not None:
             self.pins.admitted(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
@@ -446,7 +446,8 @@ class Admission(SchedulerPart):
             request,
             blocks,
             num_tokens=num_loaded,
-            deadline=self._now + self.config.load_timeout_s,
+            num_external=num_external,
+            now=self._now,
             order=self.holds.next_order(),
         )
         self.plan.has_new_loads = True

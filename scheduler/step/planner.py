@@ -80,10 +80,9 @@ class StepPlanner(SchedulerPart):
         if not num_tokens and not self.plan.must_be_sent:
             return None
         plan = self._build_plan(num_scheduled, num_tokens)
-        if self.swaps is not None:
-            self.swaps.planned(plan, num_scheduled, now)
-        if self.pins is not None:
-            self.pins.planned(plan, int(np.count_nonzero(num_scheduled)), now)
+        if self.prefill_rate is not None:
+            num_rows = int(np.count_nonzero(num_scheduled))
+            self.prefill_rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
         return plan
 
     # A steady decode step

@@ -68,6 +68,7 @@ class Engine:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "max_steps_in_flight": 1,
+            "min_load_wait_s": 1e9,  # a step takes a second, so computing is always slower
         }
         self.config = SchedulerConfig(**(defaults | settings))
         self.specs = specs or (full(block_size),) * num_groups

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from tests.connectors.offloading.remote.servers import (
     Liar,
     RedisServer,
     RemoteServer,
+    S3Server,
     SharedFolder,
+    SlowLink,
     sends,
+    slow_redis,
+    slow_s3,
 )
 from tests.connectors.offloading.remote.stores import value_names
 from tests.integration.deployment import Deployment, wait_until
@@ -50,6 +54,8 @@ def start(
             own = tmp_path_factory.mktemp("own")
             settings = {"cpu_bytes_to_use": "8MiB", "remote_url": server.url, **options}
             environment = {}
+            if "endpoint" in server.options:
+                settings["remote_options"] = server.options
             if "password" in server.options:
                 settings["remote_options"] = {"password": "${REDIS_PASSWORD}"}
                 environment["REDIS_PASSWORD"] = server.options["password"]
@@ -216,3 +222,56 @@ def test_a_store_that_sends_hostile_replies_stops_no_worker(start: Start, reply:
         stop(deployment)
     finally:
         liar.close()
+
+
+@contextmanager
+def slow_store(kind: str, folder: Path) -> Iterator[tuple[RemoteServer, SlowLink, RemoteServer]]:
+    """A server, a link to it, and the server as it is seen through this link."""
+    with ExitStack() as stack:
+        if kind == "redis":
+            redis = stack.enter_context(RedisServer(folder))
+            link = stack.enter_context(slow_redis(redis))
+            yield redis, link, Through(redis, f"redis://{link.address}/0", {})
+        else:
+            s3 = stack.enter_context(S3Server())
+            link = stack.enter_context(slow_s3(s3))
+            options = s3.options | {"endpoint": f"http://{link.address}"}
+            yield s3, link, Through(s3, s3.url, options)
+
+
+class Through:
+    """A server, seen through a link."""
+
+    def __init__(self, server: RemoteServer, url: str, options: dict[str, str]) -> None:
+        self.url, self.options = url, options
+        self.names, self.read, self.write = server.names, server.read, server.write
+
+
+@pytest.mark.parametrize(
+    ("kind", "delay_s"),
+    [
+        pytest.param("redis", 0.6, marks=pytest.mark.services),  # some blocks come in time
+        ("s3", 0.9),  # none is known in time
+    ],
+)
+def test_a_store_that_is_slower_than_computing_is_not_waited_for_and_then_not_asked(
+    start: Start, tmp_path_factory: pytest.TempPathFactory, kind: str, delay_s: float
+) -> None:
+    """Every answer takes less than the timeout of an operation, and a prompt has 38 blocks: each
+    request would wait for seconds."""
+    asked = prompts()[:5]
+    with slow_store(kind, tmp_path_factory.mktemp("r")) as (server, link, seen):
+        first = start(seen)
+        expected = [ask(first, prompt)[0] for prompt in asked]
+        wait_until(lambda: len(value_names(server)) >= len(asked) * NUM_FULL)
+        stop(first)
+        second = start(seen, remote_timeout_ms=2000)
+        link.delay_s = delay_s
+        assert [ask(second, prompt)[0] for prompt in asked] == expected
+        wait_until(lambda: is_slow(second))
+        assert metric(second, 'kv_tier_open_breakers{engine="0",medium="STORAGE"}') == 0
+        stop(second)
+
+
+def is_slow(deployment: Deployment) -> bool:
+    return "take longer than computing the tokens would" in deployment.output

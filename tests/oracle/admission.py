@@ -3,7 +3,7 @@
 import enum
 from typing import TYPE_CHECKING
 
-from longshore.connectors.base import AskLater
+from longshore.connectors.base import AskLater, Matched
 from longshore.protocol.arrays import Int32Array, int32_array
 from tests.oracle.block_pool import Block
 from tests.oracle.encoder import plan_items
@@ -72,7 +72,12 @@ class Admissions:
             return self._admit(request, hits, num_local, num_external=0)
         match = connector.get_num_new_matched_tokens(self._scheduler.view(request), num_local)
         if isinstance(match, AskLater):
-            return Verdict.SET_ASIDE
+            if request.asked_at is None:
+                request.asked_at = self._now
+            if self._now < request.asked_at + self._scheduler.config.load_timeout_s:
+                return Verdict.SET_ASIDE
+            match = Matched(0)
+        request.asked_at = None
         num_external = min(match.num_tokens, request.num_tokens - num_local)
         if match.is_async and num_external > 0:
             return self._begin_load(request, hits, num_local, num_external)

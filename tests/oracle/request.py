@@ -43,6 +43,7 @@ class TextbookRequest:
     part:             counts the outputs of a session.
     life:             counts how often it lost its row and may come back.
     was_preempted:    since it ran last.
+    asked_at:         when the connector was asked what it does not know yet.
     asks_connector:   until a load in the background has begun.
     """
 
@@ -69,6 +70,7 @@ class TextbookRequest:
     life: int = 0
     was_preempted: bool = False
     asks_connector: bool = True
+    asked_at: float | None = None
     blocks: list[Block] = field(default_factory=list)
     encoder_blocks: list[Block] = field(default_factory=list)
     names: list[int] = field(default_factory=list)

@@ -311,6 +311,7 @@ def scenario(
             enable_chunked_prefill=chunked,
             policy="priority" if priority else policy,
             max_steps_in_flight=in_flight,
+            min_load_wait_s=1e9,  # the textbook measures no rates
             **settings,
         ),
         cache=CacheConfig(

@@ -317,6 +317,7 @@ class TextbookScheduler:
             self.tables.free(request)
             self._forget_load(request)
             request.asks_connector = True
+            request.asked_at = None
         self._reset()
         if self.connector is not None:
             self.connector.on_new_epoch(epoch)

@@ -234,6 +234,7 @@ def _random_scheduler_config(rng: Random, features: frozenset[str]) -> Scheduler
         fails = "epoch" not in features and rng.random() < 0.3
         settings["load_failure_policy"] = "fail" if fails else "recompute"
         settings["load_timeout_s"] = rng.choice((60.0, 60.0, 60.0, 2.1))
+        settings["min_load_wait_s"] = 1e9  # the textbook measures no rates
         settings["max_loading_blocks"] = rng.choice((10**6, rng.randrange(1, 20)))
     return SchedulerConfig(
         max_model_len=max_model_len,

@@ -13,6 +13,7 @@ class Outcome(Enum):
     MISSING: no entry with this key in this slot.
     CORRUPT: the bytes do not match the checksum; the entry is deleted.
     FAILED:  the disk reported an error, which is logged; the entry is deleted.
+    LATE:    it was not read in time. The entry is kept.
 
     Unless a read is OK, its buffer may contain anything.
     """
@@ -21,6 +22,7 @@ class Outcome(Enum):
     MISSING = "missing"
     CORRUPT = "corrupt"
     FAILED = "failed"
+    LATE = "late"
 
 
 class BlockWrite(NamedTuple):

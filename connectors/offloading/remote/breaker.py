@@ -17,17 +17,24 @@ class BreakerState(Enum):
 
 class CircuitBreaker:
     """Opens after `threshold` failures without a success in between. Then a probe every `retry_s`
-    seconds closes it or leaves it open. Thread-safe.
+    seconds closes it or leaves it open. With `max_retry_s`, this time doubles with each probe that
+    fails, up to that. Thread-safe.
 
     num_opened: how often it has opened while it was closed.
     """
 
     def __init__(
-        self, threshold: int, retry_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        threshold: int,
+        retry_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_retry_s: float | None = None,
     ) -> None:
         self.num_opened = 0
         self._threshold = threshold
-        self._retry_s = retry_s
+        self._first_retry_s = self._retry_s = retry_s
+        self._max_retry_s = retry_s if max_retry_s is None else max_retry_s
         self._clock = clock
         self._lock = threading.Lock()
         self._num_failures = 0
@@ -62,6 +69,7 @@ class CircuitBreaker:
             is_new = self._state is BreakerState.PROBING
             self._state = BreakerState.CLOSED
             self._num_failures = 0
+            self._retry_s = self._first_retry_s
             return is_new
 
     def failed(self) -> bool:
@@ -71,6 +79,8 @@ class CircuitBreaker:
             is_new = self._state is BreakerState.CLOSED
             if is_new and self._num_failures < self._threshold:
                 return False
+            if self._state is BreakerState.PROBING:
+                self._retry_s = min(2 * self._retry_s, self._max_retry_s)
             self._state = BreakerState.OPEN
             self._probes_at_s = self._clock() + self._retry_s
             self.num_opened += is_new

@@ -1,6 +1,7 @@
 """Operations of one kind on a remote store: on threads, within limits, behind a circuit breaker."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -95,16 +96,19 @@ class Lane:
         sizes: Sequence[int],
         begin: Callable[[int], Operation[Result]],
         end: Callable[[int, Result], None],
+        ends_s: float = math.inf,
     ) -> None:
         """Execute operations, some at a time; return when none is of interest any more.
 
         sizes: bytes of each operation.
+        ends_s: by time.monotonic(): nothing is of interest after that. This is no failure, because
+               the server may be as fast as its timeout allows.
         begin: makes the operation with this index; called when it may begin.
         end:   takes the result of one that has succeeded. Both are called in this thread.
         """
         left = deque(range(len(sizes)))
         pending: dict[Future[Result], tuple[int, float]] = {}
-        while (left or pending) and not self._stopped.done():
+        while (left or pending) and not self._stopped.done() and time.monotonic() < ends_s:
             while left and len(pending) < self._concurrency:
                 index = left.popleft()
                 future = self._submit(sizes[index], index, begin)
@@ -112,17 +116,19 @@ class Lane:
                     pending[future] = index, time.monotonic() + self._patience_s
             if not pending:
                 continue
-            ends_s = min(deadline_s for _, deadline_s in pending.values())
+            next_s = min(ends_s, *(deadline_s for _, deadline_s in pending.values()))
             awaited: list[Future[Any]] = [*pending, self._stopped]
-            wait(awaited, ends_s - time.monotonic(), FIRST_COMPLETED)
+            wait(awaited, max(0.0, next_s - time.monotonic()), FIRST_COMPLETED)
             for future in [future for future in pending if future.done()]:
                 self._end(future, pending.pop(future)[0], end)
             now_s = time.monotonic()
-            late = [future for future, (_, ends_s) in pending.items() if ends_s <= now_s]
+            late = [future for future, (_, late_s) in pending.items() if late_s <= now_s]
             for future in late:
                 del pending[future]
             if late:
                 self._abandon(len(late))
+        for future in pending:
+            future.cancel()  # those that no thread has begun
 
     def stop(self) -> None:
         """Abandon all operations; later ones do not begin. May be called on any thread."""

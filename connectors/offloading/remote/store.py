@@ -6,6 +6,7 @@ kind are ever found, and every value that is read is verified.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -167,14 +168,17 @@ class RemoteStore:
         """For people who look into the store."""
         self._backend.put(*self._identity_file)
 
-    def exists(self, keys: Sequence[bytes], *, leading: bool = False) -> list[bool]:
+    def exists(
+        self, keys: Sequence[bytes], *, leading: bool = False, ends_s: float = math.inf
+    ) -> list[bool]:
         """Which blocks the store has. leading: only those before the first absent one count, so
-        that the others need not be looked up."""
+        that the others need not be looked up. Those that are not known by `ends_s` count as absent.
+        """
         present: list[bool] = []
         count = FIRST_LOOKUP if leading else len(keys)
         while len(present) < len(keys):
             part = keys[len(present) : len(present) + count]
-            present += self._exist(part)
+            present += self._exist(part, ends_s)
             if leading and not all(present):
                 break
             count *= LOOKUP_GROWTH
@@ -182,7 +186,7 @@ class RemoteStore:
             del present[present.index(False) :]
         return present + [False] * (len(keys) - len(present))
 
-    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
+    def _exist(self, keys: Sequence[bytes], ends_s: float) -> list[bool]:
         present = [False] * len(keys)
         asked = [index for index, key in enumerate(keys) if key not in self._absent]
         num_absent = 0
@@ -194,7 +198,7 @@ class RemoteStore:
                 num_absent += 1
                 self._absent.add(keys[index])
 
-        self._ask(keys, asked, self._reads, end)
+        self._ask(keys, asked, self._reads, end, ends_s)
         self._count(
             num_present=sum(present),
             num_absent=num_absent,
@@ -202,8 +206,9 @@ class RemoteStore:
         )
         return present
 
-    def get(self, batch: Sequence[RemoteRead]) -> list[Outcome]:
-        """Read blocks into their buffers and verify them. One that is not intact is deleted."""
+    def get(self, batch: Sequence[RemoteRead], ends_s: float = math.inf) -> list[Outcome]:
+        """Read blocks into their buffers and verify them. One that is not intact is deleted. Those
+        that are not read by `ends_s` are LATE."""
         outcomes = [Outcome.FAILED] * len(batch)
         buffers = [np.frombuffer(read.buffer, np.uint8) for read in batch]
         started_s = time.perf_counter()
@@ -218,7 +223,10 @@ class RemoteStore:
             elif found.outcome is Outcome.MISSING:
                 self._absent.add(batch[index].key)
 
-        self._reads.run([HEADER_BYTES + len(data) for data in buffers], begin, end)
+        self._reads.run([HEADER_BYTES + len(data) for data in buffers], begin, end, ends_s)
+        if time.monotonic() >= ends_s:
+            late = {Outcome.FAILED: Outcome.LATE}
+            outcomes = [late.get(outcome, outcome) for outcome in outcomes]
         self._count(
             num_read=outcomes.count(Outcome.OK),
             num_missing=outcomes.count(Outcome.MISSING),
@@ -301,6 +309,7 @@ class RemoteStore:
         asked: Sequence[int],
         lane: Lane,
         end: Callable[[int, bool], None],
+        ends_s: float = math.inf,
     ) -> None:
         """Look up the keys with these indices, several names at a time."""
         count = self._backend.num_names_per_lookup
@@ -315,7 +324,7 @@ class RemoteStore:
             for index, is_present in zip(parts[number], present, strict=True):
                 end(index, is_present)
 
-        lane.run([0] * len(parts), begin, end_part)
+        lane.run([0] * len(parts), begin, end_part, ends_s)
 
     def _get(self, key: bytes, num_bytes: int) -> _Found:
         """On a thread of the lane."""

@@ -135,6 +135,11 @@ SCHEDULER_COUNTERS: Final = (
     ("num_pins_yielded", "pins_yielded", "Pins that ended because other requests needed blocks"),
     ("num_failed_lookups", "failed_lookups", "Lookups that failed in the connector; misses"),
     ("num_failed_loads", "failed_loads", "Loads that did not fill all of their blocks"),
+    (
+        "num_late_loads",
+        "late_loads",
+        "Lookups and loads of the connector that took longer than computing; not waited for",
+    ),
 )
 TRANSFER_COUNTERS: Final = (
     ("num_bytes", "bytes", "Bytes moved between two media, of all ranks"),

@@ -1,5 +1,6 @@
 """Ranks with real memory: their KV caches, handlers of the host tier, and transfer queues."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -138,11 +139,12 @@ class Rank:
         blocks: BlockList,
         slots: Sequence[int],
         reads: Sequence[tuple[int, int]] = (),
+        limit_s: float = math.inf,
     ) -> None:
         source = LoadSource(
             np.array(slots, np.int64).tobytes(), [(index, 0, slot) for index, slot in reads]
         )
-        job = LoadJob(name, blocks, msgspec.msgpack.encode(source))
+        job = LoadJob(name, blocks, msgspec.msgpack.encode(source), limit_s=limit_s)
         self.handlers.load(job, self.done(name))
 
     def spill(self, name: str, blocks: BlockList, host: Sequence[int], disk: Sequence[int]) -> None:

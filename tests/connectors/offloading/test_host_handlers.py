@@ -436,6 +436,34 @@ def test_a_block_that_the_disk_has_lost_fails_alone(make_ranks: MakeRanks, tmp_p
     assert rank.wait() == {"again": [1]}, "its entry is gone"
 
 
+def test_blocks_that_are_not_read_in_time_are_late_and_stay_on_disk(
+    make_ranks: MakeRanks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (rank,) = make_ranks([full()], **disk_options(tmp_path))
+    rank.fill(random.Random(1))
+    blocks = blocks_of([0] * 2, [[1], [2]])
+    expected = rank.content(blocks)
+    rank.store("store", blocks, [0, 1])
+    rank.wait()
+    rank.spill("spill", blocks, [0, 1], [0, 1])
+    rank.wait()
+    rank.handlers.take_messages()
+    for name in ("first", "second"):
+        rank.load(name, blocks, [5, 1], [(0, 0)], limit_s=0.0)
+        assert rank.wait() == {name: [0]}
+    messages = [
+        msgspec.msgpack.decode(each, type=TierMessage) for each in rank.handlers.take_messages()
+    ]
+    assert [message.late for message in messages] == [blocks.keys[:1]] * 2
+    assert "reads of the disk tier take longer than computing" in caplog.text
+    rank.load("closed", blocks, [5, 1], [(0, 0)], limit_s=60.0)
+    assert rank.wait() == {"closed": [0]}, "it is not read for a while"
+    rank.cache.buffer.zero_()
+    rank.load("patient", blocks, [5, 1], [(0, 0)])
+    assert rank.wait() == {"patient": []}, "a job without a limit waits in any case"
+    assert rank.content(blocks) == expected
+
+
 def test_a_block_that_is_damaged_in_host_memory_is_not_intact_on_disk(
     make_ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -568,6 +568,46 @@ def test_a_block_that_is_being_read_from_disk_is_waited_for_unless_nobody_does()
     assert manager.lookup(keys) == 3
 
 
+def test_a_tier_that_is_late_is_not_asked_until_it_has_ended_what_it_reads() -> None:
+    keys, others = keys_of(0, 0, 3), keys_of(1, 0, 2)
+    manager = with_blocks_on_disk(8, keys + others)
+    assert manager.prepare_load(keys).num_keys == 3
+    assert manager.lookup(others) == 2
+    manager.load_expired(keys)
+    assert manager.lookup(others) == 0, "what is asked for now would come even later"
+    manager.complete_load(keys, [])
+    assert manager.lookup(others) == 2
+    assert manager.lookup(keys) == 3
+    manager.check()
+
+
+def test_a_load_that_its_client_has_given_up_says_nothing_about_the_tier() -> None:
+    keys, others = keys_of(0, 0, 3), keys_of(1, 0, 2)
+    manager = with_blocks_on_disk(8, keys + others)
+    manager.prepare_load(keys)
+    manager.load_abandoned(keys)
+    assert manager.lookup(others) == 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_block_that_was_not_read_in_time_is_still_in_its_tier(num_ranks: int) -> None:
+    keys = keys_of(0, 0, 3)
+    manager = make_manager(8, num_ranks=num_ranks)
+    for rank in range(num_ranks):
+        manager.receive(rank, said(contents_of(keys)))
+    manager.prepare_load(keys)
+    late = msgspec.msgpack.encode(TierMessage(0, b"", keys[1:2]))
+    manager.receive(num_ranks - 1, late)
+    manager.complete_load(keys, keys[1:])
+    assert manager.lookup(keys) == 2, "the last one was damaged"
+    assert manager.prepare_load(keys[1:2]).num_keys == 1
+    manager.complete_load(keys[1:2], keys[1:2])
+    assert manager.lookup(keys) == 1, "this time, it was damaged"
+    manager.receive(0, late)
+    assert manager.lookup(keys) == 1
+    manager.check()
+
+
 def stored_in_host(num_ranks: int, keys: list[bytes], **options: Any) -> TieredManager:
     manager = make_manager(8, num_ranks=num_ranks, **options)
     assert manager.prepare_store(keys) is not None

@@ -137,6 +137,28 @@ def test_the_rate_follows_recent_steps() -> None:
     assert rate.tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
+def test_small_steps_do_not_hide_how_fast_large_ones_are() -> None:
+    """Where prompts are loaded, what is left to compute is small, and a step has a fixed cost."""
+    rate, now = PrefillRate(), 0.0
+    for step in range(1, 201):
+        num_tokens = 1000 if step == 1 else 10
+        rate.planned(step, num_tokens, 1, now)
+        now += 0.1
+        rate.answered(step, now)
+    assert rate.tokens_per_s == pytest.approx(10_000, rel=0.15)
+
+
+def test_an_estimate_is_what_is_assumed_until_large_steps_were_measured() -> None:
+    rate = PrefillRate()
+    assert rate.estimate(1000.0) == 1000
+    rate.planned(1, 6, 1, 0.0)
+    rate.answered(1, 0.06)
+    assert rate.estimate(1000.0) == pytest.approx(1000, rel=0.01)
+    rate.planned(2, 4096, 1, 1.0)
+    rate.answered(2, 2.0)
+    assert rate.estimate(1000.0) == pytest.approx(4096, rel=0.02)
+
+
 def test_a_new_epoch_forgets_unanswered_steps() -> None:
     rate = PrefillRate()
     rate.planned(7, 1000, 1, 0.0)

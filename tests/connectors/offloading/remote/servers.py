@@ -248,3 +248,80 @@ def sends(answer: bytes, *, again: bool = False) -> Callable[[socket.socket], No
             connection.sendall(answer)
 
     return lie
+
+
+class SlowLink:
+    """A link to a server, over which answers are slow: `delay_s` for each 64 KiB, or part of it.
+    Settable while it is in use; 0 at first."""
+
+    CHUNK_BYTES: Final = 65_536
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        """connect: makes a connection to the server."""
+        self.delay_s = 0.0
+        self._connect = connect
+        self._is_closed = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = self._connect()
+                self._sockets += [client, server]
+                for source, target, is_slow in ((client, server, False), (server, client, True)):
+                    thread = threading.Thread(target=self._pass, args=(source, target, is_slow))
+                    thread.start()
+                    self._threads.append(thread)
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_slow: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(self.CHUNK_BYTES):
+                if is_slow and self.delay_s:
+                    self._is_closed.wait(self.delay_s)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+def slow_redis(server: RedisServer) -> SlowLink:
+    """Its URL is redis://, the link's address and /0."""
+
+    def connect() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(server.url.removeprefix("unix://"))
+        return connection
+
+    return SlowLink(connect)
+
+
+def slow_s3(server: S3Server) -> SlowLink:
+    """Its endpoint is http:// and the link's address."""
+    host, _, port = server.endpoint.removeprefix("http://").rpartition(":")
+    return SlowLink(lambda: socket.create_connection((host, int(port))))
