@@ -16,7 +16,7 @@ from longshore.protocol.errors import ConfigError
 
 _VARIABLE: Final = re.compile(r"\$\{(\w+)\}")
 
-PULL_CONNECTORS: Final = ("nixl", "mooncake", "p2p_nccl")
+PULL_CONNECTORS: Final = ("nixl", "mooncake", "p2p_nccl", "moriio")
 """Connectors by which one engine pulls the KV of another."""
 
 _OptionsT = TypeVar("_OptionsT", bound=EngineOptions)

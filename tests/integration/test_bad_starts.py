@@ -456,3 +456,14 @@ def test_a_good_start_leaves_nothing_and_the_next_one_removes_what_killed_proces
     assert last.stop() == 0, last.output
     last.assert_nothing_is_left()
     wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["output.txt"])
+
+
+@pytest.mark.slow
+def test_engines_apart_whose_transport_is_not_installed_say_so(
+    folder: Path, temp_dir: Path, tmp_path: Path
+) -> None:
+    engines = ("--prefill", "1", "--decode", "1", "--kv-connector", "moriio")
+    status, lines = serve(folder, temp_dir, *engines, "--state-dir", str(tmp_path / "state"))
+    assert status == 1
+    assert "--kv-connector moriio needs MoRI, which cannot be imported" in lines[-1]
+    assert lines[-1].endswith("Install it on a machine with ROCm: pip install amd_mori")

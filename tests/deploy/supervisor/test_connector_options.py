@@ -6,8 +6,10 @@ from typing import Any, Final
 
 import pytest
 
+from longshore.connectors.pull.transports import TRANSPORTS
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.supervisor.connector_options import (
+    PULL_CONNECTORS,
     check_router_key,
     pull_options,
     with_pull_connector,
@@ -163,3 +165,7 @@ def test_the_options_of_the_pull_connector_are_found_also_in_multi() -> None:
         assert (found.remote_hosts, found.max_leased_share) == (("10.0.0.2",), 0.25)
     assert pull_options("offloading", "{}") is None
     assert pull_options(None, "{}") is None
+
+
+def test_all_transports_can_be_those_of_prefill_and_decode_engines() -> None:
+    assert set(PULL_CONNECTORS) == set(TRANSPORTS)
