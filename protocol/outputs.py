@@ -160,7 +160,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     stop_token_id:     the one of `stop_token_ids` that ended it, if any.
     num_output_tokens: all output tokens, including those emitted before a resubmission.
-    num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+    num_cached_tokens: prompt tokens found in the prefix cache at its first admission, or the first
+                       one since the workers were replaced.
     message:           the error text, for IGNORED and ERROR.
     kv_transfer_params: from the connector, for the engine that continues the request.
     pooled:            the vector of a pooling request.

@@ -19,7 +19,13 @@ from longshore.scheduler.inspect.request_log import RequestLog
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.queues import SharedEvent
-from longshore.scheduler.request import Outcome, Request, RequestChange, RequestStatus
+from longshore.scheduler.request import (
+    NOT_SCHEDULED,
+    Outcome,
+    Request,
+    RequestChange,
+    RequestStatus,
+)
 from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.validation import RequestValidator
 
@@ -371,6 +377,7 @@ class Lifecycle(SchedulerPart):
         for request in self:
             request.resume_after_step = 0
             request.asks_connector = True
+            request.num_cached_tokens = NOT_SCHEDULED  # what was computed before is lost
             request.is_swapped = False  # the connector has dropped its copy
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 request.change(RequestChange.LOAD_OVER)

@@ -151,7 +151,8 @@ class Request:
     hold:          blocks that it owns while it has no row.
     resume_after_step: it is not admitted before this step is answered, which has a token of an
                    earlier admission.
-    num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    num_cached_tokens: prompt tokens found in the prefix cache at the first admission, or the first
+                   one since the workers were replaced.
     num_hit_tokens: at its last admission, tokens that others had computed.
     waits_for:     for reports: why admission set it aside, if its status does not say it.
     is_resumed:    it was preempted and has not run since then.

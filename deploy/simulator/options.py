@@ -71,6 +71,8 @@ class SimulateOptions:
         watermark: Fraction of the blocks that admissions leave free for running requests.
         preempt_threshold: Admissions stop when the fraction of blocks in use exceeds this.
         admit_threshold: Admissions resume when the fraction of blocks in use falls below this.
+        min_load_wait_s: Seconds that a request waits for the connector in any case; longer only as
+            long as computing the tokens takes.
         connector: Connector that stores KV outside the device: offloading. Default: none.
         connector_config: Settings of the connector, as a JSON object or the path of a .toml file.
         json: File for the result. Default: a summary on standard output.
@@ -110,6 +112,7 @@ class SimulateOptions:
     admit_threshold: Annotated[float, _CACHE] = 0.80
     connector: Annotated[str | None, _CACHE] = None
     connector_config: Annotated[str, _CACHE] = "{}"
+    min_load_wait_s: Annotated[float, _CACHE] = 1.0
     json: Annotated[Path | None, _RESULTS] = None
     csv: Annotated[Path | None, _RESULTS] = None
     plot: Annotated[Path | None, _RESULTS] = None

@@ -233,6 +233,7 @@ class Simulation:
             enable_chunked_prefill=options.enable_chunked_prefill,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
             preemption_mode=options.preemption_mode,
+            min_load_wait_s=options.min_load_wait_s,
             max_steps_in_flight=2 if options.async_scheduling else 1,
         )
 

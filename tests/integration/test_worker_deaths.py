@@ -38,6 +38,7 @@ class Answers:
         )
         self._model = self._client.models.list().data[0].id
         self.tokens: dict[int, list[int]] = {}
+        self.num_cached: dict[int, int] = {}  # prompt tokens, as the last chunk says
         self.errors: list[Exception] = []
         self._threads = [
             threading.Thread(target=self._read, args=(number,)) for number in range(len(prompts))
@@ -57,11 +58,16 @@ class Answers:
                 prompt=self._prompts[number],
                 max_tokens=NUM_TOKENS,
                 stream=True,
+                stream_options={"include_usage": True},
                 extra_body=extra,
                 **sampling,
             )
             for chunk in stream:
-                self.tokens.setdefault(number, []).extend(chunk.choices[0].token_ids or ())
+                for choice in chunk.choices:
+                    self.tokens.setdefault(number, []).extend(choice.token_ids or ())
+                if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                    details = chunk.usage.prompt_tokens_details
+                    self.num_cached[number] = details.cached_tokens or 0
         except Exception as error:
             self.errors.append(error)
 
@@ -116,6 +122,11 @@ def test_the_kv_that_a_killed_worker_had_answered_is_kept(
     answers = Answers(deployment, prompts).wait_until_running()
     deployment.members["worker-0"].send_signal(signal.SIGKILL)
     tokens = answers.all()
+    num_cached = sum(answers.num_cached.values())
+    if is_adopted:
+        assert num_cached > 400, "cached_tokens counts from the restart"
+    else:
+        assert num_cached == 0
     assert Answers(deployment, prompts).all() == tokens
     num_queried, num_kept = (
         metric(deployment, f"longshore_scheduler_preempted_{name}_tokens_total")

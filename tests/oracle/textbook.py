@@ -318,6 +318,7 @@ class TextbookScheduler:
             self._forget_load(request)
             request.asks_connector = True
             request.asked_at = None
+            request.num_cached = None
         self._reset()
         if self.connector is not None:
             self.connector.on_new_epoch(epoch)

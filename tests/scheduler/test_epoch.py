@@ -56,6 +56,25 @@ def test_no_prefix_of_the_old_workers_is_found(steps_in_flight: int) -> None:
     assert driver.finished[key].num_cached_tokens == 0
 
 
+@BOTH
+@pytest.mark.parametrize("keeps_kv", [False, True])
+def test_cached_tokens_of_a_running_request_count_from_the_new_workers(
+    keeps_kv: bool, steps_in_flight: int
+) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    driver.add("first", prompt_of(20), max_tokens=1)
+    driver.run()
+    cached = driver.add("cached", prompt_of(20), max_tokens=9)
+    computed = driver.add("computed", prompt_of(20, 50), max_tokens=9)
+    driver.steps(4)
+    assert driver.running == ["cached", "computed"]
+    driver.restart_workers(2, keeps_kv=keeps_kv)
+    driver.run()
+    expected = 20 if keeps_kv else 0
+    assert driver.finished[cached].num_cached_tokens == expected
+    assert driver.finished[computed].num_cached_tokens == expected
+
+
 def test_the_first_event_of_an_epoch_is_that_all_blocks_are_cleared() -> None:
     driver = Driver(cache={"enable_kv_cache_events": True})
     driver.add("r", prompt_of(20), max_tokens=3)

@@ -29,7 +29,8 @@ def pulling(blocks_per_s: float, latency_s: float = 0.0, **host: float) -> CostM
 
 
 def split(num_prefill: int = 1, num_decode: int = 1) -> dict[str, Any]:
-    return {"prefill_engines": num_prefill, "decode_engines": num_decode}
+    engines = {"prefill_engines": num_prefill, "decode_engines": num_decode}
+    return engines | {"min_load_wait_s": 60.0}  # steps are so slow that pulls would be too late
 
 
 def test_a_pull_is_between_the_first_token_and_the_second(tmp_path: Path) -> None:
@@ -90,6 +91,14 @@ def test_a_decode_engine_computes_the_prompt_if_a_pull_takes_too_long(tmp_path: 
     (record,) = simulated(pulling(0.1), trace=trace, **split()).requests  # 100 s
     load_timeout_s = 60.0
     assert record.end_s == pytest.approx(1.0 + load_timeout_s + 1.0, abs=0.1)
+
+
+def test_a_pull_is_waited_for_as_long_as_computing_takes(tmp_path: Path) -> None:
+    """Nothing has been measured yet, and 160 tokens are few: that is 5 s, as for all pulls."""
+    trace = write_lines(tmp_path / "t.jsonl", [request(0, 160, 2, [1])])
+    engines = split() | {"min_load_wait_s": 1.0}
+    (record,) = simulated(pulling(0.1), trace=trace, **engines).requests
+    assert record.end_s == pytest.approx(1.0 + 5.0 + 1.0, abs=0.1)
 
 
 def test_what_gains_nothing_from_a_prefill_engine_is_not_split(tmp_path: Path) -> None:
