@@ -273,7 +273,8 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     endpoint:         where the processes connect; the scheduler binds it, with the number of the
                       process appended.
     compile_timeout_s: limit for one grammar, from the moment that a thread begins with it.
-    max_cached_grammars, max_cached_bytes: compiled grammars that are kept for further requests.
+    max_cached_grammars, max_cached_bytes: compiled grammars that are kept for further requests,
+                      besides those that live requests have.
     """
 
     backend: StructuredOutputBackend
@@ -378,6 +379,7 @@ class GrammarProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     engine:      of its log records.
     lifeline_fd: inherited socket to the scheduler.
+    page_fd:     inherited memory in which it notes what it works on.
     """
 
     structured_output: StructuredOutputConfig
@@ -385,6 +387,7 @@ class GrammarProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     eos_token_ids: tuple[int, ...]
     engine: str
     lifeline_fd: int
+    page_fd: int
     is_relayed: bool
     log_level: str
 

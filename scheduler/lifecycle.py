@@ -148,13 +148,10 @@ class Lifecycle(SchedulerPart):
             outcome = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
             self.end(request, outcome, now)
             return
-        if request.structured_output is not None:
-            request.change(RequestChange.NEEDS_GRAMMAR)
-        if parent is not None and self.forks.add(request, parent):
-            return
-        if request.structured_output is not None:
-            self.waiting.add_blocked(request)
-        else:
+        is_queued = parent is not None and self.forks.add(request, parent)
+        if request.structured_output is not None and self.grammars is not None:
+            self.grammars.add(request, parks=not is_queued)
+        elif not is_queued:
             self.waiting.add(request)
 
     def reject_message(self, malformed: Malformed, text: str, *, client: int, now: float) -> None:
@@ -234,6 +231,13 @@ class Lifecycle(SchedulerPart):
         assert self.transfers is not None
         self.transfers.abandon_load(request, is_late=is_late)
         request.change(RequestChange.LOAD_OVER)
+
+    def lose_grammar(self, request: Request, now: float) -> None:
+        """The grammar of a request that runs, or has run, is lost. The request waits for it again,
+        and samples again what it samples in unanswered steps."""
+        if request.row >= 0:
+            self.preempt(request, now)
+        self.in_flight.void_past_occupants(request)
 
     # Ending requests
 

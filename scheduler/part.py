@@ -112,7 +112,15 @@ def make_shared(
         )
     encoder = make_encoder(config, kv_cache, encoder_connector)
     if grammars is not None:
-        masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
+        masks = Grammars(
+            grammars,
+            in_flight,
+            waiting,
+            vocab_size=vocab_size,
+            epoch=epoch,
+            max_num_seqs=config.max_num_seqs,
+            has_priorities=not policy.ignores_priority,
+        )
     if config.num_speculative_tokens:
         drafts = Drafts(running, masks, is_async=config.max_steps_in_flight > 1)
     plan = PlanBuilder(

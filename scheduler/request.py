@@ -72,6 +72,7 @@ _PREEMPTED = RequestStatus.PREEMPTED
 
 TRANSITIONS: Final[dict[tuple[RequestStatus, Change], RequestStatus]] = {
     (_WAITING, RequestChange.NEEDS_GRAMMAR): _FOR_GRAMMAR,
+    (_PREEMPTED, RequestChange.NEEDS_GRAMMAR): _FOR_GRAMMAR,
     (_FOR_GRAMMAR, RequestChange.GRAMMAR_COMPILED): _WAITING,
     (_WAITING, RequestChange.LOAD_BEGUN): _FOR_KV,
     (_PREEMPTED, RequestChange.LOAD_BEGUN): _FOR_KV,

@@ -149,7 +149,7 @@ class Scheduler:
         self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
         self._retained = self.kv_cache.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
-        # Since when no request has advanced, if one is waited for. Infinite until the workers serve.
+        # Since when no request has advanced, if one is waited for; infinite until workers serve.
         self._idle_since_s = math.inf
 
         shared = part.shared()
@@ -258,10 +258,12 @@ class Scheduler:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
         self._idle_since_s = min(self._idle_since_s, now)
-        if self._grammars is not None and self._grammars.failed:
-            self._end_failed(self._grammars, now)
+        if self._grammars is not None and self._grammars.has_ends:
+            self._end_grammars(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
+        if self._grammars is not None:
+            self._lifecycle.end_all(self._grammars.take_events(), now)
         if self._transfers is not None:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
@@ -289,11 +291,14 @@ class Scheduler:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
-    def _end_failed(self, grammars: Grammars, now: float) -> None:
-        """End running requests whose grammar has failed; their latest mask allows every token."""
+    def _end_grammars(self, grammars: Grammars, now: float) -> None:
+        """End running requests whose grammar has failed, and preempt those whose grammar is lost;
+        their latest mask allows every token."""
         while grammars.failed:
-            request, text = next(iter(grammars.failed.items()))
-            self._lifecycle.end(request, Outcome(FinishReason.ERROR, text), now)
+            self._lifecycle.end(*next(iter(grammars.failed.items())), now)
+        lost, grammars.lost = grammars.lost, {}
+        for request in lost:
+            self._lifecycle.lose_grammar(request, now)
 
     # An output
 
@@ -304,8 +309,8 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
-        if self._grammars is not None and self._grammars.failed:
-            self._end_failed(self._grammars, now)
+        if self._grammars is not None and self._grammars.has_ends:
+            self._end_grammars(self._grammars, now)
         if output.epoch != self._plan.epoch:
             self._processor.num_stale_tokens += len(output.sampled_tokens)
         elif self._transfers is not None and self._transfers.step_loads:

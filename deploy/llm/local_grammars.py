@@ -1,6 +1,7 @@
 """Grammars of an engine in the caller's process, for tests and debugging: compiling a large one
 holds up the caller."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,14 +21,18 @@ class LocalGrammars:
     def __init__(self, plan: EnginePlan) -> None:
         self._plan = plan
         self._backends: Backends | None = None
+        self._compiled: deque[int] = deque()
 
-    def compile(self, spec: StructuredOutput) -> "LocalGrammar":
-        """Raises InvalidGrammar."""
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> "LocalGrammar":
+        self._compiled.append(grammar_id)
         try:
             matcher = self._loaded().compile(spec).matcher()
         except GrammarError as error:
-            raise InvalidGrammar(str(error)) from error
+            return _Invalid(str(error))
         return LocalGrammar(matcher, self._plan.model.vocab_size)
+
+    def next_compiled(self) -> int | None:
+        return self._compiled.popleft() if self._compiled else None
 
     def _loaded(self) -> Backends:
         model = self._plan.model
@@ -79,3 +84,13 @@ class LocalGrammar:
 
     def _words(self, num_masks: int) -> MaskWords:
         return np.zeros((num_masks, -(-self._vocab_size // 32)), np.int32)
+
+
+class _Invalid(LocalGrammar):
+    """One that cannot be compiled."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def is_compiled(self) -> bool:
+        raise InvalidGrammar(self._reason)

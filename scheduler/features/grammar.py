@@ -1,23 +1,43 @@
 """Structured output: requests wait until their grammar is compiled, and masks restrict tokens.
 
-Grammars are compiled elsewhere and polled. With two steps in flight the mask of a step exists only
-after the tokens before it, so it follows its plan in a message of its own (`SampleMask`).
+Grammars are compiled elsewhere. A request is parked until its grammar's event, so it adds no cost
+to a step. With two steps in flight the mask of a step exists only after the tokens before it, so it
+follows its plan in a message of its own (`SampleMask`).
+
+A grammar can be lost while its request waits or runs, because it is kept in a process that may die.
+The request then waits for its grammar again, and goes on from its tokens; other requests of the
+step do not wait for it.
 """
 
+import enum
+import heapq
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
 from longshore.protocol.arrays import BoolArray, UInt8Array, int32_array
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.outputs import FinishReason
 from longshore.protocol.plan import SampleMask
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.request import Request, RequestChange
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.request import Outcome, Request, RequestChange
 from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
 
 TokenMasks: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """(masks, cdiv(vocabulary, 8)): packed bits, the lowest token id in the lowest bit."""
+
+MAX_EVENTS_PER_STEP: Final = 256
+"""Grammars whose event is handled in one step; more wait for the next one."""
+
+MAX_COMPILING_PER_TENANT: Final = 16
+"""Grammars of one tenant that are being compiled; more wait for these. So a tenant with many slow
+grammars delays those of others by a few only."""
+
+MIN_AHEAD: Final = 64
+"""Grammars of one tenant that may be compiled ahead although there are fewer rows."""
 
 
 class GrammarError(LongshoreError):
@@ -28,12 +48,22 @@ class InvalidGrammar(GrammarError):
     """A grammar cannot be compiled."""
 
 
+def outcome_of(error: GrammarError) -> Outcome:
+    """How a request ends whose grammar has failed."""
+    is_invalid = isinstance(error, InvalidGrammar)
+    return Outcome(FinishReason.IGNORED if is_invalid else FinishReason.ERROR, str(error))
+
+
+class GrammarLost(LongshoreError):
+    """A grammar has no mask now, and none soon. Its request waits for it again."""
+
+
 class Grammar(Protocol):
     """The grammar of one request, and its state after the tokens so far. No method blocks."""
 
     def is_compiled(self) -> bool:
-        """Whether the request can run. Raises InvalidGrammar, or GrammarError if its state is
-        lost."""
+        """Whether masks can be asked for. It may be lost later; then it is compiled again unasked.
+        Raises InvalidGrammar, or GrammarError if it is lost for good."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance by verified tokens; False, without advancing, if they are not allowed. Tokens
@@ -47,7 +77,8 @@ class Grammar(Protocol):
         """Set the bits of the tokens that are allowed next, and after each draft, in `masks`:
         one mask and one per draft, zeroed by the caller. False,
         with `masks` unchanged, if they are still being computed: then it is called again. Raises
-        GrammarError if the grammar has no mask: the request cannot continue."""
+        GrammarError if the grammar has no mask: the request cannot continue. Raises GrammarLost,
+        from which time on `is_compiled` is False until the grammar's next event."""
 
     def release(self) -> None:
         """The request has ended."""
@@ -56,33 +87,115 @@ class Grammar(Protocol):
 class GrammarCompiler(Protocol):
     """Compiles in the background."""
 
-    def compile(self, spec: StructuredOutput) -> Grammar:
-        """Start to compile the grammar of one more request. Never blocks."""
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> Grammar:
+        """Start to compile the grammar of one more request, under an id that is never used again.
+        Never blocks."""
+
+    def next_compiled(self) -> int | None:
+        """The id of the next grammar that is compiled, or has failed, since its `compile` or its
+        loss; None if there is no other one."""
 
     def flush(self) -> None:
         """All masks of a step have been asked for."""
 
 
-class Grammars:
-    """Requests with a grammar: checked before admission, and masked after planning.
+class _Stage(enum.Enum):
+    """What a request's grammar counts as among those of its tenant."""
 
-    failed: requests whose grammar has failed since they run, with the reason; to be ended before
-            a token of them is applied.
+    QUEUED = enum.auto()
+    COMPILING = enum.auto()
+    AHEAD = enum.auto()
+    ADMITTED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request with a grammar.
+
+    number:    the id of its grammar.
+    grammar:   None while it is queued.
+    is_waiting: the request waits for its grammar, and `is_parked` unless it waits for its parent.
+    has_begun: the grammar has got the output that the request came with.
+    """
+
+    request: Request
+    number: int
+    grammar: Grammar | None = None
+    stage: _Stage = _Stage.QUEUED
+    is_waiting: bool = True
+    is_parked: bool = False
+    has_begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """The grammars of one tenant.
+
+    queued:    (priority, number, entry), a heap of those to be compiled. Some may have ended.
+    num_queued: without those that have ended.
+    num_ahead: compiled, of requests that have not been admitted yet.
+    """
+
+    queued: list[tuple[int, int, _Entry]] = field(default_factory=list)
+    num_queued: int = 0
+    num_compiling: int = 0
+    num_ahead: int = 0
+
+    def count(self, stage: _Stage, change: int) -> None:
+        """Add to the number of grammars in a stage."""
+        match stage:
+            case _Stage.QUEUED:
+                self.num_queued += change
+                if not self.num_queued:
+                    self.queued = []
+            case _Stage.COMPILING:
+                self.num_compiling += change
+            case _Stage.AHEAD:
+                self.num_ahead += change
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.num_queued or self.num_compiling or self.num_ahead)
+
+
+class Grammars:
+    """Requests with a grammar: parked until it is compiled, and masked after planning.
+
+    Only so many grammars of a tenant are compiled ahead as there are rows (`max_num_seqs`, at least
+    MIN_AHEAD), because each of them takes memory. The others are queued here, by priority if the
+    policy has priorities.
+
+    failed: requests whose grammar has failed since they run; to be ended before a token of them is
+            applied.
+    lost:   requests whose grammar is lost since they run; to be preempted before a token of them is
+            applied, because their latest mask allowed every token.
     """
 
     def __init__(
         self,
         compiler: GrammarCompiler,
         in_flight: StepsInFlight,
+        waiting: WaitingRequests,
         *,
         vocab_size: int,
         epoch: int,
+        max_num_seqs: int,
+        has_priorities: bool = False,
     ) -> None:
         self._compiler = compiler
         self._in_flight = in_flight
+        self._waiting = waiting
         self._vocab_size = vocab_size
-        self._grammars: dict[Request, Grammar] = {}
-        self.failed: dict[Request, str] = {}
+        self._max_ahead = max(max_num_seqs, MIN_AHEAD)
+        self._has_priorities = has_priorities
+        self._entries: dict[Request, _Entry] = {}
+        self._by_number: dict[int, _Entry] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._with_room: dict[str, None] = {}  # tenants some of whose grammars may be compiled now
+        self._last_number = 0
+        self._num_waiting = 0
+        self.failed: dict[Request, Outcome] = {}
+        self.lost: dict[Request, None] = {}
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -90,39 +203,149 @@ class Grammars:
         self._epoch = epoch
         self._last_masked_step = 0
 
-    def try_promote(self, request: Request) -> bool:
-        """Whether the grammar of a waiting request is compiled; the first call starts that. Raises
-        GrammarError."""
-        assert request.structured_output is not None
-        grammar = self._grammars.get(request)
-        if grammar is None:
-            grammar = self._compiler.compile(request.structured_output)
-            self._grammars[request] = grammar
+    # Waiting for a grammar
+
+    def add(self, request: Request, *, parks: bool) -> None:
+        """Compile the grammar of a new request, which is in no queue. parks: park it until then;
+        else it is already parked for another reason."""
+        request.change(RequestChange.NEEDS_GRAMMAR)
+        self._last_number += 1
+        entry = _Entry(request, self._last_number, is_parked=parks)
+        self._entries[request] = self._by_number[entry.number] = entry
+        self._num_waiting += 1
+        if parks:
+            self._waiting.add_parked(request)
+        name = request.tenant.name
+        tenant = self._tenants.setdefault(name, _Tenant())
+        tenant.count(_Stage.QUEUED, 1)
+        priority = request.priority if self._has_priorities else 0
+        heapq.heappush(tenant.queued, (priority, entry.number, entry))
+        self._compile_queued(tenant)
+
+    def take_events(self) -> list[tuple[Request, Outcome]]:
+        """Unpark requests whose grammar is compiled by now. Returns those whose grammar has failed,
+        to be ended. At most `MAX_EVENTS_PER_STEP` of both."""
+        failed: list[tuple[Request, Outcome]] = []
+        if not self._num_waiting:
+            return failed
+        with_room, self._with_room = self._with_room, {}
+        for name in with_room:
+            if (tenant := self._tenants.get(name)) is not None:
+                self._compile_queued(tenant)
+        for _ in range(MAX_EVENTS_PER_STEP):
+            number = self._compiler.next_compiled()
+            if number is None:
+                break
+            entry = self._by_number.get(number)
+            if entry is None or not entry.is_waiting:
+                continue  # it has ended, or it runs and was not in need of a mask meanwhile
+            try:
+                self._take_event(entry)
+            except GrammarError as error:
+                self._move(entry, _Stage.ADMITTED)
+                failed.append((entry.request, outcome_of(error)))
+            if (tenant := self._tenants.get(entry.request.tenant.name)) is not None:
+                self._compile_queued(tenant)
+        return failed
+
+    def _take_event(self, entry: _Entry) -> None:
+        request, grammar = entry.request, entry.grammar
+        assert grammar is not None
         if not grammar.is_compiled():
-            return False
-        if request.num_output_tokens:  # it continues output emitted elsewhere
+            return  # it was lost meanwhile
+        if not entry.has_begun and request.num_output_tokens:  # it continues output of another one
             outputs = request.token_ids[request.num_prompt_tokens :].tolist()
             if not grammar.accept_tokens(outputs):
                 raise GrammarError("the output emitted so far does not match the grammar")
+        entry.has_begun = True
+        if entry.stage is _Stage.COMPILING:
+            self._move(entry, _Stage.AHEAD)
         request.change(RequestChange.GRAMMAR_COMPILED)
+        entry.is_waiting = False
+        self._num_waiting -= 1
+        if entry.is_parked:
+            entry.is_parked = False
+            self._waiting.unpark(request)
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether a request at the head of the queue has to wait for its grammar. The caller then
+        parks it; it is unparked when the grammar is compiled. Raises GrammarError."""
+        entry = self._entries[request]
+        if not entry.is_waiting:
+            assert entry.grammar is not None
+            if entry.grammar.is_compiled():
+                return False
+            request.change(RequestChange.NEEDS_GRAMMAR)
+            entry.is_waiting = True
+            self._num_waiting += 1
+        entry.is_parked = True
         return True
+
+    def admitted(self, request: Request) -> None:
+        """The request has got a row, so another grammar may be compiled ahead."""
+        self._move(self._entries[request], _Stage.ADMITTED)
+
+    def _compile_queued(self, tenant: _Tenant) -> None:
+        while (
+            tenant.num_queued
+            and tenant.num_compiling < MAX_COMPILING_PER_TENANT
+            and tenant.num_ahead < self._max_ahead
+        ):
+            _, number, entry = heapq.heappop(tenant.queued)
+            if number not in self._by_number:
+                continue  # its request has ended
+            self._move(entry, _Stage.COMPILING)
+            spec = entry.request.structured_output
+            assert spec is not None
+            entry.grammar = self._compiler.compile(number, spec)
+
+    def _move(self, entry: _Entry, stage: _Stage) -> None:
+        """The grammar of a request reaches another stage."""
+        if entry.stage is _Stage.ADMITTED:
+            return
+        name = entry.request.tenant.name
+        tenant = self._tenants[name]
+        tenant.count(entry.stage, -1)
+        tenant.count(stage, 1)
+        entry.stage = stage
+        if tenant.is_idle:
+            del self._tenants[name]
+        elif stage is _Stage.ADMITTED and tenant.num_queued:
+            self._with_room[name] = None
+
+    # Tokens and masks
 
     def accept(self, request: Request, token_id: int) -> bool:
         """Advance by a verified token. False if the request's grammar does not allow it."""
-        grammar = self._grammars.get(request)
+        grammar = self._grammar_of(request)
         return grammar is None or grammar.accept_tokens([token_id])
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many leading drafts the request's grammar allows."""
-        grammar = self._grammars.get(request)
+        grammar = self._grammar_of(request)
         return len(token_ids) if grammar is None else grammar.num_valid(token_ids)
+
+    def _grammar_of(self, request: Request) -> Grammar | None:
+        entry = self._entries.get(request)
+        return None if entry is None else entry.grammar
 
     def drop(self, request: Request) -> None:
         """The request has ended."""
         self.failed.pop(request, None)
-        grammar = self._grammars.pop(request, None)
-        if grammar is not None:
-            grammar.release()
+        self.lost.pop(request, None)
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return
+        del self._by_number[entry.number]
+        self._num_waiting -= entry.is_waiting
+        self._move(entry, _Stage.ADMITTED)
+        if entry.grammar is not None:
+            entry.grammar.release()
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether running requests have lost their grammar, or it has failed."""
+        return bool(self.failed or self.lost)
 
     def take_masks(self) -> list[SampleMask]:
         """The mask of the oldest unanswered plan, once, as soon as it is computed: all tokens
@@ -161,9 +384,13 @@ class Grammars:
         return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))
 
     def _fill(self, request: Request, drafts: Sequence[int], bits: TokenMasks) -> bool:
+        grammar = self._grammar_of(request)
+        assert grammar is not None
         try:
-            return self._grammars[request].fill_masks(drafts, bits)
+            return grammar.fill_masks(drafts, bits)
         except GrammarError as error:
-            self.failed[request] = str(error)
-            bits[:] = 0xFF  # the request ends before what is sampled is applied
-            return True
+            self.failed[request] = outcome_of(error)
+        except GrammarLost:
+            self.lost[request] = None
+        bits[:] = 0xFF  # the request ends, or is preempted, before what is sampled is applied
+        return True

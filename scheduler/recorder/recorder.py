@@ -164,7 +164,7 @@ class RecordedScheduler(Scheduler):
     def schedule(self, now: float) -> SchedulerOutput | None:
         recorder, grammars = self.recorder, self._grammars
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight and (
-            grammars is None or not grammars.failed
+            grammars is None or not grammars.has_ends
         ):
             recorder.all_plans_sent()
             return None  # nothing changes

@@ -19,6 +19,7 @@ from longshore.scheduler.features.grammar import (
     Grammar,
     GrammarCompiler,
     GrammarError,
+    GrammarLost,
     InvalidGrammar,
 )
 from longshore.scheduler.features.tool_calls import Decoder
@@ -261,13 +262,14 @@ class _GrammarRecorder(_Recorder):
 
 class _GrammarsRecorder(_Recorder):
     _kind = GRAMMARS
-    _num_compiled = 0
 
-    def compile(self, spec: StructuredOutput) -> Any:
-        self._num_compiled += 1
-        grammar = self._real.compile(spec)
-        self._tape.note(GRAMMARS, "compile", self._num_compiled)
-        return _GrammarRecorder(grammar, self._tape, self._num_compiled)
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> Any:
+        grammar = self._real.compile(grammar_id, spec)
+        self._tape.note(GRAMMARS, "compile", grammar_id)
+        return _GrammarRecorder(grammar, self._tape, grammar_id)
+
+    def next_compiled(self) -> Any:
+        return self._ask("next_compiled")
 
     def flush(self) -> None:
         self._real.flush()
@@ -471,10 +473,12 @@ def _answer_of(event: Event) -> Any:
     return decode_argument(event.graph) if event.graph else event.answer
 
 
+_ERRORS: Final = {error.__name__: error for error in (GrammarError, InvalidGrammar, GrammarLost)}
+
+
 def _error_of(text: str) -> Exception:
     name, _, message = text.partition(": ")
-    errors = {"GrammarError": GrammarError, "InvalidGrammar": InvalidGrammar}
-    return errors[name](message) if name in errors else RecordError(text)
+    return _ERRORS[name](message) if name in _ERRORS else RecordError(text)
 
 
 class _PlayedConnector:
@@ -517,8 +521,11 @@ class _GrammarsPlayer:
     def __init__(self, player: Player) -> None:
         self._player = player
 
-    def compile(self, spec: StructuredOutput) -> Any:
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> Any:
         return _GrammarPlayer(self._player, self._player.answer(GRAMMARS, "compile"))
+
+    def next_compiled(self) -> Any:
+        return self._player.answer(GRAMMARS, "next_compiled")
 
     def flush(self) -> None:
         pass

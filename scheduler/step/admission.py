@@ -12,9 +12,9 @@ from typing import Final
 
 from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int32Array, Int64Array
-from longshore.protocol.outputs import FinishReason, RequestEvent
+from longshore.protocol.outputs import RequestEvent
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar
+from longshore.scheduler.features.grammar import GrammarError, outcome_of
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
 from longshore.scheduler.lifecycle import Lifecycle
@@ -25,10 +25,8 @@ from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
     HoldKind,
-    Outcome,
     Request,
     RequestChange,
-    RequestStatus,
 )
 
 
@@ -185,20 +183,16 @@ class Admission(SchedulerPart):
         return self._try_external(self.transfers, request, prefix)
 
     def _gate(self, request: Request) -> Attempt | None:
-        """Whether a reason of its own prevents the request from starting; None if not. Takes the
-        request's grammar if it is compiled."""
+        """Whether a reason of its own prevents the request from starting; None if not."""
         request.waits_for = None
         if request.resume_after_step > self.in_flight.last_answered_step:
             return Attempt.SET_ASIDE
-        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            assert self.grammars is not None
+        if self.grammars is not None and request.structured_output is not None:
             try:
-                if not self.grammars.try_promote(request):
-                    return Attempt.SET_ASIDE
+                if self.grammars.must_wait(request):
+                    return self._park()
             except GrammarError as error:
-                is_invalid = isinstance(error, InvalidGrammar)
-                reason = FinishReason.IGNORED if is_invalid else FinishReason.ERROR
-                self.lifecycle.end(request, Outcome(reason, str(error)), self._now)
+                self.lifecycle.end(request, outcome_of(error), self._now)
                 return Attempt.ENDED
         if self.loras is not None and not self.loras.has_slot(request.lora_name):
             return self._park(SharedEvent.ADAPTERS)
@@ -358,6 +352,8 @@ class Admission(SchedulerPart):
         if self.loras is not None and self.loras.acquire(request.lora_name):
             self.waiting.happened(SharedEvent.ADAPTERS)
             self.waiting.unpark_due()
+        if self.grammars is not None and request.structured_output is not None:
+            self.grammars.admitted(request)
         if self.encoder is not None and request.multimodal:
             self.encoder.admit(request, num_computed, need)
         self.kv_cache.full_blocks.cache_row(

@@ -21,6 +21,7 @@ from longshore.scheduler.structured_output.backends import Backends, CompiledGra
 from longshore.scheduler.structured_output.process import Compiler, GrammarServer
 from longshore.scheduler.structured_output.schema_support import installed_backends
 from longshore.scheduler.structured_output.vocabulary import load_vocabulary
+from longshore.scheduler.structured_output.work_page import WorkPage
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def main() -> int:
         logger.exception("structured output is not possible")
         compiler = Unusable(f"structured output is not possible on this server: {error!r}")
     socket = open_socket(zmq.Context(), zmq.DEALER, settings.endpoint, bind=False)
-    GrammarServer(config, Channel(socket, ToGrammarProcess), compiler).run()
+    page = WorkPage(config.page_fd)
+    GrammarServer(config, Channel(socket, ToGrammarProcess), compiler, page).run()
     return 1
 
 

@@ -1,21 +1,32 @@
 """The scheduler's end of the grammar process: starts it with the first grammar, sends it what to
-compile and which masks to compute, and starts the next one when it dies.
+compile and which masks to compute, and starts the next one when it dies or hangs.
 
-The grammars of a process that has died are lost, and so are their requests; others do not notice.
+A grammar is compiled once for all requests that have it. What a process that has died knew is
+given to the next one: it compiles the grammars of live requests again, and gets their tokens with
+the next row of each. Meanwhile their requests wait (`GrammarLost`); others do not notice.
+
+A grammar that a process was working on when it died is a suspect. The next process compiles
+suspects alone, so if it dies again it is known why, and only a grammar that ended two processes
+fails.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Final, assert_never
+from pathlib import Path
+from typing import Final, TypeVar, assert_never
 
 import msgspec
+import numpy as np
 import zmq
 
 from longshore.protocol.arrays import UInt8Array, int32_array
@@ -28,7 +39,7 @@ from longshore.protocol.grammars import (
     GrammarProcessReady,
     MaskedRow,
     MasksFilled,
-    ReleaseGrammars,
+    Release,
     ToGrammarProcess,
 )
 from longshore.protocol.requests import StructuredOutput
@@ -38,56 +49,83 @@ from longshore.scheduler.config import (
     SchedulerProcessConfig,
     StructuredOutputConfig,
 )
-from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar, TokenMasks
+from longshore.scheduler.features.grammar import (
+    GrammarError,
+    GrammarLost,
+    InvalidGrammar,
+    TokenMasks,
+)
+from longshore.scheduler.structured_output.work_page import WorkPage, new_page
 
 logger = logging.getLogger(__name__)
 
 MODULE: Final = "longshore.scheduler.structured_output"
 
-MAX_COMPILING: Final = 64
+MAX_COMPILING: Final = 8
 """Grammars that the process may have to compile; more wait here."""
 
-START_TIMEOUT_S: Final = 120.0
-FILL_TIMEOUT_S: Final = 20.0
-"""A process that computes masks for longer is killed: all requests of the step wait for them."""
+MASK_PATIENCE_S: Final = 1.0
+"""Requests whose masks take longer wait for them outside of the steps, which others share."""
 
-SILENCE_S: Final = 90.0
-"""A process that has grammars to compile, and says nothing for this time after the limit for one of
-them, is killed."""
+START_TIMEOUT_S: Final = 120.0
+HANG_S: Final = 10.0
+"""A process that has work, and makes no progress for this time, is killed."""
+
+MAX_CHECKS_STOPPED: Final = 2
+"""A process that has work, and is found stopped so often in a row, is killed."""
+
+SUSPECT_DELAY_S: Final = 5.0
+"""After the start of a process, for which suspects wait for requests that may have ended the last
+process: these have to get a mask first."""
 
 MAX_FAILED_STARTS: Final = 3
 """After so many processes in a row that did not start, the requests that wait for one fail."""
 
+MAX_DEATHS: Final = 10
+"""After so many deaths without a calm time between two of them, all requests fail."""
+
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 30.0
 CALM_S: Final = 60.0
-"""After this time the delay before a restart is the first one again."""
+"""A process that has lived for this time is replaced without delay, as the first one is."""
+
+FAILURE_S: Final = 10.0
+"""For this time, a grammar that could not be compiled is not compiled again."""
+
+MAX_REMEMBERED: Final = 1024
+"""Grammars that are remembered because they could not be compiled, or ended a process."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class RemoteGrammar:
-    """The grammar of one request in the grammar process.
+    """The grammar of one request. Its state after the tokens so far is in the grammar process.
 
     error: why there are no masks, or no more.
+    is_known:   the process has a matcher for it.
+    is_suspect: a process died while it computed masks of this request.
     """
 
-    def __init__(self, process: "GrammarProcess", grammar_id: int, spec: StructuredOutput) -> None:
+    def __init__(self, process: "GrammarProcess", grammar_id: int, source: "_Source") -> None:
         self.grammar_id = grammar_id
-        self.spec = spec
+        self.source = source
         self.error: GrammarError | None = None
-        self.has_compiled = self.is_sent = False
+        self.is_suspect = False
         self._process = process
         self._num_bytes = process.mask_bytes
-        self._tokens: list[int] = []  # accepted since the last masks were asked for
+        self._tokens = array("i")
+        self._num_sent = 0  # of the tokens, to the current process
+        self.is_known = False
         self._asked: tuple[int, list[int]] | None = None  # the fill and the drafts, until a token
+        self._is_late = False
         self._masks: TokenMasks | None = None  # with those after each draft
         self._num_accepted = 0  # of the drafts that the masks are for
 
     def is_compiled(self) -> bool:
         if self.error is not None:
             raise self.error
-        if not self.has_compiled:
-            self._process.compile_waiting()
-        return self.has_compiled
+        return self.source.is_compiled and not self._is_late
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         if self._masks is not None:
@@ -95,7 +133,7 @@ class RemoteGrammar:
             if not all(map(_allows, masks, token_ids)):
                 return False
             self._num_accepted += len(token_ids)
-        self._tokens += token_ids
+        self._tokens.extend(token_ids)
         self._asked = None
         return True
 
@@ -103,23 +141,39 @@ class RemoteGrammar:
         return len(token_ids)  # the masks show which drafts are not allowed
 
     def fill_masks(self, draft_token_ids: Sequence[int], masks: TokenMasks) -> bool:
-        if self.error is not None:
-            raise self.error
+        if not self.is_compiled():
+            raise GrammarLost("the grammar has to be compiled again, or its masks are late")
         drafts = list(draft_token_ids)
         if self._asked is None or self._asked[1] != drafts:
-            row = MaskedRow(self.grammar_id, int32_array(self._tokens), int32_array(drafts))
+            tokens = np.array(self._tokens[self._num_sent :], np.int32)
+            row = MaskedRow(self.grammar_id, self.source.number, tokens, int32_array(drafts))
             self._asked = self._process.ask(self, row), drafts
-            self._tokens = []
+            self._num_sent = len(self._tokens)
+            self.is_known = True
             self._masks = None
         if self._masks is None:
             return False
         masks[:] = self._masks
         return True
 
-    def receive(self, number: int, masks: UInt8Array) -> None:
-        """The masks of a fill; ignored if it is not the latest one."""
+    def receive(self, number: int, masks: UInt8Array) -> bool:
+        """The masks of a fill; ignored if it is not the latest one. Whether they were late."""
+        if self._asked is None or self._asked[0] != number:
+            return False
+        self._masks, self._num_accepted = masks.reshape(-1, self._num_bytes), 0
+        was_late, self._is_late = self._is_late, False
+        return was_late
+
+    def give_up_on(self, number: int) -> None:
+        """The masks of a fill are late; ignored if it is not the latest one."""
         if self._asked is not None and self._asked[0] == number:
-            self._masks, self._num_accepted = masks.reshape(-1, self._num_bytes), 0
+            self._is_late = True
+
+    def lose_state(self) -> None:
+        """The process has died. The latest masks remain: a token may be accepted by them."""
+        self._num_sent = 0
+        self._asked = None
+        self._is_late = self.is_known = False
 
     def release(self) -> None:
         self._process.release(self)
@@ -129,9 +183,40 @@ def _allows(mask: UInt8Array, token_id: int) -> bool:
     return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
+class _Source:
+    """A grammar's text, and the requests that have it.
+
+    number:     of the grammar in the process.
+    is_sent:    the process compiles it, or has it.
+    users:      by the id of their grammar; they have not failed.
+    """
+
+    def __init__(self, spec: StructuredOutput, number: int) -> None:
+        self.spec = spec
+        self.number = number
+        self.is_sent = self.is_compiled = False
+        self.num_bytes = 0
+        self.users: dict[int, RemoteGrammar] = {}
+
+
+def _fatal(spec: StructuredOutput, what: str) -> InvalidGrammar:
+    return InvalidGrammar(
+        f"the process that computes structured output {what} while it worked on this {spec.kind}, "
+        "twice; change it, or make it simpler"
+    )
+
+
+def _remember(known: "OrderedDict[Key, Value]", key: Key, value: Value) -> None:
+    """The latest MAX_REMEMBERED entries are kept."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > MAX_REMEMBERED:
+        known.popitem(last=False)
+
+
 class GrammarProcess:
     """Compiles grammars in a process of their own. To be used in a running event loop, after
-    `attach`. See `GrammarCompiler` for `compile` and `flush`.
+    `attach`. See `GrammarCompiler` for `compile`, `next_compiled` and `flush`.
 
     mask_bytes: size of one mask.
     num_starts: processes so far.
@@ -147,17 +232,38 @@ class GrammarProcess:
         self._settings: StructuredOutputConfig = config.structured_output
         self._context = context
         self._on_news: Callable[[], None] = lambda: None
-        self._num_grammars = self._num_fills = 0
+        self._num_sources = self._num_fills = 0
         self._grammars: dict[int, RemoteGrammar] = {}
-        self._waiting: deque[RemoteGrammar] = deque()
-        self._compiling: set[int] = set()
+        self._sources: dict[StructuredOutput, _Source] = {}
+        self._by_number: dict[int, _Source] = {}
+        self._unused: OrderedDict[_Source, None] = OrderedDict()  # compiled, the oldest first
+        self._num_unused_bytes = 0
+        self._waiting: OrderedDict[_Source, None] = OrderedDict()
+        self._suspects: OrderedDict[_Source, None] = (
+            OrderedDict()
+        )  # wait as well, to be tried alone
+        self._compiling: dict[_Source, None] = {}
+        self._unproven: dict[RemoteGrammar, None] = {}  # suspects that have had no mask since
+        # Errors by text, with the time until which they hold.
+        self._failures: OrderedDict[StructuredOutput, tuple[InvalidGrammar, float]] = OrderedDict()
+        # Texts during whose compilation a process died; they have not been compiled since.
+        self._suspicions: OrderedDict[StructuredOutput, None] = OrderedDict()
+        # By number, what the process may still compile, although no request needs it.
+        self._abandoned: OrderedDict[int, StructuredOutput] = OrderedDict()
+        self._news: deque[int] = deque()
         self._asking: list[tuple[RemoteGrammar, MaskedRow]] = []  # until `flush`
         self._unanswered: deque[tuple[int, float, list[tuple[RemoteGrammar, int]]]] = deque()
+        self._ended: list[int] = []  # matchers and grammars to be released
+        self._dropped: list[int] = []
         self._connection: _Connection | None = None
         self._is_ready = self._is_closed = False
-        self._started_at_s = self._next_start_s = self._heard_at_s = 0.0
-        self._num_failed_starts = 0
-        self._backoff_s = FIRST_BACKOFF_S
+        self._started_at_s = self._next_start_s = self._ready_at_s = 0.0
+        self._restart: asyncio.TimerHandle | None = None
+        self._progress = 0
+        self._progress_at_s = 0.0
+        self._num_checks_stopped = 0
+        self._num_failed_starts = self._num_deaths = 0
+        self._backoff_s = 0.0
         self._killed: list[subprocess.Popen[bytes]] = []
 
     def attach(self, on_news: Callable[[], None]) -> None:
@@ -166,35 +272,48 @@ class GrammarProcess:
 
     # GrammarCompiler
 
-    def compile(self, spec: StructuredOutput) -> RemoteGrammar:
-        self._num_grammars += 1
-        grammar = RemoteGrammar(self, self._num_grammars, spec)
-        self._grammars[grammar.grammar_id] = grammar
-        self._waiting.append(grammar)
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> RemoteGrammar:
+        source = self._sources.get(spec)
+        is_new = source is None
+        if source is None:
+            self._num_sources += 1
+            source = _Source(spec, self._num_sources)
+        grammar = self._grammars[grammar_id] = RemoteGrammar(self, grammar_id, source)
+        error, until_s = self._failures.get(spec, (None, 0.0))
+        if error is not None and time.monotonic() < until_s:
+            self._fail(grammar, error)
+            return grammar
+        if is_new:
+            self._sources[spec] = self._by_number[source.number] = source
+            self._queue_for(source)[source] = None
+        elif source in self._unused:
+            del self._unused[source]
+            self._num_unused_bytes -= source.num_bytes
+        source.users[grammar_id] = grammar
+        if source.is_compiled:
+            self._news.append(grammar_id)
+        else:
+            self._send_waiting()
         return grammar
+
+    def next_compiled(self) -> int | None:
+        while self._news:
+            grammar_id = self._news.popleft()
+            if grammar_id in self._grammars:
+                return grammar_id
+        return None
 
     def flush(self) -> None:
         if not self._asking:
             return
         asking, self._asking = self._asking, []
         rows = [(grammar, 1 + len(row.draft_token_ids)) for grammar, row in asking]
+        self._begin_work()
         self._unanswered.append((self._num_fills, time.monotonic(), rows))
+        self._send_released()
         self._send(FillMasks(self._num_fills, tuple(row for _, row in asking)))
 
     # For RemoteGrammar
-
-    def compile_waiting(self) -> None:
-        """Send what the process can take, if it runs; else start it."""
-        while self._waiting and len(self._compiling) < MAX_COMPILING:
-            if not self._is_ready:
-                self._start_process()
-                return
-            if not self._compiling:
-                self._heard_at_s = time.monotonic()
-            grammar = self._waiting.popleft()
-            self._compiling.add(grammar.grammar_id)
-            grammar.is_sent = True
-            self._send(CompileGrammar(grammar.grammar_id, grammar.spec))
 
     def ask(self, grammar: RemoteGrammar, row: MaskedRow) -> int:
         """Ask for masks with the next `flush`; returns its number."""
@@ -204,36 +323,156 @@ class GrammarProcess:
         return self._num_fills
 
     def release(self, grammar: RemoteGrammar) -> None:
-        """A request has ended."""
+        """A request has ended. The process hears of it with the next message."""
         self._grammars.pop(grammar.grammar_id, None)
-        self._compiling.discard(grammar.grammar_id)
+        self._unproven.pop(grammar, None)
         self._asking = [entry for entry in self._asking if entry[0] is not grammar]
-        if not grammar.is_sent:
-            self._waiting.remove(grammar)
-        elif grammar.error is None or self._is_ready:
-            self._send(ReleaseGrammars((grammar.grammar_id,)))
+        if grammar.is_known:
+            self._ended.append(grammar.grammar_id)
+        source = grammar.source
+        if source.users.pop(grammar.grammar_id, None) is None or source.users:
+            return
+        if source.is_compiled:
+            self._unused[source] = None
+            self._num_unused_bytes += source.num_bytes
+            self._evict()
+        else:
+            self._drop(source)
+
+    def _evict(self) -> None:
+        """Keep of the compiled grammars that no request has what the settings allow."""
+        settings = self._settings
+        while self._unused and (
+            len(self._unused) > settings.max_cached_grammars
+            or self._num_unused_bytes > settings.max_cached_bytes
+        ):
+            source, _ = self._unused.popitem(last=False)
+            self._num_unused_bytes -= source.num_bytes
+            self._drop(source)
+
+    def _drop(self, source: _Source) -> None:
+        """No request needs this grammar."""
+        del self._sources[source.spec], self._by_number[source.number]
+        self._waiting.pop(source, None)
+        self._suspects.pop(source, None)
+        if source in self._compiling:
+            del self._compiling[source]
+            _remember(self._abandoned, source.number, source.spec)
+        if source.is_sent:
+            self._dropped.append(source.number)
+
+    def _fail(self, grammar: RemoteGrammar, error: GrammarError) -> None:
+        if grammar.error is None:
+            grammar.error = error
+            self._unproven.pop(grammar, None)
+            self._news.append(grammar.grammar_id)
+
+    def _fail_text(self, spec: StructuredOutput, error: InvalidGrammar, until_s: float) -> None:
+        """A grammar has failed, and with it the requests that have it. It is not compiled again
+        before that time."""
+        self._suspicions.pop(spec, None)
+        _remember(self._failures, spec, (error, until_s))
+        if (source := self._sources.get(spec)) is not None:
+            for grammar in source.users.values():
+                self._fail(grammar, error)
+            source.users = {}
+            self._drop(source)
+
+    # What the process compiles
+
+    def _queue_for(self, source: _Source) -> OrderedDict[_Source, None]:
+        return self._suspects if source.spec in self._suspicions else self._waiting
+
+    def _compiled_text(self, number: int) -> StructuredOutput | None:
+        """What a thread of the process compiles; None if its result is known."""
+        source = self._by_number.get(number)
+        if source is None:
+            return self._abandoned.get(number)
+        return source.spec if source in self._compiling else None
+
+    def _send_waiting(self) -> None:
+        """Send what the process can take, if it runs; else start it."""
+        if not self._is_ready:
+            if self._waiting or self._suspects:
+                self._start_process()
+            return
+        self._send_released()
+        while self._is_ready and len(self._compiling) < MAX_COMPILING:
+            source = self._next_source()
+            if source is None:
+                return
+            self._begin_work()
+            self._compiling[source] = None
+            source.is_sent = True
+            self._send(CompileGrammar(source.number, source.spec))
+
+    def _next_source(self) -> _Source | None:
+        """What to compile next. A suspect is compiled alone, and not while a request that is a
+        suspect itself may end the process."""
+        if any(source.spec in self._suspicions for source in self._compiling):
+            return None
+        is_its_turn = not self._unproven or time.monotonic() > self._ready_at_s + SUSPECT_DELAY_S
+        if self._suspects and is_its_turn:
+            return None if self._compiling else self._suspects.popitem(last=False)[0]
+        return self._waiting.popitem(last=False)[0] if self._waiting else None
+
+    def _send_released(self) -> None:
+        if self._ended or self._dropped:
+            message = Release(tuple(self._ended), tuple(self._dropped))
+            self._ended, self._dropped = [], []
+            self._send(message)
 
     # The process
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._compiling or self._unanswered)
+
+    def _begin_work(self) -> None:
+        """The process is about to get work: its progress counts from now on."""
+        if not self._has_work:
+            self._progress_at_s = time.monotonic()
+            self._num_checks_stopped = 0
 
     def check(self, now_s: float) -> None:
         """Kill a process that takes too long. To be called about once a second."""
         self._killed = [process for process in self._killed if process.poll() is None]
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             return
-        silence_s = self._settings.compile_timeout_s + SILENCE_S
-        if not self._is_ready and now_s > self._started_at_s + START_TIMEOUT_S:
-            self._end_process(f"did not start within {START_TIMEOUT_S:g} s")
+        if not self._is_ready:
+            if now_s > self._started_at_s + START_TIMEOUT_S:
+                self._end_process(f"did not start within {START_TIMEOUT_S:g} s")
+                self._on_news()
+            return
+        if self._has_work and (self._is_stopped(connection) or self._hangs(connection, now_s)):
+            is_stopped = self._num_checks_stopped >= MAX_CHECKS_STOPPED
+            what = "was stopped" if is_stopped else f"has made no progress for {HANG_S:g} s"
+            self._end_process(what, is_stopped=is_stopped)
             self._on_news()
-        elif self._unanswered and now_s > self._unanswered[0][1] + FILL_TIMEOUT_S:
-            self._end_process(f"computed token masks for more than {FILL_TIMEOUT_S:g} s")
+            return
+        self._send_waiting()  # a suspect may have waited for its time
+        if self._unanswered and now_s > self._unanswered[0][1] + MASK_PATIENCE_S:
+            for number, _, rows in self._unanswered:
+                for grammar, _ in rows:
+                    grammar.give_up_on(number)
             self._on_news()
-        elif self._compiling and now_s > self._heard_at_s + silence_s:
-            self._end_process("hangs")
-            self._on_news()
+
+    def _is_stopped(self, connection: "_Connection") -> bool:
+        is_stopped = connection.is_stopped()
+        self._num_checks_stopped = self._num_checks_stopped + 1 if is_stopped else 0
+        return self._num_checks_stopped >= MAX_CHECKS_STOPPED
+
+    def _hangs(self, connection: "_Connection", now_s: float) -> bool:
+        if connection.page.progress != self._progress:
+            self._progress, self._progress_at_s = connection.page.progress, now_s
+        return now_s > self._progress_at_s + HANG_S
 
     def close(self) -> None:
         """End the process, and wait for its end."""
         self._is_closed = True
+        if self._restart is not None:
+            self._restart.cancel()
         if self._connection is not None:
             self._disconnect(self._connection)
         for process in self._killed:
@@ -242,7 +481,11 @@ class GrammarProcess:
 
     def _start_process(self) -> None:
         now_s = time.monotonic()
-        if self._connection is not None or self._is_closed or now_s < self._next_start_s:
+        if self._connection is not None or self._is_closed or self._restart is not None:
+            return
+        if now_s < self._next_start_s:
+            loop = asyncio.get_running_loop()
+            self._restart = loop.call_later(self._next_start_s - now_s, self._start_again)
             return
         self.num_starts += 1
         self._started_at_s = now_s
@@ -254,43 +497,65 @@ class GrammarProcess:
         self._connection.watch(self._on_message, self._on_lifeline)
         logger.info("the grammar process %d starts", self.num_starts)
 
+    def _start_again(self) -> None:
+        self._restart = None
+        self._send_waiting()
+        if self._news:  # it cannot be started, so requests have failed
+            self._on_news()
+
     def _on_message(self) -> None:
         connection = self._connection
         assert connection is not None
-        self._heard_at_s = time.monotonic()
         for message in connection.channel.drain():
             self._take(message)
             if self._connection is not connection:  # it was ended
                 break
-        self.compile_waiting()
+        self._send_waiting()
         self._on_news()
 
     def _take(self, message: FromGrammarProcess) -> None:
         match message:
             case GrammarProcessReady():
                 self._is_ready = True
+                self._ready_at_s = time.monotonic()
                 self._num_failed_starts = 0
-            case GrammarCompiled(grammar_id, error):
-                self._compiling.discard(grammar_id)
-                if (grammar := self._grammars.get(grammar_id)) is not None:
-                    grammar.has_compiled = error is None
-                    grammar.error = None if error is None else InvalidGrammar(error)
+            case GrammarCompiled():
+                if (source := self._by_number.get(message.grammar_id)) is not None:
+                    self._end_compilation(source, message)
             case MasksFilled():
-                number, _, rows = self._unanswered.popleft()
-                if number != message.number:
-                    self._end_process(f"answered {message.number} instead of {number}")
-                    return
-                first = 0
-                for grammar, num_masks in rows:
-                    error = message.errors.get(grammar.grammar_id)
-                    if error is not None:
-                        grammar.error = GrammarError(error)
-                        continue
-                    last = first + num_masks * self.mask_bytes
-                    grammar.receive(number, message.bits[first:last])
-                    first = last
+                self._take_masks(message)
             case _:
                 assert_never(message)
+
+    def _end_compilation(self, source: _Source, message: GrammarCompiled) -> None:
+        del self._compiling[source]
+        self._suspicions.pop(source.spec, None)
+        if message.error is not None:
+            error = InvalidGrammar(message.error)
+            self._fail_text(source.spec, error, time.monotonic() + FAILURE_S)
+            return
+        source.is_compiled = True
+        source.num_bytes = message.num_bytes
+        self._news.extend(source.users)
+
+    def _take_masks(self, message: MasksFilled) -> None:
+        number, _, rows = self._unanswered.popleft()
+        if number != message.number:
+            self._end_process(f"answered {message.number} instead of {number}")
+            return
+        first = 0
+        for grammar, num_masks in rows:
+            if grammar.is_suspect:
+                grammar.is_suspect = False
+                self._unproven.pop(grammar, None)
+            error = message.errors.get(grammar.grammar_id)
+            if error is not None:
+                self._fail(grammar, GrammarError(error))
+                continue
+            last = first + num_masks * self.mask_bytes
+            if grammar.receive(number, message.bits[first:last]):
+                self._news.append(grammar.grammar_id)
+            first = last
 
     def _on_lifeline(self) -> None:
         assert self._connection is not None
@@ -300,7 +565,7 @@ class GrammarProcess:
 
     def _send(self, message: ToGrammarProcess) -> None:
         if self._connection is None or not self._is_ready:
-            return  # it has died: the grammars have an error
+            return  # it has died
         try:
             self._connection.channel.send(message)
         except EngineDead:
@@ -308,47 +573,94 @@ class GrammarProcess:
             return
         self._connection.check()
 
-    def _end_process(self, what: str) -> None:
-        """The requests in the process fail."""
-        if not self._is_ready:
-            self._num_failed_starts += 1
-        if self._connection is not None:
-            self._disconnect(self._connection)
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
-            for grammar in self._waiting:
-                grammar.is_sent = True
-            self._waiting.clear()
-        lost = [grammar for grammar in self._grammars.values() if grammar.is_sent]
-        for grammar in lost:
-            if grammar.error is None:
-                grammar.error = GrammarError(
-                    f"the process that computes structured output {what}; send the request again"
-                )
+    # The end of a process
+
+    def _end_process(self, what: str, *, is_stopped: bool = False) -> None:
+        """What it knew is given to the next process, except for what has ended two of them.
+        is_stopped: by a signal, so it does not matter what it was working on."""
         now_s = time.monotonic()
+        was_ready, connection = self._is_ready, self._connection
         if now_s > self._started_at_s + CALM_S:
-            self._backoff_s = FIRST_BACKOFF_S
+            self._backoff_s, self._num_deaths = 0.0, 0
+        self._num_deaths += was_ready
+        self._num_failed_starts += not was_ready
+        blamed = [] if connection is None or is_stopped else self._blame(connection.page, what)
+        if connection is not None:
+            self._disconnect(connection)
         self._next_start_s = now_s + self._backoff_s
         logger.error(
-            "the grammar process %d %s; its %d requests fail, and it is started again after %g s",
+            "the grammar process %d %s%s; %d requests wait for the next one, which starts %s",
             self.num_starts,
             what,
-            len(lost),
-            self._backoff_s,
+            f" while it worked on {', '.join(blamed)}" if blamed else "",
+            sum(grammar.error is None for grammar in self._grammars.values()),
+            f"after {self._backoff_s:g} s" if self._backoff_s else "at once",
         )
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        self._backoff_s = min(max(2 * self._backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+        if self._num_failed_starts >= MAX_FAILED_STARTS or self._num_deaths > MAX_DEATHS:
+            self._fail_all(what)
+        self._send_waiting()
+
+    def _blame(self, page: WorkPage, what: str) -> list[str]:
+        """Suspect what the process was working on, or fail it if it was suspected already. Returns
+        what that is, for the log."""
+        filled = self._grammars.get(page.filling)
+        compiled = [spec for number in page.compiling if (spec := self._compiled_text(number))]
+        suspects = [spec for spec in compiled if spec in self._suspicions]
+        is_known = bool(suspects) or (filled is not None and filled.is_suspect)
+        for spec in suspects:
+            self._fail_text(spec, _fatal(spec, what), math.inf)
+        if filled is not None and filled.is_suspect:
+            self._fail(filled, _fatal(filled.source.spec, what))
+        if not is_known:
+            for spec in compiled:
+                _remember(self._suspicions, spec, None)
+            if filled is not None:
+                filled.is_suspect = True
+                self._unproven[filled] = None
+        blamed = [f"a {spec.kind} to compile" for spec in compiled]
+        return blamed if filled is None else [*blamed, f"masks of a {filled.source.spec.kind}"]
+
+    def _fail_all(self, what: str) -> None:
+        """No process can be relied on: nothing waits for the next one."""
+        error = GrammarError(
+            f"the process that computes structured output {what}, as {self._num_deaths} processes "
+            "before it; send the request later"
+            if self._num_deaths > MAX_DEATHS
+            else f"the process that computes structured output {what}; send the request again"
+        )
+        for grammar in self._grammars.values():
+            self._fail(grammar, error)
+        for source in list(self._sources.values()):
+            source.users = {}
+            self._drop(source)
 
     def _disconnect(self, connection: "_Connection") -> None:
+        """Everything that the process had is to be sent to the next one."""
         connection.close()
         self._killed.append(connection.process)
         self._connection = None
         self._is_ready = False
-        self._compiling.clear()
         self._unanswered.clear()
-        self._asking = []
+        self._asking, self._ended, self._dropped = [], [], []
+        for source in list(self._unused):
+            self._drop(source)
+        self._unused.clear()
+        self._num_unused_bytes = 0
+        self._dropped, self._compiling = [], {}
+        self._abandoned.clear()
+        not_begun, self._waiting = self._waiting, OrderedDict()
+        for source in self._sources.values():
+            if source.is_sent:
+                source.is_sent = source.is_compiled = False
+                self._queue_for(source)[source] = None
+        self._waiting.update(not_begun)
+        for grammar in self._grammars.values():
+            grammar.lose_state()
 
 
 class _Connection:
-    """One grammar process: it has a socket and a lifeline of its own."""
+    """One grammar process: it has a socket, a lifeline and a page of its own."""
 
     def __init__(
         self,
@@ -366,12 +678,15 @@ class _Connection:
         self._lifeline, child_end = socket.socketpair()
         self._lifeline.setblocking(False)
         self._watcher: SocketWatcher | None = None
+        page_fd = new_page()
+        self.page = WorkPage(page_fd)
         process_config = GrammarProcessConfig(
             structured_output=msgspec.structs.replace(settings, endpoint=endpoint),
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             engine=f"{config.engine_id}.{config.epoch}",
             lifeline_fd=child_end.fileno(),
+            page_fd=page_fd,
             is_relayed=config.lifeline_fd is not None,
             log_level=config.log_level,
         )
@@ -380,12 +695,15 @@ class _Connection:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", MODULE],
                     stdin=subprocess.PIPE,
-                    pass_fds=(child_end.fileno(),),
+                    pass_fds=(child_end.fileno(), page_fd),
                 )
         except OSError:
             self._lifeline.close()
+            self.page.close()
             self.channel.socket.close(linger=0)
             raise
+        finally:
+            os.close(page_fd)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             stdin.write(msgspec.json.encode(process_config))  # fits into the pipe
@@ -409,6 +727,14 @@ class _Connection:
         except OSError:
             return False
 
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def close(self) -> None:
         """Kill the process; its end is not awaited."""
         if self._watcher is not None:
@@ -417,4 +743,5 @@ class _Connection:
                 asyncio.get_running_loop().remove_reader(self._lifeline.fileno())
         self.process.kill()
         self._lifeline.close()
+        self.page.close()
         self.channel.socket.close(linger=0)

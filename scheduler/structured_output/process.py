@@ -10,9 +10,10 @@ import os
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Protocol, TypeAlias, assert_never
 
 import numpy as np
@@ -27,7 +28,7 @@ from longshore.protocol.grammars import (
     GrammarProcessReady,
     MaskedRow,
     MasksFilled,
-    ReleaseGrammars,
+    Release,
     ToGrammarProcess,
 )
 from longshore.protocol.requests import StructuredOutput
@@ -35,14 +36,15 @@ from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import GrammarProcessConfig
 from longshore.scheduler.features.grammar import GrammarError
 from longshore.scheduler.structured_output.backends import CompiledGrammar, Matcher
+from longshore.scheduler.structured_output.work_page import NUM_COMPILERS, WorkPage
 
 logger = logging.getLogger(__name__)
 
 MaskWords: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 """(masks, cdiv(vocabulary, 32)): the lowest token id in the lowest bit."""
 
-NUM_COMPILERS: Final = 2
-"""Threads that compile. One of them can be busy with a grammar that has passed its time limit."""
+MAX_MESSAGES_PER_TURN: Final = 64
+"""More wait for the next turn."""
 
 MAX_STUCK_S: Final = 60.0
 """After this time with a grammar that no thread can finish, the process ends."""
@@ -65,7 +67,7 @@ class Compiler(Protocol):
 class _Job:
     """A grammar to compile.
 
-    grammar_ids: of the requests that wait for it.
+    grammar_ids: its numbers, more than one if it was released and asked for again meanwhile.
     deadline_s:  set when a thread begins with it.
     """
 
@@ -76,45 +78,10 @@ class _Job:
 
 @dataclass
 class _Request:
-    """A request with a grammar. matcher: since it is compiled. error: since it has failed."""
+    """A request with a grammar. error: since it has failed."""
 
-    matcher: Matcher | None = None
+    matcher: Matcher
     error: str | None = None
-
-
-class GrammarCache:
-    """The compiled grammars used last, bounded in number and bytes."""
-
-    def __init__(self, max_grammars: int, max_bytes: int) -> None:
-        self._max_grammars, self._max_bytes = max_grammars, max_bytes
-        self._grammars: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._grammars)
-
-    def get(self, spec: StructuredOutput) -> CompiledGrammar | None:
-        """The grammar, which is the one used last from now on."""
-        if spec in self._grammars:
-            self._grammars.move_to_end(spec)
-        return self._grammars.get(spec)
-
-    def add(self, spec: StructuredOutput, grammar: CompiledGrammar) -> None:
-        """Keep a grammar, unless it is larger than the cache, and evict what is over the limits."""
-        if grammar.num_bytes + len(spec.text) > self._max_bytes:
-            return
-        self.num_bytes -= self._size(spec)
-        self._grammars[spec] = grammar
-        self._grammars.move_to_end(spec)
-        self.num_bytes += self._size(spec)
-        while len(self._grammars) > self._max_grammars or self.num_bytes > self._max_bytes:
-            oldest = next(iter(self._grammars))
-            self.num_bytes -= self._size(oldest)
-            del self._grammars[oldest]
-
-    def _size(self, spec: StructuredOutput) -> int:
-        grammar = self._grammars.get(spec)
-        return 0 if grammar is None else grammar.num_bytes + len(spec.text)
 
 
 @dataclass
@@ -122,17 +89,20 @@ class CompilerThreads:
     """Compiles on threads. `wake_fd` is readable when `take` has something."""
 
     compiler: Compiler
+    page: WorkPage
     wake_fd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-    _waiting: "queue.SimpleQueue[StructuredOutput]" = field(default_factory=queue.SimpleQueue)
+    _waiting: "queue.SimpleQueue[tuple[int, StructuredOutput]]" = field(
+        default_factory=queue.SimpleQueue
+    )
     _done: "deque[tuple[StructuredOutput, CompiledGrammar | str]]" = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        for _ in range(NUM_COMPILERS):
-            threading.Thread(target=self._run, name="compiler", daemon=True).start()
+        for index in range(NUM_COMPILERS):
+            threading.Thread(target=self._run, args=(index,), name="compiler", daemon=True).start()
 
-    def start(self, spec: StructuredOutput) -> None:
+    def start(self, grammar_id: int, spec: StructuredOutput) -> None:
         """Compile on a thread, of which there are NUM_COMPILERS."""
-        self._waiting.put(spec)
+        self._waiting.put((grammar_id, spec))
 
     def take(self) -> list[tuple[StructuredOutput, CompiledGrammar | str]]:
         """What has been compiled since the last call, or why it cannot be."""
@@ -142,9 +112,10 @@ class CompilerThreads:
             return []
         return [self._done.popleft() for _ in range(len(self._done))]
 
-    def _run(self) -> None:
+    def _run(self, index: int) -> None:
         while True:
-            spec = self._waiting.get()
+            grammar_id, spec = self._waiting.get()
+            self.page.compile(index, grammar_id)
             result: CompiledGrammar | str
             try:
                 result = self.compiler.compile(spec)
@@ -153,29 +124,31 @@ class CompilerThreads:
             except BaseException as error:  # of a backend: a panic in Rust is no Exception
                 logger.exception("a backend has failed")
                 result = f"the {spec.kind} cannot be compiled: {error}"
+            self.page.compile(index, 0)
             self._done.append((spec, result))
             os.eventfd_write(self.wake_fd, 1)
 
 
 class GrammarServer:
-    """Answers one scheduler."""
+    """Answers one scheduler, which decides what is kept here."""
 
     def __init__(
         self,
         config: GrammarProcessConfig,
         channel: Channel[FromGrammarProcess, ToGrammarProcess],
         compiler: Compiler,
+        page: WorkPage,
     ) -> None:
-        settings = config.structured_output
-        self._timeout_s = settings.compile_timeout_s
+        self._timeout_s = config.structured_output.compile_timeout_s
         self._vocab_size = config.vocab_size
-        self._eos_token_ids = config.eos_token_ids
         self._channel = channel
         self._compiler = compiler
-        self._threads = CompilerThreads(compiler)
-        self._cache = GrammarCache(settings.max_cached_grammars, settings.max_cached_bytes)
+        self._page = page
+        self._threads = CompilerThreads(compiler, page)
+        self._grammars: dict[int, CompiledGrammar] = {}
         self._requests: dict[int, _Request] = {}
         self._jobs: dict[StructuredOutput, _Job] = {}
+        self._job_of: dict[int, StructuredOutput] = {}  # of grammars that are not compiled
         self._waiting: deque[StructuredOutput] = deque()  # jobs for which no thread was free
         self._poller = zmq.Poller()
         self._poller.register(channel.socket, zmq.POLLIN)
@@ -195,7 +168,8 @@ class GrammarServer:
     def turn(self, timeout_ms: int | None) -> None:
         """Answer what has arrived and what has been compiled; wait for it at most so long."""
         self._poller.poll(timeout_ms)
-        for message in self._channel.drain():
+        self._page.advance()
+        for message in islice(self._channel.drain(), MAX_MESSAGES_PER_TURN):
             self._take(message)
         for spec, result in self._threads.take():
             self._end_job(spec, result)
@@ -205,66 +179,65 @@ class GrammarServer:
     def _take(self, message: ToGrammarProcess) -> None:
         match message:
             case CompileGrammar(grammar_id, spec):
-                self._requests[grammar_id] = _Request()
                 self._start_job(grammar_id, spec)
             case FillMasks():
                 self._channel.send(self._fill(message))
-            case ReleaseGrammars():
+            case Release():
+                for matcher_id in message.matcher_ids:
+                    self._requests.pop(matcher_id, None)
                 for grammar_id in message.grammar_ids:
-                    self._requests.pop(grammar_id, None)
+                    self._release_grammar(grammar_id)
             case _:
                 assert_never(message)
 
     # Compilation
 
     def _start_job(self, grammar_id: int, spec: StructuredOutput) -> None:
-        grammar = self._cache.get(spec)
-        if grammar is not None:
-            self._compiled(grammar_id, grammar)
-            return
         job = self._jobs.get(spec)
         if job is None:
-            self._jobs[spec] = _Job([grammar_id])
+            job = self._jobs[spec] = _Job([])
             self._waiting.append(spec)
-        elif job.is_expired:
+        if job.is_expired:
             self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
         else:
             job.grammar_ids.append(grammar_id)
+            self._job_of[grammar_id] = spec
+
+    def _release_grammar(self, grammar_id: int) -> None:
+        self._grammars.pop(grammar_id, None)
+        if (spec := self._job_of.pop(grammar_id, None)) is not None:
+            self._jobs[spec].grammar_ids.remove(grammar_id)
 
     def _begin_jobs(self, now_s: float) -> None:
-        """Give free threads what is waiting, except grammars whose requests have all ended."""
+        """Give free threads what is waiting, except grammars that have been released."""
         num_begun = sum(job.deadline_s is not None for job in self._jobs.values())
         while self._waiting and num_begun < NUM_COMPILERS:
             spec = self._waiting.popleft()
             job = self._jobs[spec]
-            if self._requests.keys().isdisjoint(job.grammar_ids):
+            if not job.grammar_ids:
                 del self._jobs[spec]
                 continue
             timeout_s = self._timeout_s + (0.0 if self._compiler.is_loaded else LOAD_TIMEOUT_S)
             job.deadline_s = now_s + timeout_s
-            self._threads.start(spec)
+            self._threads.start(job.grammar_ids[0], spec)
             num_begun += 1
 
     def _end_job(self, spec: StructuredOutput, result: CompiledGrammar | str) -> None:
-        if not isinstance(result, str):
-            self._cache.add(spec, result)
         for grammar_id in self._jobs.pop(spec).grammar_ids:
+            del self._job_of[grammar_id]
             if isinstance(result, str):
                 self._channel.send(GrammarCompiled(grammar_id, result))
             else:
-                self._compiled(grammar_id, result)
-
-    def _compiled(self, grammar_id: int, grammar: CompiledGrammar) -> None:
-        request = self._requests.get(grammar_id)
-        if request is not None:  # it has not been released meanwhile
-            request.matcher = grammar.matcher()
-            self._channel.send(GrammarCompiled(grammar_id))
+                self._grammars[grammar_id] = result
+                num_bytes = result.num_bytes + len(spec.text)
+                self._channel.send(GrammarCompiled(grammar_id, num_bytes=num_bytes))
 
     def _expire_jobs(self, now_s: float) -> None:
         for spec, job in self._jobs.items():
             if job.deadline_s is not None and now_s > job.deadline_s and not job.is_expired:
                 job.is_expired = True
                 for grammar_id in job.grammar_ids:
+                    del self._job_of[grammar_id]
                     self._channel.send(GrammarCompiled(grammar_id, self._too_slow(spec)))
                 job.grammar_ids = []
 
@@ -289,20 +262,25 @@ class GrammarServer:
         first = 0
         for row in message.rows:
             masks = words[first : first + 1 + len(row.draft_token_ids)]
+            self._page.filling = row.matcher_id
             try:
                 fill_row(self._advanced(row), row.draft_token_ids.tolist(), masks)
+                first += len(masks)
             except GrammarError as error:
-                self._requests[row.grammar_id].error = errors[row.grammar_id] = str(error)
+                self._requests[row.matcher_id].error = errors[row.matcher_id] = str(error)
                 masks[:] = 0  # for the next row
-                continue
-            first += len(masks)
+            self._page.filling = 0
+            self._page.advance()
         return MasksFilled(message.number, packed(words[:first], self._vocab_size), errors)
 
     def _advanced(self, row: MaskedRow) -> Matcher:
-        request = self._requests[row.grammar_id]
+        request = self._requests.get(row.matcher_id)
+        if request is None:
+            # The scheduler releases no grammar whose requests it asks for.
+            matcher = self._grammars[row.grammar_id].matcher()
+            request = self._requests[row.matcher_id] = _Request(matcher)
         if request.error is not None:
             raise GrammarError(request.error)
-        assert request.matcher is not None, "the scheduler asks after GrammarCompiled"
         for token_id in row.token_ids.tolist():
             if not request.matcher.accept(token_id):
                 raise GrammarError("the output so far does not match the grammar")

@@ -5,7 +5,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar, TokenMasks
+from longshore.scheduler.features.grammar import (
+    GrammarError,
+    GrammarLost,
+    InvalidGrammar,
+    TokenMasks,
+)
 from tests.harness.tokens import VOCAB_SIZE, Sample, steady_token
 
 
@@ -23,9 +28,11 @@ class FakeCompiler:
     ready:    texts whose grammar is compiled; with "all", every one is.
     broken:   texts that are no grammar, or have none any more.
     unmasked: texts whose masks are still being computed.
+    lost:     texts whose grammar is lost, and not compiled again yet.
     turn:     of a driver that counts them, see `grammar_for`.
     polled:   texts in the order in which they were asked for.
     grammars: the latest one of each text.
+    num_compiled: grammars that were asked for.
     """
 
     def __init__(
@@ -38,12 +45,15 @@ class FakeCompiler:
         self.ready = set(ready)
         self.broken: set[str] = set()
         self.unmasked: set[str] = set()
+        self.lost: set[str] = set()
+        self.num_compiled = 0
         self.num_flushes = 0
         self.turn = 0
         self.polled: list[str] = []
         self.grammars: dict[str, FakeGrammar] = {}
         self.vocab_size = vocab_size
         self._sample = sample
+        self._unreported: dict[int, FakeGrammar] = {}  # those that are not, or not any more
 
     def is_ready(self, spec: StructuredOutput) -> bool:
         """Whether it is compiled."""
@@ -67,8 +77,27 @@ class FakeCompiler:
                 return index
         return len(tokens)
 
-    def compile(self, spec: StructuredOutput) -> "FakeGrammar":
-        return FakeGrammar(self, spec)
+    def compile(self, grammar_id: int, spec: StructuredOutput) -> "FakeGrammar":
+        self.num_compiled += 1
+        grammar = self._unreported[grammar_id] = FakeGrammar(self, grammar_id, spec)
+        return grammar
+
+    def next_compiled(self) -> int | None:
+        for grammar_id, grammar in self._unreported.items():
+            text = grammar.spec.text
+            has_failed = text in self.broken
+            if (
+                grammar.is_released
+                or has_failed
+                or (self.is_ready(grammar.spec) and text not in self.lost)
+            ):
+                del self._unreported[grammar_id]
+                return grammar_id
+        return None
+
+    def lose(self, grammar: "FakeGrammar") -> None:
+        """It is asked for, and lost; so its next event is reported."""
+        self._unreported[grammar.grammar_id] = grammar
 
     def flush(self) -> None:
         self.num_flushes += 1
@@ -77,18 +106,21 @@ class FakeCompiler:
 class FakeGrammar:
     """One request's grammar. tokens: those that it was advanced by."""
 
-    def __init__(self, compiler: FakeCompiler, spec: StructuredOutput) -> None:
+    def __init__(self, compiler: FakeCompiler, grammar_id: int, spec: StructuredOutput) -> None:
+        self.grammar_id = grammar_id
+        self.spec = spec
         self.tokens: list[int] = []
         self.is_released = False
         self._compiler = compiler
-        self._spec = spec
 
     def is_compiled(self) -> bool:
-        compiler, text = self._compiler, self._spec.text
+        compiler, text = self._compiler, self.spec.text
         compiler.polled.append(text)
         if text in compiler.broken:
             raise InvalidGrammar(f"no grammar: {text}")
-        if compiler.is_ready(self._spec):
+        if text in compiler.lost:
+            compiler.lose(self)
+        elif compiler.is_ready(self.spec):
             compiler.grammars[text] = self
             return True
         return False
@@ -100,7 +132,7 @@ class FakeGrammar:
         return True
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        return self._compiler.num_valid(self._spec, len(self.tokens), token_ids)
+        return self._compiler.num_valid(self.spec, len(self.tokens), token_ids)
 
     def release(self) -> None:
         assert not self.is_released
@@ -108,18 +140,21 @@ class FakeGrammar:
 
     def fill_masks(self, draft_token_ids: Sequence[int], masks: TokenMasks) -> bool:
         assert not masks.any()
-        if self._spec.text in self._compiler.broken:
-            raise GrammarError(f"no mask: {self._spec.text}")
-        if self._spec.text in self._compiler.unmasked:
+        if self.spec.text in self._compiler.broken:
+            raise GrammarError(f"no mask: {self.spec.text}")
+        if self.spec.text in self._compiler.lost:
+            self._compiler.lose(self)
+            raise GrammarLost
+        if self.spec.text in self._compiler.unmasked:
             return False
         vocab_size = self._compiler.vocab_size
         assert masks.shape == (1 + len(draft_token_ids), -(-vocab_size // 8))
-        if self._spec.kind != "grammar":
+        if self.spec.kind != "grammar":
             masks[:] = 0xFF
             return True
         odd = np.arange(vocab_size) % 2 == 1
         for index in range(len(masks)):
             allowed = odd.copy()
-            allowed[self._compiler.own_token(self._spec, len(self.tokens) + index)] = True
+            allowed[self._compiler.own_token(self.spec, len(self.tokens) + index)] = True
             masks[index] = np.packbits(allowed, bitorder="little")
         return True

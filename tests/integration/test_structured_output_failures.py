@@ -1,4 +1,5 @@
-"""Structured output while a process dies: the worker, the scheduler, or the grammar process."""
+"""Structured output while a process dies or hangs: the worker, the scheduler, or the grammar
+process."""
 
 import contextlib
 import json
@@ -6,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -26,23 +28,34 @@ ITEM: dict[str, Any] = {
     "additionalProperties": False,
 }
 ITEMS = {"type": "array", "items": ITEM, "minItems": 9, "maxItems": 9}
-ENDLESS = [
-    {"guided_regex": "([a-z]{3} [0-9]{2},){1000}"},
-    {"guided_json": {"type": "array", "items": ITEM, "minItems": 1000}},
-]
-"""Answers of more tokens than the model's context has."""
+
+DEADLY = f"""
+import os, signal, sys
+if {MODULE!r} in sys.orig_argv:
+    from longshore.scheduler.structured_output.backends import Backends
+    compile = Backends.compile
+    def deadly(self, spec):
+        if "deadly" in spec.text:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return compile(self, spec)
+    Backends.compile = deadly
+"""
+"""Ends the grammar process whenever it compiles what contains `deadly`."""
 
 
 class Stream:
     """A completion, requested and read in a thread."""
 
-    def __init__(self, client: openai.OpenAI, seed: int, **constraint: Any) -> None:
+    def __init__(
+        self, client: openai.OpenAI, seed: int, *, temperature: float = 1.0, **constraint: Any
+    ) -> None:
         self.text = ""
         self.finish_reason: str | None = None
         self.error: openai.APIError | None = None
         self._request: dict[str, Any] = {
             "prompt": f"Once {seed} " * 20,
             "seed": seed,
+            "temperature": temperature,
             "max_tokens": 1500 if constraint else 150,
             "extra_body": constraint or {"ignore_eos": True},
         }
@@ -138,24 +151,63 @@ def test_answers_continue_as_their_grammar_says_after_a_death(
     jsonschema.validate(json.loads(items.text), ITEMS)
 
 
-@pytest.mark.req("FEA-01")
-def test_the_death_of_the_grammar_process_fails_only_its_requests(
+def kill_grammars(deployment: Deployment) -> None:
+    grammar_process(deployment).kill()
+
+
+def stop_grammars(deployment: Deployment) -> None:
+    grammar_process(deployment).suspend()
+
+
+@pytest.mark.req("FEA-01", "OUT-05")
+def test_streams_go_on_from_their_tokens_when_the_grammar_process_dies_or_hangs(
     start_deployment: StartDeployment,
 ) -> None:
-    deployment = start_deployment("--dtype", "float32", model_dir=DEMO_MODEL_DIR).wait_until_ready()
+    """Streams with several grammars, greedy and seeded, beside plain ones."""
+    deployment = start_deployment(
+        "--dtype", "float32", "--verify-plan", model_dir=DEMO_MODEL_DIR
+    ).wait_until_ready()
     with client_of(deployment) as client:
-        plain = Stream(client, 2).end().text
-        failing = [Stream(client, 4 + index, **each) for index, each in enumerate(ENDLESS)]
-        wait_until_begun(failing)
-        other = Stream(client, 2)
-        wait_until_begun([other])
-        process = grammar_process(deployment)
-        process.kill()
-        for failed in failing:
-            assert "send the request again" in str(failed.end().error)
-        assert (other.end().error, other.text) == (None, plain)
-        again = Stream(client, 1, guided_regex=LINES.pattern).end()
-        assert LINES.fullmatch(again.text)
-        assert grammar_process(deployment).pid != process.pid
+
+        def begin() -> list[Stream]:
+            return [
+                *streams_of(client),
+                Stream(client, 4, temperature=0.0, guided_regex=LINES.pattern),
+                Stream(client, 5, temperature=0.0),
+                Stream(client, 6, guided_regex="([a-f]{5} ){40}"),
+            ]
+
+        undisturbed = [stream.end().text for stream in begin()]
+        deployment.find_members()
+        for disturb in (kill_grammars, stop_grammars):
+            process = grammar_process(deployment)
+            streams = begin()
+            wait_until_begun(streams)
+            disturb(deployment)
+            assert [stream.end().error for stream in streams] == [None] * len(streams)
+            assert [stream.text for stream in streams] == undisturbed
+            assert grammar_process(deployment).pid != process.pid
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def test_a_grammar_that_ends_its_process_fails_alone(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DEADLY)
+    deployment = start_deployment(
+        "--dtype", "float32", model_dir=DEMO_MODEL_DIR, environment={"PYTHONPATH": str(tmp_path)}
+    ).wait_until_ready()
+    with client_of(deployment) as client:
+        calm = [stream.end().text for stream in streams_of(client)]
+        streams = streams_of(client)
+        wait_until_begun(streams)
+        deadly = Stream(client, 9, guided_regex="(deadly){9}").end()
+        assert isinstance(deadly.error, openai.BadRequestError)
+        assert "while it worked on this regex, twice" in str(deadly.error)
+        assert [stream.end().error for stream in streams] == [None] * 3
+        assert [stream.text for stream in streams] == calm
+        again = Stream(client, 9, guided_regex="(deadly){9}").end()
+        assert isinstance(again.error, openai.BadRequestError)
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()

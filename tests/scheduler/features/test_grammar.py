@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.protocol.requests import Tenant
+from longshore.scheduler.features.grammar import (
+    MAX_COMPILING_PER_TENANT,
+    MAX_EVENTS_PER_STEP,
+    MIN_AHEAD,
+)
 from longshore.scheduler.request import RequestStatus
 from tests.harness.connector import has_leading
 from tests.harness.driver import Driver
@@ -42,7 +48,7 @@ def test_a_request_waits_for_its_grammar_without_delaying_others(steps_in_flight
         assert driver.running == ["quick", "plain"]
         status = driver.requests["slow"].status
         assert status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    assert compiler.polled.count("slow") == 3  # once in each step
+    assert "slow" not in compiler.polled  # it is parked, and nothing asks for it
     compiler.ready.add("slow")
     driver.step()
     assert driver.running == ["quick", "plain", "slow"]
@@ -90,6 +96,186 @@ def test_a_request_that_continues_here_begins_after_what_it_has_emitted(fits: bo
     else:
         assert driver.reason(key) is FinishReason.ERROR
         assert "emitted so far" in (driver.finished[key].message or "")
+
+
+@pytest.mark.req("QUE-05")
+def test_a_request_is_tried_at_its_position_after_the_event_of_its_grammar() -> None:
+    driver, compiler = restricted({"third"}, max_num_seqs=1, max_tokens=2)
+    for name in ("first", "second", "third"):
+        add(driver, name)
+    driver.add("plain", prompt_of(6, 60))
+    driver.step()
+    assert driver.running == ["third"]
+    compiler.ready |= {"first", "second"}
+    driver.run()
+    assert list(driver.finished) == [(0, 2), (0, 0), (0, 1), (0, 3)]
+
+
+def test_a_grammar_that_is_compiled_already_costs_no_step() -> None:
+    driver, _ = restricted({"r"})
+    add(driver, "r")
+    driver.step()
+    assert driver.running == ["r"]
+
+
+# Many requests
+
+
+class Counting(FakeCompiler):
+    """num_asked: calls of `next_compiled` since it was reset."""
+
+    num_asked = 0
+
+    def next_compiled(self) -> int | None:
+        self.num_asked += 1
+        return super().next_compiled()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum", "fair"])
+def test_parked_requests_cost_nothing_in_a_step(policy: str) -> None:
+    compiler = Counting()
+    driver = Driver(grammars=compiler, policy=policy)
+    for number in range(1000):
+        add(driver, f"r{number}")
+    assert compiler.num_compiled == MAX_COMPILING_PER_TENANT
+    driver.add("plain", prompt_of(6, 50), max_tokens=30)
+    for _ in range(10):
+        driver.step()
+    assert (compiler.polled, compiler.num_asked) == ([], 10)
+    driver.abort(*driver.names)
+    assert compiler.num_compiled == MAX_COMPILING_PER_TENANT  # none is compiled for the others
+    driver.run()
+    assert not driver.scheduler._grammars._tenants  # type: ignore[union-attr]
+
+
+def test_no_more_grammars_are_compiled_ahead_than_may_soon_be_needed() -> None:
+    driver, compiler = restricted({"all"}, max_num_seqs=2, max_tokens=2)
+    for number in range(3 * MIN_AHEAD):
+        add(driver, f"r{number}")
+    driver.plan()
+    num_ahead = MIN_AHEAD
+    assert num_ahead <= compiler.num_compiled <= num_ahead + 2 + MAX_COMPILING_PER_TENANT
+    driver.run()
+    assert [key[1] for key in driver.finished] == list(range(3 * MIN_AHEAD))
+
+
+def test_slow_grammars_of_one_tenant_do_not_keep_those_of_another_from_being_compiled() -> None:
+    driver, _ = restricted({"quick"})
+    for number in range(3 * MAX_COMPILING_PER_TENANT):
+        add(driver, f"slow {number}", tenant=Tenant("one"))
+    add(driver, "quick", tenant=Tenant("other"))
+    driver.step()
+    assert driver.running == ["quick"]
+
+
+def test_urgent_grammars_are_compiled_before_others_of_their_tenant() -> None:
+    driver, compiler = restricted(set(), policy="priority", max_num_seqs=1)
+    names = [f"r{number}" for number in range(2 * MAX_COMPILING_PER_TENANT)]
+    for name in names:
+        add(driver, name)
+    urgent = add(driver, "urgent", priority=-1)
+    compiler.ready |= {"r0", "urgent"}
+    driver.step()
+    assert driver.running == ["urgent"]
+    compiler.ready.add("all")
+    driver.run()
+    assert next(iter(driver.finished)) == urgent
+
+
+def test_events_per_step_are_bounded_and_the_rest_is_left_for_the_next_step() -> None:
+    driver, compiler = restricted(set())
+    names = [f"r{number}" for number in range(MAX_EVENTS_PER_STEP + 10)]
+    for name in names:
+        add(driver, name)
+    compiler.broken |= set(names)
+    driver.plan()
+    assert len(driver.finished) == MAX_EVENTS_PER_STEP
+    driver.plan()
+    assert len(driver.finished) == len(names)
+
+
+# A grammar that is lost
+
+
+@pytest.mark.req("FEA-01", "OUT-05")
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_request_goes_on_from_its_tokens_when_its_lost_grammar_is_compiled_again(
+    steps_in_flight: int,
+) -> None:
+    driver, compiler = restricted({"r"}, max_steps_in_flight=steps_in_flight)
+    key, plain = add(driver, "r"), driver.add("plain", prompt_of(6, 50), max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    received = list(driver.received[key])
+    assert received
+    compiler.lost.add("r")
+    for _ in range(6):  # the other request does not wait
+        num_plain = len(driver.received[plain])
+        driver.step()
+        assert len(driver.received[plain]) == num_plain + 1
+    status = driver.requests["r"].status
+    assert status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert driver.received[key] == expected_output("r", 8)[: len(driver.received[key])]
+    assert len(driver.received[key]) - len(received) < steps_in_flight
+    compiler.lost.clear()
+    driver.run()
+    assert driver.received[key] == compiler.grammars["r"].tokens == expected_output("r", 8)
+    assert driver.received[plain] == expected_output("plain", 20)
+
+
+@pytest.mark.req("FEA-01")
+def test_a_grammar_that_is_lost_while_its_request_waits_for_a_row_is_waited_for() -> None:
+    driver, compiler = restricted({"all"}, max_num_seqs=1)
+    first, second = add(driver, "first"), add(driver, "second")
+    driver.step()
+    compiler.lost.add("second")
+    third = driver.add("plain", prompt_of(6, 50))
+    while second not in driver.finished and third not in driver.finished:
+        driver.step()
+    assert third in driver.finished
+    compiler.lost.clear()
+    driver.run()
+    for key, name in ((first, "first"), (second, "second")):
+        assert driver.received[key] == expected_output(name, 8)
+
+
+def test_a_grammar_may_fail_for_good_after_it_was_lost() -> None:
+    driver, compiler = restricted({"r"})
+    key = add(driver, "r")
+    driver.step()
+    compiler.lost.add("r")
+    driver.steps(3)
+    compiler.broken.add("r")
+    driver.run()
+    assert driver.reason(key) is FinishReason.IGNORED
+    assert driver.finished[key].message == "no grammar: r"
+
+
+def test_a_request_may_be_aborted_while_its_lost_grammar_is_compiled_again() -> None:
+    driver, compiler = restricted({"r"}, max_steps_in_flight=2)
+    key = add(driver, "r")
+    driver.step()
+    compiler.lost.add("r")
+    driver.steps(2)
+    driver.abort(key)
+    driver.run()
+    assert driver.reason(key) is FinishReason.ABORTED
+    assert compiler.grammars["r"].is_released
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_new_workers_may_begin_while_grammars_are_lost(steps_in_flight: int) -> None:
+    driver, compiler = restricted({"r"}, max_steps_in_flight=steps_in_flight)
+    key = add(driver, "r")
+    driver.steps(3)
+    compiler.lost.add("r")
+    driver.plan()
+    driver.restart_workers()
+    driver.steps(3)
+    driver.restart_workers()
+    compiler.lost.clear()
+    driver.run()
+    assert driver.received[key] == compiler.grammars["r"].tokens == expected_output("r", 8)
 
 
 # Masks
@@ -230,7 +416,7 @@ def test_a_grammar_follows_its_request_through_preemption(steps_in_flight: int) 
     for index, name in enumerate(("old", "young")):
         assert driver.received[0, index] == expected_output(name, 10)
         assert compiler.grammars[name].tokens == expected_output(name, 10)
-    assert compiler.polled.count("young") == 1
+    assert compiler.num_compiled == 2
 
 
 # Drafts
@@ -308,10 +494,16 @@ def test_masks_and_grammars_keep_up_whatever_happens(data: st.DataObject) -> Non
         for _ in range(data.draw(st.integers(0, 3))):
             driver.step()
         compiler.ready.add(data.draw(st.sampled_from(names)))
+        if data.draw(st.integers(0, 3)) == 0:
+            compiler.lost ^= {data.draw(st.sampled_from(names))}
+        if data.draw(st.integers(0, 9)) == 0:
+            driver.restart_workers()
         if data.draw(st.integers(0, 4)) == 0:
             aborted.add(data.draw(st.integers(0, index)))
             driver.abort(*((0, number) for number in aborted))
     compiler.ready.add("all")
+    driver.steps(data.draw(st.integers(0, 5)))
+    compiler.lost.clear()
     driver.run()
     for index, name in enumerate(names):
         tokens = driver.received[0, index]

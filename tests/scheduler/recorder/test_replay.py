@@ -544,3 +544,29 @@ def test_a_replay_says_that_masks_are_not_in_the_record(tmp_path: Path) -> None:
     recorder.close()
     (note,) = check_equal(tmp_path / "record").notes
     assert note.startswith("masks of structured output are not in the record")
+
+
+def test_grammars_that_are_lost_or_fail_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_files_often(monkeypatch)
+    compiler = FakeCompiler(["kept", "lost"])
+    driver, recorder = recorded_driver(
+        tmp_path / "record", grammars=compiler, max_steps_in_flight=2
+    )
+    for index, name in enumerate(("kept", "lost", "fails", "waits")):
+        driver.add(name, prompt_of(5, 10 * index), structured_output=grammar_for(name))
+    driver.steps(3)
+    compiler.lost.add("lost")
+    driver.steps(3)
+    assert driver.scheduler.make_stats().num_preemptions == 1
+    compiler.broken |= {"fails", "kept"}  # the latter while it runs
+    driver.steps(2)
+    compiler.lost.clear()
+    compiler.ready.add("waits")
+    driver.run()
+    assert len(driver.finished) == 4
+    recorder.close()
+    assert check_equal(tmp_path / "record").num_plans == driver.plans[-1].step
+    for segment in segment_files(tmp_path / "record"):
+        check_equal(segment)

@@ -1,8 +1,9 @@
-"""The grammar process, one turn at a time: its cache, its limits of time, and masks."""
+"""The grammar process, one turn at a time: what it keeps, its limits of time, and masks."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from longshore.protocol.grammars import (
     GrammarCompiled,
     MaskedRow,
     MasksFilled,
-    ReleaseGrammars,
+    Release,
     ToGrammarProcess,
 )
 from longshore.protocol.requests import StructuredOutput
@@ -27,14 +28,15 @@ from longshore.scheduler.features.grammar import GrammarError
 from longshore.scheduler.structured_output.backends import LLGuidance
 from longshore.scheduler.structured_output.process import (
     LOAD_TIMEOUT_S,
+    MAX_MESSAGES_PER_TURN,
     MAX_STUCK_S,
-    NUM_COMPILERS,
-    GrammarCache,
     GrammarServer,
     fill_row,
 )
+from longshore.scheduler.structured_output.work_page import NUM_COMPILERS, WorkPage, new_page
 from tests.harness.sockets import Sockets
 from tests.harness.vocabularies import small_vocabulary
+from tests.integration.deployment import wait_until
 
 VOCAB_SIZE = 70
 TIMEOUT_S = 30.0
@@ -69,15 +71,19 @@ class CountingGrammar:
 
 
 class FakeBackends:
-    """A grammar's text is its first token. stuck: set to go on with the others."""
+    """A grammar's text is its first token. stuck: set to go on with the others. page: of the
+    process; noted: what it says during each compilation."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: WorkPage) -> None:
         self.is_loaded = True
         self.compiled: list[str] = []
+        self.noted: list[list[int]] = []
         self.stuck = threading.Event()
+        self._page = page
 
     def compile(self, spec: StructuredOutput) -> CountingGrammar:
         self.compiled.append(spec.text)
+        self.noted.append(self._page.compiling)
         if spec.text.startswith("stuck"):
             self.stuck.wait(TIMEOUT_S)
         if spec.text.startswith("panic"):
@@ -92,7 +98,10 @@ class Process:
 
     def __init__(self, folder: Path, compile_timeout_s: float) -> None:
         endpoint = Endpoint(f"ipc://{folder}/grammars")
-        self.backends = FakeBackends()
+        page_fd = new_page()
+        self.page, page_of_process = WorkPage(page_fd), WorkPage(page_fd)
+        os.close(page_fd)
+        self.backends = FakeBackends(self.page)
         self._sockets = Sockets()
         self.channel: Channel[ToGrammarProcess, FromGrammarProcess] = Channel(
             self._sockets.open(zmq.DEALER, endpoint, bind=True), FromGrammarProcess
@@ -108,15 +117,23 @@ class Process:
             eos_token_ids=(0,),
             engine="",
             lifeline_fd=-1,
+            page_fd=-1,
             is_relayed=False,
             log_level="info",
         )
         socket = self._sockets.open(zmq.DEALER, endpoint, bind=False)
-        self.server = GrammarServer(config, Channel(socket, ToGrammarProcess), self.backends)
+        channel: Channel[FromGrammarProcess, ToGrammarProcess] = Channel(socket, ToGrammarProcess)
+        self.server = GrammarServer(config, channel, self.backends, page_of_process)
         assert self.channel.socket.poll(1000 * TIMEOUT_S, zmq.POLLOUT), "not connected"
 
     def compile(self, grammar_id: int, text: str) -> None:
         self.channel.send(CompileGrammar(grammar_id, StructuredOutput("grammar", text)))
+
+    def compiled(self, *grammar_ids: int, text: str = "5") -> None:
+        """Compile grammars of this text."""
+        for grammar_id in grammar_ids:
+            self.compile(grammar_id, text)
+            assert self.answer() == GrammarCompiled(grammar_id, num_bytes=1 + len(text))
 
     def answer(self) -> FromGrammarProcess:
         """The next answer; the server works until then."""
@@ -156,35 +173,34 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         process.close()
 
 
-def test_a_grammar_is_compiled_once_for_all_its_requests(start: Callable[..., Process]) -> None:
+def row(matcher_id: int, token_ids: Sequence[int] = (), drafts: Sequence[int] = ()) -> MaskedRow:
+    """A row of a request whose grammar is number 1."""
+    return MaskedRow(matcher_id, 1, int32_array(list(token_ids)), int32_array(list(drafts)))
+
+
+def test_a_grammar_that_is_asked_for_again_is_compiled_once(start: Callable[..., Process]) -> None:
     process = start()
     process.compile(1, "5")
     process.compile(2, "5")
-    assert [process.answer(), process.answer()] == [GrammarCompiled(1), GrammarCompiled(2)]
-    process.compile(3, "5")
-    assert process.answer() == GrammarCompiled(3)
+    first, second = process.answer(), process.answer()
+    assert [first, second] == [GrammarCompiled(1, num_bytes=2), GrammarCompiled(2, num_bytes=2)]
     assert process.backends.compiled == ["5"]
 
 
 def test_each_request_has_a_state_of_its_own(start: Callable[..., Process]) -> None:
     process = start()
-    for grammar_id in (1, 2):
-        process.compile(grammar_id, "5")
-        assert process.answer() == GrammarCompiled(grammar_id)
-    rows = (MaskedRow(1, int32_array([5, 6])), MaskedRow(2))
-    assert process.fill(*rows) == ([[7], [5]], {})
-    assert process.fill(MaskedRow(1, int32_array([7])), MaskedRow(2)) == ([[8], [5]], {})
+    process.compiled(1)
+    assert process.fill(row(11, [5, 6]), row(12)) == ([[7], [5]], {})
+    assert process.fill(row(11, [7]), row(12)) == ([[8], [5]], {})
 
 
 def test_drafts_have_masks_and_leave_the_state(start: Callable[..., Process]) -> None:
     process = start()
-    process.compile(1, "5")
-    process.answer()
-    drafts = int32_array([5, 6, 9, 9])
-    allowed, errors = process.fill(MaskedRow(1, draft_token_ids=drafts))
+    process.compiled(1)
+    allowed, errors = process.fill(row(11, drafts=[5, 6, 9, 9]))
     assert (allowed[:3], errors) == ([[5], [6], [7]], {})
     assert len(allowed) == 5
-    assert process.fill(MaskedRow(1)) == ([[5]], {})
+    assert process.fill(row(11)) == ([[5]], {})
 
 
 @pytest.mark.parametrize(
@@ -194,14 +210,74 @@ def test_a_request_without_a_mask_fails_alone(
     tokens: list[int], reason: str, start: Callable[..., Process]
 ) -> None:
     process = start()
-    for grammar_id in (1, 2):
-        process.compile(grammar_id, "5")
-        process.answer()
-    for row in (MaskedRow(1, int32_array(tokens)), MaskedRow(1)):
-        allowed, errors = process.fill(row, MaskedRow(2))
+    process.compiled(1)
+    for one in (row(11, tokens), row(11)):
+        allowed, errors = process.fill(one, row(12))
         assert allowed == [[5]]
-        assert list(errors) == [1]
-        assert reason in errors[1]
+        assert list(errors) == [11]
+        assert reason in errors[11]
+
+
+def test_grammars_and_requests_are_kept_until_they_are_released(
+    start: Callable[..., Process],
+) -> None:
+    process = start()
+    process.compiled(1)
+    process.fill(row(11, [5]), row(12, [5]))
+    process.channel.send(Release((11,)))
+    assert process.fill(row(12)) == ([[6]], {})
+    assert process.fill(row(11)) == ([[5]], {})  # a new one
+    process.channel.send(Release((), (1,)))
+    process.compiled(2)
+    assert process.backends.compiled == ["5", "5"]
+
+
+def test_the_page_says_what_the_process_is_working_on(start: Callable[..., Process]) -> None:
+    process = start()
+    process.compiled(3)
+    assert process.backends.noted == [[3]]
+    assert (process.page.compiling, process.page.filling) == ([], 0)
+    noted: list[int] = []
+
+    class Noting(Counting):
+        def fill(self, mask: Int32Array) -> None:
+            noted.append(process.page.filling)
+            super().fill(mask)
+
+    process.server._grammars[1] = CountingGrammar(5)
+    process.server._grammars[1].matcher = lambda: Noting(5)  # type: ignore[method-assign]
+    before = process.page.progress
+    process.fill(row(11), row(12))
+    assert noted == [11, 12]
+    assert process.page.progress >= before + 3  # a turn, and two rows
+
+
+def test_a_turn_takes_so_many_messages_and_no_more(start: Callable[..., Process]) -> None:
+    process = start()
+    for number in range(3 * MAX_MESSAGES_PER_TURN):
+        process.compile(1 + number, f"wrong {number}")
+    process.channel.send(Release((), tuple(range(1, 3 * MAX_MESSAGES_PER_TURN + 1))))
+    wait_until(lambda: process.server._poller.poll(0) != [])
+    process.server.turn(0)
+    num_taken = len(process.server._jobs)
+    assert 0 < num_taken <= MAX_MESSAGES_PER_TURN
+
+
+def test_a_grammar_that_is_released_before_a_thread_is_free_is_not_compiled(
+    start: Callable[..., Process],
+) -> None:
+    process = start()
+    for number in range(NUM_COMPILERS):
+        process.compile(1 + number, f"stuck {number}")
+    process.compile(8, "5")
+    process.compile(9, "6")
+    process.channel.send(Release((), (8,)))
+    wait_until(lambda: process.server.turn(10) or len(process.server._job_of) == NUM_COMPILERS + 1)
+    process.backends.stuck.set()
+    for _ in range(NUM_COMPILERS):
+        process.answer()
+    assert process.answer() == GrammarCompiled(9, num_bytes=2)
+    assert process.backends.compiled[NUM_COMPILERS:] == ["6"]
 
 
 def test_a_grammar_that_cannot_be_compiled_is_answered_with_the_reason(
@@ -221,9 +297,7 @@ def test_a_grammar_over_its_time_limit_does_not_delay_others(start: Callable[...
     process.compile(2, "stuck")  # it is still being compiled
     assert process.answer() == GrammarCompiled(2, late.error)
     process.compile(3, "5")
-    answer = process.answer()
-    assert isinstance(answer, GrammarCompiled)
-    assert answer.grammar_id == 3
+    assert process.answer() == GrammarCompiled(3, num_bytes=2)
     assert process.backends.compiled == ["stuck", "5"]
 
 
@@ -234,15 +308,14 @@ def test_a_grammar_that_waits_for_a_thread_is_not_too_slow(start: Callable[..., 
         process.answer()  # it is over its limit
     process.compile(8, "5")
     process.compile(9, "6")
-    process.channel.send(ReleaseGrammars((9,)))
+    process.channel.send(Release((), (9,)))
     deadline_s = time.monotonic() + 0.3
     while time.monotonic() < deadline_s:
         process.server.turn(20)
     process.backends.stuck.set()
-    assert process.answer() == GrammarCompiled(8)
-    process.compile(10, "7")
-    assert process.answer() == GrammarCompiled(10)
-    assert process.backends.compiled == ["stuck 0", "stuck 1", "5", "7"]  # 6 has no request
+    assert process.answer() == GrammarCompiled(8, num_bytes=2)
+    process.compiled(10, text="7")
+    assert process.backends.compiled == ["stuck 0", "stuck 1", "5", "7"]  # 6 was released
 
 
 def test_a_backend_that_panics_takes_no_thread_with_it(start: Callable[..., Process]) -> None:
@@ -266,39 +339,13 @@ def test_the_process_ends_when_no_thread_can_compile(start: Callable[..., Proces
     assert process.server.is_stuck(time.monotonic() + late)
 
 
-def test_a_request_that_ends_while_its_grammar_is_compiled_is_not_answered(
+def test_a_grammar_that_is_released_while_it_is_compiled_is_not_answered(
     start: Callable[..., Process],
 ) -> None:
     process = start()
     process.compile(1, "5")
-    process.channel.send(ReleaseGrammars((1,)))
-    process.compile(2, "5")
-    assert process.answer() == GrammarCompiled(2)
-
-
-# The cache
-
-
-def spec(text: str) -> StructuredOutput:
-    return StructuredOutput("regex", text)
-
-
-def test_the_cache_evicts_what_was_used_last_the_longest_time_ago() -> None:
-    cache = GrammarCache(max_grammars=2, max_bytes=1000)
-    for text in "ab":
-        cache.add(spec(text), CountingGrammar(0))
-    assert cache.get(spec("a")) is not None
-    cache.add(spec("c"), CountingGrammar(0))
-    assert [text for text in "abc" if cache.get(spec(text)) is not None] == ["a", "c"]
-
-
-def test_the_cache_is_limited_in_bytes() -> None:
-    cache = GrammarCache(max_grammars=10, max_bytes=100)
-    for text in "abcab":
-        cache.add(spec(text), CountingGrammar(0, num_bytes=40))
-        assert cache.num_bytes == 41 * len(cache) <= 100
-    cache.add(spec("large"), CountingGrammar(0, num_bytes=101))
-    assert (len(cache), cache.num_bytes) == (2, 82)  # it is not kept, and evicts nothing
+    process.channel.send(Release((), (1,)))
+    process.compiled(2)
 
 
 def test_a_draft_that_is_not_allowed_leaves_the_state() -> None:
