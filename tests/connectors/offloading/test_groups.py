@@ -58,7 +58,7 @@ def can_serve(
     return True
 
 
-@pytest.mark.req("OFF-04", "OFF-10")
+@pytest.mark.req("LDS-01", "OFF-04", "OFF-10")
 @pytest.mark.parametrize("hash_block_size", [None, 1, 2])
 @pytest.mark.parametrize(
     ("name", "factor"), [*((name, 1) for name in GROUPS), ("full", 4), ("latent", 4)]
