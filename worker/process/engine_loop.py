@@ -26,6 +26,7 @@ from longshore.protocol.outputs import (
     WorkerReport,
 )
 from longshore.protocol.plan import BeginSleep, EndSleep, SampleMask, SchedulerOutput, Shutdown
+from longshore.protocol.transport.channel import has_input
 from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.process.device import is_out_of_memory
@@ -140,7 +141,7 @@ class WorkerEngine:
                 if events or self._asks_regularly:
                     self._send_transfers()
                 self._report_alive(self._late())
-                if self._link.monitor in events:
+                if self._link.monitor in events and self._has_read_all:
                     if not self._is_stopping:
                         self._finish_plans()
                         raise SchedulerLost
@@ -162,6 +163,11 @@ class WorkerEngine:
     def _asks_regularly(self) -> bool:
         """Whether a connector does not ring the bell for everything that ends."""
         return self._poll_interval_s is not None
+
+    @property
+    def _has_read_all(self) -> bool:
+        """No plan waits in the socket, which is read in parts."""
+        return self._is_stopping or not has_input(self._channel.socket)
 
     def _poll_ms(self, due_s: float | None) -> int:
         """How long to sleep: until this process must report to be alive, the statistics are due or
