@@ -6,6 +6,9 @@ from typing import Final, TextIO
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.protocol.logs.records import RECORD_MARK
 
+MAX_LINE_BYTES: Final = 1 << 20
+"""A longer line is written as several, so that memory and time per byte are bounded."""
+
 ERASE_TO_END: Final = "\x1b[K"  # erases the rest of a longer progress bar on this line
 
 
@@ -28,6 +31,9 @@ class LogRelay:
             *lines, rest = (self._unfinished.get(name, b"") + chunk).split(b"\n")
             for line in lines:
                 self._write(name, line, "\n")
+            while len(rest) > MAX_LINE_BYTES and b"\r" not in rest:
+                self._write(name, rest[:MAX_LINE_BYTES], "\n")
+                rest = rest[MAX_LINE_BYTES:]
             if self._is_terminal and b"\r" in rest:
                 self._write(name, rest, "\r")
             self._unfinished[name] = rest.rpartition(b"\r")[2] if b"\r" in rest else rest

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S: Final = 4.0
 """Time that a process has to end after a stop signal, without draining."""
 
+READS_PER_CALL: Final = 16
+
 KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
 
@@ -178,8 +180,11 @@ class ManagedProcess:
         return self.lifeline.fileno()
 
     def read_lifeline(self) -> None:
-        """Read the child's reports. Never blocks."""
-        while not self.lifeline_closed:
+        """Read the child's reports, at most READS_PER_CALL times 64 KiB: the rest follows with the
+        next call, because the lifeline stays readable. Never blocks."""
+        for _ in range(READS_PER_CALL):
+            if self.lifeline_closed:
+                return
             try:
                 received = self.lifeline.recv(65536)
             except BlockingIOError:

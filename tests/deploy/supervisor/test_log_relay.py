@@ -15,7 +15,7 @@ from longshore.deploy.supervisor.log_lines import (
     json_line,
     text_line,
 )
-from longshore.deploy.supervisor.log_relay import ERASE_TO_END, LogRelay
+from longshore.deploy.supervisor.log_relay import ERASE_TO_END, MAX_LINE_BYTES, LogRelay
 from longshore.protocol.logs.records import FramedFormatter, fields
 
 
@@ -151,3 +151,15 @@ def test_a_record_after_an_unfinished_line_is_a_record() -> None:
     other, record = map(json.loads, stream.getvalue().splitlines())
     assert (other["message"], other["level"]) == ("progress 50%", None)
     assert (record["message"], record["request_id"]) == ("it broke", "r")
+
+
+def test_a_line_without_an_end_is_written_in_parts() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, at_noon)
+    for _ in range(48):
+        relay.feed("worker 0", b"x" * 65_536)
+    num_written = stream.getvalue().count("x")
+    assert 48 * 65_536 - MAX_LINE_BYTES <= num_written < 48 * 65_536
+    assert max(map(len, stream.getvalue().splitlines())) <= MAX_LINE_BYTES + 20
+    relay.end("worker 0")
+    assert stream.getvalue().count("x") == 48 * 65_536
