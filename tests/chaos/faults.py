@@ -157,6 +157,24 @@ def redis_has_garbage(target: Target) -> None:
             client.setrange(name, 60, b"garbage")
 
 
+def store_is_slow(target: Target) -> None:
+    """No answer takes as long as the timeout of an operation."""
+    assert target.link is not None
+    redis_of(target)
+    target.link.delay_s = 0.2
+    time.sleep(PAUSE_S)
+    target.link.delay_s = 0.0
+
+
+def store_is_hostile(target: Target) -> None:
+    """It announces an array that is too large for any memory."""
+    assert target.link is not None
+    redis_of(target)
+    target.link.reply = b"*2147483647\r\n"
+    time.sleep(PAUSE_S)
+    target.link.reply = b""
+
+
 def flip_disk(target: Target) -> None:
     """Flip bits of all blocks on disk."""
     for segment in target.disk.glob("*/rank-*/segment-*"):
@@ -190,6 +208,8 @@ def flip_host_memory(target: Target) -> None:
 
 TIERS: Final[Sequence[Fault]] = (
     Fault("store", "the store hangs for a while", redis_pauses),
+    Fault("store", "the store is slow for a while", store_is_slow),
+    Fault("store", "the store sends hostile replies", store_is_hostile),
     Fault("store", "the store forgets everything", redis_forgets),
     Fault("store", "the store returns garbage", redis_has_garbage),
     Fault("store", "the store is gone", redis_dies),

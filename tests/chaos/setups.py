@@ -11,7 +11,7 @@ from tests.chaos.faults import LINKS, LOADS, REPLICAS, TIERS, Fault
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Prompt
 from tests.chaos.target import Target
-from tests.connectors.offloading.remote.servers import RedisServer
+from tests.connectors.offloading.remote.servers import RedisServer, slow_redis
 from tests.integration.deployment import Deployment, wait_until
 from tests.models import make_tiny_llama
 
@@ -68,11 +68,12 @@ def tiers(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
     (folder / "r").mkdir(parents=True)
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(folder / "r"))
+        link = stack.enter_context(slow_redis(redis))
         tier = {
             **HOST_TIER,
             "disk_path": str(folder / "tier"),
             "disk_bytes": "16MiB",
-            "remote_url": redis.url,
+            "remote_url": f"redis://{link.address}/0",
             "remote_timeout_ms": 300,
             "remote_retry_s": 1.0,
         }
@@ -80,7 +81,7 @@ def tiers(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
         options = {"connector": "offloading", "options": tier, "faults": faults}
         flags = connector_flags(FAULTY_CONNECTOR, options)
         deployment = stack.enter_context(deploy(model, folder, *flags))
-        yield Target(deployment.wait_until_ready(), prompts, folder=folder, redis=redis)
+        yield Target(deployment.wait_until_ready(), prompts, folder=folder, redis=redis, link=link)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import psutil
 
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Load, Prompt, Stream, check_streams
-from tests.connectors.offloading.remote.servers import RedisServer
+from tests.connectors.offloading.remote.servers import RedisServer, SlowLink
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 RECOVERY_S: Final = 2 * PATIENCE_S
@@ -30,7 +30,7 @@ class Target:
     folder:  of this deployment alone; it has a short path.
     calm:    the streams of a run without faults, by prompt.
     load:    the clients while a fault is applied.
-    redis, proxies: None if this deployment has none.
+    redis, link, proxies: None if this deployment has none. link: to redis.
     """
 
     load: Load
@@ -42,12 +42,14 @@ class Target:
         *,
         folder: Path,
         redis: RedisServer | None = None,
+        link: SlowLink | None = None,
         proxies: Proxies | None = None,
     ) -> None:
         self.deployment = deployment
         self.prompts = prompts
         self.folder = folder
         self.redis = redis
+        self.link = link
         self.proxies = proxies
         self.victims: list[psutil.Process] = []
         self.cut_ports: set[int] = set()

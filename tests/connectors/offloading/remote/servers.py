@@ -252,13 +252,14 @@ def sends(answer: bytes, *, again: bool = False) -> Callable[[socket.socket], No
 
 class SlowLink:
     """A link to a server, over which answers are slow: `delay_s` for each 64 KiB, or part of it.
-    Settable while it is in use; 0 at first."""
+    reply: sent in place of each answer, unless it is empty. Both may be set at any time."""
 
     CHUNK_BYTES: Final = 65_536
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         """connect: makes a connection to the server."""
         self.delay_s = 0.0
+        self.reply = b""
         self._connect = connect
         self._is_closed = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -271,7 +272,11 @@ class SlowLink:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = self._connect()
+                try:
+                    server = self._connect()
+                except OSError:  # the server is gone
+                    client.close()
+                    continue
                 self._sockets += [client, server]
                 for source, target, is_slow in ((client, server, False), (server, client, True)):
                     thread = threading.Thread(target=self._pass, args=(source, target, is_slow))
@@ -283,7 +288,7 @@ class SlowLink:
             while data := source.recv(self.CHUNK_BYTES):
                 if is_slow and self.delay_s:
                     self._is_closed.wait(self.delay_s)
-                target.sendall(data)
+                target.sendall((is_slow and self.reply) or data)
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
