@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import obstore
@@ -12,6 +12,8 @@ from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
 from longshore.connectors.offloading.remote.address import ENDPOINT_OPTIONS, RemoteAddress
 from longshore.protocol.errors import ConfigError
+
+_CHUNK_BYTES: Final = 65_536
 
 
 class ObjectBackend:
@@ -47,9 +49,15 @@ class ObjectBackend:
             found = obstore.get(self._store, name)
         except FileNotFoundError:
             return None
-        if found.meta["size"] > max_bytes:  # of another program; its body is not read
-            return memoryview(obstore.get_range(self._store, name, start=0, length=max_bytes))
-        return memoryview(found.bytes())
+        if found.meta["size"] <= max_bytes:
+            return memoryview(found.bytes())
+        # Of another program. A server need not obey a request for a range, so stop reading instead.
+        value = bytearray()
+        for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+            value += chunk
+            if len(value) >= max_bytes:
+                break
+        return memoryview(value)[:max_bytes]
 
     def put(self, name: str, value: bytes) -> None:
         obstore.put(self._store, name, value, use_multipart=False)

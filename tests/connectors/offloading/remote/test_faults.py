@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from longshore.connectors.offloading.disk.results import Outcome
+from longshore.connectors.offloading.remote.address import remote_address
+from longshore.connectors.offloading.remote.backend import open_backend
 from longshore.connectors.offloading.remote.breaker import BreakerState
 from longshore.connectors.offloading.remote.store import RemoteStore
 from tests.connectors.offloading.disk.stores import expected, key
@@ -203,6 +205,26 @@ def trickle_http(connection: socket.socket) -> None:
     for _ in range(2000):
         connection.sendall(b"x")
         time.sleep(0.02)
+
+
+def endless_http(connection: socket.socket) -> None:
+    """Announces 100 GB, whatever part of it was asked for, and sends as fast as it can."""
+    connection.sendall(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000000000\r\nETag: a\r\n"
+        b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n"
+    )
+    while True:
+        connection.sendall(bytes(65536))
+
+
+def test_of_an_object_that_is_too_large_only_the_beginning_is_read() -> None:
+    liar = Liar(endless_http, "s3")
+    address = remote_address(liar.url, liar.options, None)
+    backend = open_backend(address, timeout_s=PATIENCE_S, ttl_s=None)
+    value = backend.get("a", 1000)
+    assert value is not None
+    assert bytes(value) == bytes(1000)
+    liar.close()
 
 
 @pytest.mark.parametrize(
