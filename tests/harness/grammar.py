@@ -32,7 +32,7 @@ class FakeCompiler:
     turn:     of a driver that counts them, see `grammar_for`.
     polled:   texts in the order in which they were asked for.
     grammars: the latest one of each text.
-    num_compiled: grammars that were asked for.
+    num_compiled: grammars that were asked for. num_lost: losses that a running request noticed.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FakeCompiler:
         self.broken: set[str] = set()
         self.unmasked: set[str] = set()
         self.lost: set[str] = set()
-        self.num_compiled = 0
+        self.num_compiled = self.num_lost = 0
         self.num_flushes = 0
         self.turn = 0
         self.polled: list[str] = []
@@ -144,6 +144,7 @@ class FakeGrammar:
             raise GrammarError(f"no mask: {self.spec.text}")
         if self.spec.text in self._compiler.lost:
             self._compiler.lose(self)
+            self._compiler.num_lost += 1
             raise GrammarLost
         if self.spec.text in self._compiler.unmasked:
             return False

@@ -188,6 +188,13 @@ class Player:
         if key := self._any_request():
             self.compiler.ready.add(self.driver.names[key])
 
+    def _lose(self) -> None:
+        """The grammar of a running request is lost, or one that was lost is compiled again."""
+        requests = self.driver.scheduler.running.requests_in_order()
+        running = [each.structured_output.text for each in requests if each.structured_output]
+        if names := sorted(self.compiler.lost) + running:
+            self.compiler.lost ^= {self.chance.choice(names)}
+
     def _pause(self) -> None:
         self.driver.scheduler.set_pause(self.chance.choice(list(PauseState)))
         self.num_pauses += 1
@@ -343,6 +350,7 @@ class Player:
         driver = self.driver
         driver.scheduler.set_pause(PauseState.UNPAUSED)
         self.compiler.ready.add("all")
+        self.compiler.lost.clear()
         driver.abort(*sorted(self.sessions - set(driver.finished)))
         for _ in range(3000):
             was_busy = bool(driver.unanswered)
@@ -465,7 +473,11 @@ class HintingPlayer(PressedPlayer):
     """
 
     MODES = ("recompute", "recompute", "swap")
-    ACTIONS: ClassVar[dict[str, float]] = PressedPlayer.ACTIONS | {"add": 12, "compile": 8}
+    ACTIONS: ClassVar[dict[str, float]] = PressedPlayer.ACTIONS | {
+        "add": 12,
+        "compile": 8,
+        "lose": 4,
+    }
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__(chance)
@@ -498,6 +510,7 @@ class HintingPlayer(PressedPlayer):
         return super().seen() | {
             "actions with retained prefixes": self.num_retaining,
             "forks with a grammar": len(ends),
+            "lost grammars": self.compiler.num_lost,
             "their accepted drafts": sum(end.num_accepted_tokens for end in ends.values()),
             "their drafts against a grammar": sum(
                 end.num_invalid_draft_tokens for end in ends.values()

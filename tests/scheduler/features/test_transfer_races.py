@@ -55,6 +55,7 @@ def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) ->
     whats = (
         "actions with retained prefixes",
         "forks with a grammar",
+        "lost grammars",
         "their accepted drafts",
         "their drafts against a grammar",
         "their preemptions",
