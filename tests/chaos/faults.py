@@ -1,6 +1,7 @@
 """The faults, as data: what is done to which deployment."""
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -259,6 +260,28 @@ LOADS: Final[Sequence[Fault]] = (
 )
 """On one engine with host memory, through a connector whose loads fail, and whose reports are late
 and repeated, all the time."""
+
+
+def grammars(number: signal.Signals) -> Injection:
+    return lambda target: target.disturb_grammars(number)
+
+
+def twice(inject: Injection) -> Injection:
+    def inject_twice(target: Target) -> None:
+        inject(target)
+        inject(target)
+
+    return inject_twice
+
+
+GRAMMARS: Final[Sequence[Fault]] = (
+    Fault("killed", "the grammar process", grammars(signal.SIGKILL)),
+    Fault("hung", "the grammar process", grammars(signal.SIGSTOP)),
+    Fault("killed at start", "the next grammar process", twice(grammars(signal.SIGKILL))),
+    Fault("killed", "the worker, beside structured output", kill("worker-0"), is_short=False),
+    Fault("killed", "the scheduler of a grammar process", kill("scheduler"), is_short=False),
+)
+"""On one engine half of whose streams have structured output."""
 
 
 def slow(name: str) -> Injection:

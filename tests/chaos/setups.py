@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.testing.faults import FAULTY_CONNECTOR
-from tests.chaos.faults import LINKS, LOADS, REPLICAS, TIERS, Fault
+from tests.chaos.faults import GRAMMARS, LINKS, LOADS, REPLICAS, TIERS, Fault
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Prompt
 from tests.chaos.target import Target
@@ -23,6 +25,13 @@ NUM_BLOCKS: Final = 450
 
 LINKED: Final = ("clients-0", "clients-1", "worker-0.0", "worker-1.0")
 """Sockets that have proxies."""
+
+REGEXES: Final = (
+    "([a-z]{3} [0-9]{2},){1000}",
+    "([a-f]{5} ){1000}",
+    "((bird|ship)[ab]{2}){1000}",
+)
+"""Of endless outputs, greedy and random ones."""
 
 HOST_TIER: Final = {"cpu_bytes_to_use": "8MiB", "verify_kv": "always"}
 
@@ -93,6 +102,17 @@ def loads(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
 
 
 @contextmanager
+def grammars(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
+    """With a model whose tokens are texts."""
+    constrained = [
+        replace(prompt, regex=REGEXES[index // 2 % len(REGEXES)]) if index % 4 < 2 else prompt
+        for index, prompt in enumerate(prompts)
+    ]
+    with deploy(DEMO_MODEL_DIR, folder) as deployment:
+        yield Target(deployment.wait_until_ready(), constrained, folder=folder)
+
+
+@contextmanager
 def links(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
     with ExitStack() as stack:
         deployment = stack.enter_context(
@@ -111,4 +131,5 @@ SETUPS: Final[Mapping[str, tuple[Setup, Sequence[Fault]]]] = {
     "tiers": (tiers, TIERS),
     "loads": (loads, LOADS),
     "links": (links, LINKS),
+    "grammars": (grammars, GRAMMARS),
 }

@@ -42,11 +42,12 @@ STREAM_TIMEOUT_S: Final = 3 * PATIENCE_S
 
 @dataclass(frozen=True)
 class Prompt:
-    """seed: of random draws; None: greedy."""
+    """seed: of random draws; None: greedy. regex: what the output follows; None: anything."""
 
     token_ids: list[int]
     max_tokens: int
     seed: int | None
+    regex: str | None = None
 
     def margin(self, position: int, logprobs: Iterable[float]) -> float:
         """How far the choice of an output token is from another one. logprobs: of the best tokens,
@@ -254,13 +255,16 @@ class Load:
             writer.close()
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
+        constraint: dict[str, Any] = {"ignore_eos": True}
+        if prompt.regex is not None:
+            constraint = {"structured_outputs": {"regex": prompt.regex}}
         return {
+            **constraint,
             "prompt": prompt.token_ids,
             "max_tokens": prompt.max_tokens,
             "temperature": 0 if prompt.seed is None else 1,
             "top_k": TOP_K,
             "seed": prompt.seed,
-            "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
             "logprobs": prompt.num_best if self._once else None,

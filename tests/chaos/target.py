@@ -1,6 +1,7 @@
 """The deployment that faults are applied to, and what must be true of it after each of them."""
 
 import base64
+import contextlib
 import json
 import re
 import time
@@ -14,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
+from longshore.scheduler.structured_output.client import MODULE
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Load, Prompt, Stream, check_streams
 from tests.connectors.offloading.remote.servers import RedisServer, SlowLink
@@ -21,6 +23,7 @@ from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 RECOVERY_S: Final = 2 * PATIENCE_S
 POLL_S: Final = 0.2
+GRAMMAR_SOCKET: Final = re.compile(r"grammars.*\.\d+")
 IDLE_STATES: Final = {"reserved", "free", "cached"}
 
 
@@ -99,6 +102,26 @@ class Target:
         if name.startswith("gateway"):
             self.cut_ports |= {c.raddr.port for c in victim.net_connections("tcp") if c.raddr}
 
+    def disturb_grammars(self, number: int) -> None:
+        """Send a signal to the grammar process, which is expected to be replaced, and wait for
+        that."""
+        (former,) = self._grammar_processes()
+        self.victims.append(former)
+        former.send_signal(number)
+        wait_until(lambda: any(one != former for one in self._grammar_processes()))
+
+    def _grammar_processes(self) -> list[psutil.Process]:
+        found = []
+        for name, member in self.members().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = member.children() if name.startswith("scheduler") else []
+                found += [
+                    child
+                    for child in children
+                    if child.status() != psutil.STATUS_ZOMBIE and MODULE in child.cmdline()
+                ]
+        return found
+
     def pause(self, name: str, duration_s: float) -> None:
         """Stop a process for some time."""
         process = self.members()[name]
@@ -166,7 +189,12 @@ class Target:
         for engine in range(self._num_engines):
             wait_until(lambda engine=engine: self._is_idle(engine), RECOVERY_S)
         tmp_dir = self.deployment.tmp_dir
-        wait_until(lambda: processes_with_tmpdir(tmp_dir) == _ids(self.members().values()))
+        wait_until(
+            lambda: (
+                processes_with_tmpdir(tmp_dir)
+                == _ids([*self.members().values(), *self._grammar_processes()])
+            )
+        )
         wait_until(lambda: self._runtime_files() == self._files)
         assert "were overwritten" not in self.deployment.output  # said by --poison-kv
         wait_until(lambda: self.deployment.process.num_fds() == self._num_descriptors)
@@ -192,7 +220,11 @@ class Target:
         return text
 
     def _runtime_files(self) -> list[list[str]]:
-        return [sorted(f.name for f in path.iterdir()) for path in self.deployment.runtime_dirs]
+        """Without the sockets of grammar processes, each of which has a name of its own."""
+        return [
+            sorted(f.name for f in path.iterdir() if not GRAMMAR_SOCKET.fullmatch(f.name))
+            for path in self.deployment.runtime_dirs
+        ]
 
 
 def check_nothing_is_left(deployment: Deployment) -> None:

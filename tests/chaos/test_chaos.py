@@ -40,6 +40,7 @@ def folder() -> Iterator[Path]:
             "loads", marks=pytest.mark.req("MET-05", "MET-06", "MET-07", "MET-08", "SPD-07")
         ),
         "links",
+        pytest.param("grammars", marks=pytest.mark.req("FEA-01")),
     ],
 )
 def test_streams_survive_every_fault_and_nothing_is_lost(
