@@ -111,6 +111,10 @@ class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+CONSTRAINT_TOO_COMPLEX: Final = "the constraint of the output is too complex"
+"""Begins the message of a request whose constraint exceeded a limit while it was enforced: the
+client has to change it."""
+
 MAX_CACHE_TTL_S: Final = 86_400.0
 
 

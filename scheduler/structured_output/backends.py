@@ -15,7 +15,7 @@ import numpy as np
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import shortened
-from longshore.protocol.requests import StructuredOutput
+from longshore.protocol.requests import CONSTRAINT_TOO_COMPLEX, StructuredOutput
 from longshore.scheduler.features.grammar import GrammarError
 from longshore.scheduler.structured_output.schema_support import (
     NOT_INSTALLED,
@@ -38,6 +38,7 @@ on without end."""
 
 _MAX_LEXER_STATES: Final = 50_000  # of 1 to 2 kB each
 _MAX_ROW_ITEMS: Final = 20_000  # an optional property is four; the library's default is 2000
+_LIMIT_EXCEEDED: Final = re.compile(r"too many (?:states|expressions)|\d+ items; max is")
 _NUM_COMPILE_THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
@@ -265,7 +266,10 @@ class _LLMatcher:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_first_lines(self._matcher.get_error()))
+            text = _first_lines(self._matcher.get_error())
+            if _LIMIT_EXCEEDED.search(text):
+                text = f"{CONSTRAINT_TOO_COMPLEX}: {text}"
+            raise GrammarError(text)
 
 
 class XGrammar:

@@ -14,6 +14,7 @@ from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.requests.token_scores import TokenScore
 from longshore.protocol.outputs import FinishedRequest, FinishReason
+from longshore.protocol.requests import CONSTRAINT_TOO_COMPLEX
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -251,5 +252,7 @@ class GeneratedAnswer:
 def _check_end(end: FinishedRequest) -> None:
     if end.reason is FinishReason.IGNORED:
         raise invalid(end.message or "the engine rejected this prompt")
+    if end.reason is FinishReason.ERROR and end.message.startswith(CONSTRAINT_TOO_COMPLEX):
+        raise invalid(end.message, code="constraint_too_complex")
     if end.reason is FinishReason.ERROR:
         raise ApiError(500, end.message or "the engine failed on this request")

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.protocol.requests import StructuredOutput
+from longshore.protocol.requests import CONSTRAINT_TOO_COMPLEX, StructuredOutput
 from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.structured_output import backends
 from longshore.scheduler.structured_output.backends import Backend, Backends, LLGuidance, XGrammar
 from tests.harness.vocabularies import allowed_ids, sampled_text, small_vocabulary
 
@@ -187,3 +188,25 @@ def test_masks_leave_out_ids_without_a_token(backend: Backend) -> None:
     mask = np.zeros(-(-len(VOCABULARY.tokens) // 32), np.int32)
     matcher.fill(mask)
     assert VOCABULARY.special_ids[-1] not in allowed_ids(matcher, len(VOCABULARY.tokens))
+
+
+@pytest.mark.parametrize(
+    ("limit", "spec"),
+    [
+        ("_MAX_LEXER_STATES", StructuredOutput("regex", "(a|b)*a(a|b){20}c")),
+        ("_MAX_ROW_ITEMS", StructuredOutput("grammar", 'start: x\nx: x x | "a" | "b"')),
+    ],
+)
+def test_a_constraint_that_exceeds_a_limit_while_it_is_enforced_is_called_too_complex(
+    monkeypatch: pytest.MonkeyPatch, limit: str, spec: StructuredOutput
+) -> None:
+    monkeypatch.setattr(backends, limit, 40)
+    matcher = LLGuidance(VOCABULARY).compile(spec).matcher()
+
+    def generate() -> None:
+        for number in range(100):
+            allowed_ids(matcher, len(VOCABULARY.tokens))
+            matcher.accept(ord("ab"[number % 3 // 2]))
+
+    with pytest.raises(GrammarError, match=f"^{CONSTRAINT_TOO_COMPLEX}: "):
+        generate()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.requests import StructuredOutput
-from tests.deploy.gateway.conftest import StartGateway
-from tests.deploy.gateway.fake_engine import scored_echo
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import CONSTRAINT_TOO_COMPLEX, AddRequest, StructuredOutput
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
+from tests.deploy.gateway.fake_engine import FakeEngine, scored_echo
 
 CHAT = [{"role": "user", "content": "Where?"}]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
@@ -119,3 +120,46 @@ async def test_an_invalid_constraint_is_rejected_by_name(
         assert error["type"] == "invalid_request_error"
         assert re.search(reason, error["message"]), error["message"]
         assert not gateway.engine.requests
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+)
+async def test_a_constraint_that_proves_too_complex_is_the_client_s_error(
+    start_gateway: StartGateway, path: str, has_begun: bool
+) -> None:
+    def give_up(engine: FakeEngine, request: AddRequest) -> None:
+        engine.send_tokens(request, [4])
+        if not has_begun:
+            fail()
+
+    def fail() -> None:
+        (request,) = gateway.engine.requests
+        message = f"{CONSTRAINT_TOO_COMPLEX}: too many states"
+        gateway.engine.finish(request, FinishReason.ERROR, num_output_tokens=1, message=message)
+        failed.append(request)
+
+    def on_event(_: bytes) -> None:
+        if not failed:
+            fail()
+
+    failed: list[AddRequest] = []
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/messages": {"model": "tiny", "messages": CHAT, "max_tokens": 9},
+        "/v1/responses": {"input": "one", "max_output_tokens": 9},
+    }
+    body = bodies.get(path) or {**PATHS[path], "max_tokens": 9, "guided_regex": "[0-9]+"}
+    async with start_gateway(give_up) as gateway:
+        answer = await gateway.client.request(
+            "POST",
+            path,
+            json.dumps(body | {"stream": True}).encode(),
+            timeout_s=PATIENCE_S,
+            on_event=on_event,
+        )
+    assert answer.status == (200 if has_begun else 400)
+    text = answer.body + b"".join(data for _, data in answer.events)
+    assert CONSTRAINT_TOO_COMPLEX.encode() in text
+    assert b"invalid_" in text
+    assert b"api_error" not in text
