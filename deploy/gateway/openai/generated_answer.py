@@ -252,7 +252,8 @@ class GeneratedAnswer:
 def _check_end(end: FinishedRequest) -> None:
     if end.reason is FinishReason.IGNORED:
         raise invalid(end.message or "the engine rejected this prompt")
-    if end.reason is FinishReason.ERROR and end.message.startswith(CONSTRAINT_TOO_COMPLEX):
-        raise invalid(end.message, code="constraint_too_complex")
+    message = end.message or ""
+    if end.reason is FinishReason.ERROR and message.startswith(CONSTRAINT_TOO_COMPLEX):
+        raise invalid(message, code="constraint_too_complex")
     if end.reason is FinishReason.ERROR:
         raise ApiError(500, end.message or "the engine failed on this request")
