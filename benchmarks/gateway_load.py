@@ -160,7 +160,7 @@ class Streams:
     def _open(self, port: int, path: str, body: bytes, is_probe: bool) -> None:
         connection = socket.create_connection(("127.0.0.1", port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         connection.setblocking(False)

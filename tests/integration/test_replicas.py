@@ -258,7 +258,7 @@ def at_the_door(deployment: Deployment) -> socket.socket:
     connection = socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S)
     body = b'{"prompt": "x", "max_tokens": 2}'
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )
     return connection

@@ -174,7 +174,7 @@ async def test_a_client_that_goes_takes_its_requests_along(start_gateway: StartG
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         body = json.dumps({"input": [[5], [6], [7]]}).encode()
         head = (
-            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
