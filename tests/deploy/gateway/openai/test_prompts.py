@@ -19,6 +19,8 @@ from longshore.deploy.model.folder import SamplingDefaults
 class RecordingTokenizer:
     """One token per prompt, or too many; records the thread on which each prompt was encoded."""
 
+    max_inline_characters = MAX_INLINE_CHARACTERS
+
     def __init__(self) -> None:
         self.threads: list[int] = []
         self.num_characters = 0
