@@ -204,6 +204,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     kv_memory_fd: inherited descriptor of memory for the KV cache, which outlives the process; None:
                  the cache is this process's own.
     is_standby:  it takes the place of this rank only when the supervisor says so.
+    late_imports: modules that a standby imports in advance.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: directory to remove if the supervisor dies.
     """
@@ -239,6 +240,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     shared_memory_fd: int | None = None
     kv_memory_fd: int | None = None
     is_standby: bool = False
+    late_imports: tuple[str, ...] = ()
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet, hang_of
 from longshore.deploy.supervisor.restarts import Restarts
@@ -143,7 +145,7 @@ class Standbys:
         each.restarts.started(deadline_s=now_s + self._start_timeout_s)
         try:
             for worker in workers:
-                standby = self._processes.launch(_spec(worker.spec, each.number, number))
+                standby = self._processes.launch(_spec(worker, each.number, number))
                 each.standbys.append(standby)
                 self._processes.running.append(standby)
         except OSError as error:  # the disk is full, or there are too many processes
@@ -188,13 +190,17 @@ def _names(standbys: Sequence[ManagedProcess]) -> str:
     return ", ".join(standby.name for standby in standbys)
 
 
-def _spec(worker: ProcessSpec, set_number: int, number: int) -> ProcessSpec:
+def _spec(process: ManagedProcess, set_number: int, number: int) -> ProcessSpec:
+    worker = process.spec
     assert worker.config_of_standby is not None
+    config = worker.config_of_standby(worker.config, number)
+    if process.ready is not None and process.ready.late_imports:
+        config = msgspec.structs.replace(config, late_imports=process.ready.late_imports)
     suffix = f" {set_number + 1}" if worker.num_standbys > 1 else ""
     return ProcessSpec(
         f"{worker.name} standby{suffix}",
         worker.module,
-        worker.config_of_standby(worker.config, number),
+        config,
         environment=worker.environment,
         pass_fds=worker.pass_fds,
         restart_group=f"{worker.restart_group} standby{suffix}",

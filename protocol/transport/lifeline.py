@@ -67,9 +67,13 @@ def stop_signals(lifeline_fd: int | None) -> tuple[signal.Signals, ...]:
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
-    """The process is ready; `details` are lines for the operator, such as `num_blocks: 4096`."""
+    """The process is ready; `details` are lines for the operator, such as `num_blocks: 4096`.
+
+    late_imports: modules that it has imported after loading, which its standbys import in advance.
+    """
 
     details: dict[str, str] = {}
+    late_imports: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
+           import    like serve, and report that it has imported `late`
            wait      like serve, and exit 0 when notified by another child
            refuse    like serve, and refuse commands to gateways
            await others  like serve, and end when all children with this behaviour were told to stop
@@ -49,6 +50,7 @@ class FakeChildConfig(msgspec.Struct, frozen=True):
     paused: str | None = None
     is_drained: bool = False
     is_asleep: bool = False
+    late_imports: tuple[str, ...] = ()
     epoch: int = 1
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
@@ -102,7 +104,8 @@ def main(config_file: str) -> int:
                 listener.bind(f"{config.runtime_dir}/child.sock")
             if config.behaviour in ("wait", "await others"):
                 waiting.touch()
-            lifeline.report(Ready({"answer": "42"}))
+            late_imports = ("late",) if config.behaviour == "import" else ()
+            lifeline.report(Ready({"answer": "42"}, late_imports))
     if config.behaviour == "stand by":
         lifeline.wait_for_take_over()
         print("takes over", flush=True)

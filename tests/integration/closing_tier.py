@@ -6,11 +6,13 @@ from typing import ClassVar
 from longshore.connectors.base import (
     AskLater,
     FinishAction,
+    KVCaches,
     Match,
     Matched,
     RequestView,
     SchedulerConnector,
     StepView,
+    TransferQueues,
     WorkerConnector,
 )
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array
@@ -58,6 +60,22 @@ class SilentWorker(WorkerConnector[bytes]):
 
     def bind_connector_metadata(self, data: bytes) -> bytes:
         return data
+
+
+class LateLibraryWorker(SilentWorker):
+    """Imports a library when it begins."""
+
+    def register_kv_caches(self, kv_caches: KVCaches, queues: TransferQueues) -> None:
+        import tests.integration.late_library  # noqa: F401  # it prints that it is imported
+
+
+class LateLibrary(SchedulerConnector):
+    """Loads and stores nothing."""
+
+    worker_half: ClassVar[str] = f"{__name__}:LateLibraryWorker"
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return Matched(0)
 
 
 class NeverKnows(SchedulerConnector):

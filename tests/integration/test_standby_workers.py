@@ -2,10 +2,12 @@
 
 import signal
 
+import psutil
 import pytest
 
 from longshore.deploy.admin.actions import SOCKET_NAME, Status
 from longshore.deploy.admin.client import perform
+from tests.conftest import ROOT
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_worker_deaths import Answers
@@ -51,6 +53,32 @@ def test_streams_go_on_when_a_standby_takes_the_place_of_their_worker(
     assert "Traceback" not in deployment.output
     deployment.find_members()
     assert next_standby in {member.pid for member in deployment.members.values()}
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def who_imported(deployment: Deployment) -> list[str]:
+    """The processes that have imported `late_library`, in this order."""
+    lines = deployment.output.splitlines()
+    return [line[line.index("[") + 1 : line.index("]")] for line in lines if "late library" in line]
+
+
+@pytest.mark.slow
+def test_a_standby_has_imported_its_connector_s_library_before_it_takes_over(
+    start_deployment: StartDeployment,
+) -> None:
+    """Streams would wait for that, for seconds on a busy machine."""
+    connector = ("--kv-connector", "tests.integration.closing_tier:LateLibrary")
+    deployment = start_deployment(*FLAGS, *connector, environment={"PYTHONPATH": str(ROOT)})
+    standby = wait_for_standby(deployment.wait_until_ready())
+    for num_deaths in (1, 2):  # the second worker was a standby, and has imported it in advance
+        psutil.Process(ready_pids(deployment)["worker 0"]).kill()
+        next_standby = wait_for_standby(deployment, other_than=standby)
+        assert ready_pids(deployment)["worker 0"] == standby
+        standby = next_standby
+        expected = ["worker 0", *[STANDBY] * (num_deaths + 1)]
+        wait_until(lambda expected=expected: who_imported(deployment) == expected)
+    deployment.find_members()
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
 

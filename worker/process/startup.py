@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,6 +45,7 @@ from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.host_resources import num_physical_cores
+from longshore.worker.process.late_imports import import_all, imported_since
 from longshore.worker.process.low_priority import at_low_priority
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.ranks.last_plans import LastPlans
@@ -77,12 +79,14 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
 
 
 class _Loaded(NamedTuple):
-    """What outlives a scheduler. fingerprint: of the model's folder when it was loaded."""
+    """What outlives a scheduler. fingerprint: of the model's folder when it was loaded. modules:
+    that were imported for that."""
 
     device: torch.device
     parallel: Parallel
     worker: Worker
     fingerprint: str
+    modules: frozenset[str]
 
 
 def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> _Loaded:
@@ -103,7 +107,10 @@ def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> 
         check_worker_half(config.kv_connector)
     make = partial(Worker, config.worker, parallel)
     worker = stack.enter_context(at_low_priority(make) if config.is_standby else make())
-    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.model)))
+    modules = frozenset(sys.modules)
+    if config.late_imports:
+        at_low_priority(partial(import_all, config.late_imports))
+    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.model)), modules)
 
 
 def _serve(
@@ -134,7 +141,7 @@ def _serve_epoch(
 ) -> bool:
     """Serve a scheduler until it shuts down, or this rank is to sleep (True). Raises SchedulerLost
     if it dies."""
-    device, parallel, worker, _ = loaded
+    device, parallel, worker, _, modules = loaded
     accepted = _handshake(config, loaded, lifeline, link)
     if not isinstance(accepted, WorkerAccepted):
         return isinstance(accepted, BeginSleep)
@@ -153,7 +160,7 @@ def _serve_epoch(
         gc.freeze()
         gc.enable()
     link.channel.send(WorkerReady(config.rank))
-    lifeline.report(Ready(_details(config, worker, accepted)))
+    lifeline.report(Ready(_details(config, worker, accepted), imported_since(modules)))
     last_plans = None
     if parallel.num_ranks > 1:
         last_plans = LastPlans(

@@ -31,10 +31,15 @@ def supervisor(output: io.StringIO) -> Iterator[Supervisor]:
     supervisor.stop_now()
 
 
-def worker(rank: int = 0, standby: str = "stand by", num_standbys: int = 1) -> ProcessSpec:
+def worker(
+    rank: int = 0,
+    standby: str = "stand by",
+    num_standbys: int = 1,
+    behaviour: str = "serve",
+) -> ProcessSpec:
     return spec(
         f"worker {rank}",
-        "serve",
+        behaviour,
         restart_group=ENGINE,
         num_standbys=num_standbys,
         config_of_standby=lambda config, number: FakeChildConfig(standby),
@@ -125,6 +130,14 @@ def test_standbys_that_still_load_make_room_for_new_processes(
     reason = "no standby of engine-0 is ready (worker 0 standby: "
     assert f"{reason}thinking)" in caplog.text or f"{reason}starting)" in caplog.text
     wait_until(lambda: engine.find("worker 0 standby") is not None)  # the next one
+
+
+def test_a_standby_imports_in_advance_what_its_worker_has_imported(start: StartEngine) -> None:
+    engine = start(worker(behaviour="import"), scheduler())
+    engine.wait_for_standby("worker 0 standby")
+    config = engine.named("worker 0 standby").spec.config
+    assert isinstance(config, FakeChildConfig)
+    assert config.late_imports == ("late",)
 
 
 def test_the_standbys_of_all_ranks_take_over_together(start: StartEngine) -> None:
