@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ NUM_ROUNDS, NUM_CONNECTIONS, PROMPTS = 3, 8, 1000
 REASONS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "a row": ((), {}),
     "a grammar": ((), {"structured_outputs": {"regex": "[ab]{3,40}"}}),
-    "its connector": (("--kv-connector", "tests.integration.asking_forever:AsksForever"), {}),
+    "its connector": (
+        (
+            *("--kv-connector", "tests.integration.asking_forever:AsksForever"),
+            *("--min-load-wait-s", "60", "--load-timeout-s", "60"),
+        ),
+        {},
+    ),
 }
 """What the requests wait for: flags, and fields of the requests."""
 
@@ -113,7 +120,10 @@ def test_full_queues_whose_clients_hang_up_stop_no_other_stream(
     start_deployment: StartDeployment, policy: str, reason: str, record_property: Any
 ) -> None:
     flags, fields = REASONS[reason]
-    environment = {"LONGSHORE_HANG_TIMEOUT_S": "5"}
+    environment = {
+        "LONGSHORE_HANG_TIMEOUT_S": "5",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     settings = ("--scheduling-policy", policy, *flags)
     deployment = start_deployment(*KEYS, *settings, environment=environment).wait_until_ready()
     before = {name: process.pid for name, process in deployment.members.items()}
