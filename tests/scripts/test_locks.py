@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 NAMES: Final = ("dev", "runtime", "services", "no-deps")
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: Final = PROJECT["optional-dependencies"]
-RUNTIME_EXTRAS: Final = ("audio", "offload", "redis", "s3")
+RUNTIME_EXTRAS: Final = ("audio", "offload", "s3")
 
 
 def locked(name: str) -> dict[str, str]:
