@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from longshore.deploy.bench.sse_client import HttpEndpoint
+from longshore.scheduler.queue.policies import POLICIES
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment
 
@@ -114,8 +115,14 @@ async def attack(deployment: Deployment, fields: dict[str, Any]) -> Stream:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("reason", list(REASONS))
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum", "fair"])
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        pytest.param(policy, reason, marks=[] if policy == first else [pytest.mark.long])
+        for reason, first in zip(REASONS, ("priority", "fair", "continuum"), strict=True)
+        for policy in POLICIES
+    ],
+)
 def test_full_queues_whose_clients_hang_up_stop_no_other_stream(
     start_deployment: StartDeployment, policy: str, reason: str, record_property: Any
 ) -> None:
