@@ -49,6 +49,11 @@ class KeyedHeap(Generic[OrderT, ItemT]):
         self._drop_removed()
         return item
 
+    def discard(self, key: str) -> None:
+        """Remove the item with this key, if there is one."""
+        if key in self._entries:
+            self.remove(key)
+
     def clear(self) -> None:
         """Remove all items."""
         self._entries.clear()

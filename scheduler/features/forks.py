@@ -65,8 +65,7 @@ class _Family:
     def discard(self, fork: _Fork) -> None:
         """Remove a fork, if it is one of these."""
         self.planned.pop(fork, None)
-        if fork.request.request_id in self.ahead:
-            self.ahead.remove(fork.request.request_id)
+        self.ahead.discard(fork.request.request_id)
 
     def __len__(self) -> int:
         return len(self.ahead) + len(self.planned)

@@ -113,6 +113,7 @@ class Transfers:
         self.loads: dict[str, _Transfer] = {}
         self._awaited: KeyedHeap[float, Request] = KeyedHeap()  # by deadline
         self._lookups: dict[str, float] = {}  # not answered yet: how long their requests wait
+        self._lookup_ends: KeyedHeap[float, str] = KeyedHeap()
         self._sends: dict[str, _Transfer] = {}
         self._holds: dict[int, HeldBlocks] = {}
         self.step_loads = StepLoads(num_ranks)
@@ -148,8 +149,9 @@ class Transfers:
         match = self._ask(request, num_local, now, max_wait_s)
         if isinstance(match, AskLater) and max_wait_s:
             self._lookups[request.request_id] = ends_at
+            self._lookup_ends.add(request.request_id, ends_at, request.request_id)
             return match
-        self._lookups.pop(request.request_id, None)
+        self._end_lookup(request)
         self.num_late_loads += not max_wait_s
         return Matched(0) if isinstance(match, AskLater) else match
 
@@ -171,13 +173,25 @@ class Transfers:
             return Matched(0)
         return match
 
-    def answered(self, now: float) -> Sequence[str]:
-        """Ids of requests that are to be asked for again, if the connector names them."""
-        return self.hooks.take_answered(now) if self.connector.names_answers else ()
+    def _end_lookup(self, request: Request) -> None:
+        if self._lookups.pop(request.request_id, None) is not None:
+            self._lookup_ends.discard(request.request_id)
+
+    def answered(self, now: float) -> Iterator[str]:
+        """Ids of requests that are to be asked for again, if the connector names them: these, and
+        up to MAX_EXPIRED that have waited for long enough."""
+        if not self.connector.names_answers:
+            return
+        yield from self.hooks.take_answered(now)
+        for _ in range(MAX_EXPIRED):
+            first = self._lookup_ends.first()
+            if first is None or first[0] > now:
+                return
+            yield self._lookup_ends.pop()
 
     def admitted(self, request: Request) -> None:
         """The request got a row, so that its next lookup is a new one."""
-        self._lookups.pop(request.request_id, None)
+        self._end_lookup(request)
         if request.is_swapped:
             self.release_swap(request)
 
@@ -208,7 +222,7 @@ class Transfers:
         if blocks is not None:
             block_ids = blocks.block_ids
         view = view_of(request, finish_reason=reason, finished_s=now)
-        self._lookups.pop(request.request_id, None)
+        self._end_lookup(request)
         action = self.hooks.call(self.connector.request_finished, view, block_ids)
         if action.delay_free and blocks is not None:
             self._sends[request.request_id] = _Transfer(blocks)
@@ -458,6 +472,7 @@ class Transfers:
         """A new epoch has no transfers."""
         self.loads, self._sends, self._holds, self._lookups = {}, {}, {}, {}
         self._awaited.clear()
+        self._lookup_ends.clear()
         self.step_loads.clear()
         self._leaving.clear()
         self.num_loading_blocks = self.num_loading_tokens = 0

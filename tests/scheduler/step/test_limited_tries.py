@@ -85,6 +85,19 @@ def test_a_request_is_asked_for_again_when_its_connector_names_it() -> None:
     assert len(driver.finished) == len(names)
 
 
+def test_a_connector_that_never_names_a_request_keeps_it_only_as_long_as_any_lookup() -> None:
+    connector = NamesAnswers()
+    driver = Driver(connector=connector, max_num_seqs=8, min_load_wait_s=20.0)
+    names = add_many(driver, 3)
+    while not driver.running:
+        driver.plan()  # a second each
+        assert driver.now < 60
+    assert driver.now >= 20
+    driver.run()
+    assert len(driver.finished) == len(names)
+    assert set(connector.asked.values()) == {2}
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The requests that steps have tried to admit, in order."""
