@@ -113,7 +113,8 @@ MAX_TRIED_BLOCKS: Final = 8192
 class Admission(SchedulerPart):
     """Admits waiting requests.
 
-    has_untried: the last step has not tried all that could be, because it had tried enough.
+    has_untried: this step has not tried all that could be, because it had tried enough; the planner
+                 resets it.
     """
 
     gates: AdmissionGates
@@ -130,7 +131,7 @@ class Admission(SchedulerPart):
         admitted rows to `num_scheduled` (max_num_seqs,) and returns their sum, at most `budget`."""
         self._num_left, self._num_scheduled, self._now = budget, num_scheduled, now
         running = self.running
-        self._loads_are_full = self.has_untried = False
+        self._loads_are_full = False
         self._asked = None
         self.waiting.begin_step()
         num_tries_left = MAX_TRIED_BLOCKS

@@ -57,7 +57,7 @@ class StepPlanner(SchedulerPart):
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if there is nothing to plan."""
-        self.waits_for_transfers = False
+        self.waits_for_transfers = self.admission.has_untried = False
         if (plan := self._plan_steady_step()) is not None:
             return plan
         budget = 0 if self.pause is PauseState.PAUSED_ALL else self.budget.num_tokens

@@ -83,6 +83,11 @@ def hang_up(target: Target) -> None:
     target.load.hang_up(16)
 
 
+def fill_queue(target: Target) -> None:
+    for _ in range(3):
+        target.fill_queue_and_hang_up(num_connections=4, num_prompts=500)
+
+
 REPLICAS: Final[Sequence[Fault]] = (
     Fault("killed", "a worker", kill("worker-0.0")),
     Fault("hung", "a worker", stop("worker-1.0")),
@@ -95,6 +100,7 @@ REPLICAS: Final[Sequence[Fault]] = (
     Fault("paused", "the supervisor", pause("supervisor"), is_short=False),
     Fault("paused", "a worker", pause("worker-0.0")),
     Fault("client gone", "half of the streams", hang_up),
+    Fault("client gone", "a full queue, three times", fill_queue),
     Fault("killed together", "the workers of both engines", kill("worker-0.0", "worker-1.0")),
     Fault(
         "killed together",

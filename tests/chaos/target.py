@@ -4,13 +4,15 @@ import base64
 import contextlib
 import json
 import re
+import socket
 import time
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -128,6 +130,25 @@ class Target:
         process.suspend()
         time.sleep(duration_s)
         process.resume()
+
+    def fill_queue_and_hang_up(self, num_connections: int, num_prompts: int) -> None:
+        """Queue many requests, whose connections close when an engine has half of them, and wait
+        until they are gone."""
+        url = urlsplit(self.deployment.url)
+        body = json.dumps(
+            {"prompt": [[5, 6, 7]] * num_prompts, "max_tokens": 40, "ignore_eos": True}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.hostname}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            for _ in range(num_connections):
+                connection = socket.create_connection((url.hostname, url.port))
+                stack.enter_context(connection).sendall(head.encode() + body)
+            self._wait_for_waiting(lambda num: num > num_connections * num_prompts // 2)
+        self._wait_for_waiting(lambda num: num < 100)
+
+    def _wait_for_waiting(self, condition: Callable[[float], bool]) -> None:
+        wait_until(lambda: condition(self.metric("scheduler_waiting_requests")), RECOVERY_S)
 
     def disturb_hook(self, what: str) -> None:
         """See `switch` of `Faults`; waits until the hook was called."""

@@ -9,6 +9,7 @@ from longshore.protocol.requests import LoRARequest
 from longshore.scheduler.queue.queues import MIN_TRY_BLOCKS, RETRY_BLOCKS
 from longshore.scheduler.request import Request
 from longshore.scheduler.step.admission import MAX_TRIED_BLOCKS, Admission, Attempt
+from longshore.scheduler.step.planner import PauseState
 from tests.harness.connector import AdversarialConnector
 from tests.harness.driver import Driver
 from tests.harness.tokens import prompt_of
@@ -157,5 +158,9 @@ def test_an_engine_goes_on_at_once_if_it_has_not_tried_all() -> None:
     add_many(driver, NUM_FIRST + 1)
     driver.plan()
     assert driver.scheduler.has_untried
+    driver.scheduler.set_pause(PauseState.PAUSED_NEW)
+    driver.plan()
+    assert not driver.scheduler.has_untried  # a paused engine would otherwise never rest
+    driver.scheduler.set_pause(PauseState.UNPAUSED)
     driver.plan()
     assert not driver.scheduler.has_untried
