@@ -69,10 +69,11 @@ def test_a_link_to_a_segment_that_appears_later_fails_the_writes(
     assert victim.read_bytes() == b"precious" * 4096
 
 
-@pytest.mark.parametrize("name", [f"probe.{os.getpid()}", f"../{IDENTITY_FILE}.{os.getpid()}"])
+@pytest.mark.parametrize("stem", ["probe", f"../{IDENTITY_FILE}"])
 def test_a_link_in_place_of_a_temporary_file_is_replaced(
-    path: Path, victim: Path, name: str
+    path: Path, victim: Path, stem: str
 ) -> None:
+    name = f"{stem}.{os.getpid()}"
     (path / IDENTITY.digest / IDENTITY_FILE).unlink()
     (rank_directory(path) / name).symlink_to(victim)
     with open_store(path) as store:
