@@ -232,6 +232,10 @@ class WaitingRequests:
             self.happened(event)
         self._num_retries_left = RETRY_BLOCKS
         self.unpark_due()
+        if self._next_load is not None:  # it was not tried, and another one may be first by now
+            self._skipped.remove(self._next_load)
+            self._for_loads.add(self._next_load)
+            self._next_load = None
         self.unpark_load()
 
     def unpark_due(self) -> None:

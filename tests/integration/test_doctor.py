@@ -88,7 +88,9 @@ def test_the_first_request_of_a_connector_that_never_answers_is_a_stall_that_nam
     start_deployment: StartDeployment, connector: str
 ) -> None:
     name = f"tests.integration.closing_tier:{connector}"
-    deployment = start_deployment("--kv-connector", name, environment={"PYTHONPATH": str(ROOT)})
+    waits = ("--min-load-wait-s", "300", "--load-timeout-s", "300")
+    environment = {"PYTHONPATH": str(ROOT)}
+    deployment = start_deployment("--kv-connector", name, *waits, environment=environment)
     deployment.wait_until_ready()
     body = json.dumps({"prompt": [7] * 40, "max_tokens": 1}).encode()
     headers = {"Content-Type": "application/json"}

@@ -32,6 +32,8 @@ class Admissions:
         self._step = step
         self._now = now
         self._loads_are_full = False
+        self._has_tried_delayed = False
+        self._is_refused = False
 
     def run(self) -> None:
         """Admit until the budget, the rows or the blocks are gone, or everybody has been tried."""
@@ -55,6 +57,17 @@ class Admissions:
         queues.put_back(set_aside)
 
     def _try(self, request: TextbookRequest) -> Verdict:
+        if request.is_delayed:
+            if self._has_tried_delayed and self._loads_are_full:
+                return Verdict.SET_ASIDE
+            self._has_tried_delayed = True
+        self._is_refused = False
+        verdict = self._try_now(request)
+        if verdict is not Verdict.STOP:
+            request.is_delayed = self._is_refused
+        return verdict
+
+    def _try_now(self, request: TextbookRequest) -> Verdict:
         if self._is_blocked(request):
             return Verdict.SET_ASIDE
         if self._has_token_in_flight(request):
@@ -187,6 +200,7 @@ class Admissions:
         is_over = num_loading + num_reserved > scheduler.max_loading_blocks
         if self._loads_are_full or (num_loading and is_over):  # one alone may be as large as it is
             self._loads_are_full = True  # nobody slips past in this step
+            self._is_refused = True
             return Verdict.SET_ASIDE
         if not self._fits(request, hits, end, request.num_tokens, scheduler.answered_step):
             if scheduler.running or scheduler.unanswered:

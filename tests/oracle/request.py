@@ -45,6 +45,8 @@ class TextbookRequest:
     was_preempted:    since it ran last.
     asked_at:         when the connector was asked what it does not know yet.
     asks_connector:   until a load in the background has begun.
+    is_delayed:       its load waits until others have ended. Of these, a step tries the first, and
+                      the next ones as long as loads begin.
     """
 
     message: AddRequest
@@ -70,6 +72,7 @@ class TextbookRequest:
     life: int = 0
     was_preempted: bool = False
     asks_connector: bool = True
+    is_delayed: bool = False
     asked_at: float | None = None
     blocks: list[Block] = field(default_factory=list)
     encoder_blocks: list[Block] = field(default_factory=list)
