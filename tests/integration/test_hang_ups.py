@@ -18,14 +18,14 @@ from tests.integration.deployment import PATIENCE_S, Deployment
 KEYS = ("--api-key", "key-of-a", "--api-key", "key-of-b")
 NUM_ROUNDS, NUM_CONNECTIONS, PROMPTS = 3, 8, 1000
 REASONS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
-    "a row": ((), {}),
+    "a row": ((), {"ignore_eos": True}),
     "a grammar": ((), {"structured_outputs": {"regex": "[ab]{3,40}"}}),
     "its connector": (
         (
             *("--kv-connector", "tests.integration.asking_forever:AsksForever"),
             *("--min-load-wait-s", "60", "--load-timeout-s", "60"),
         ),
-        {},
+        {"ignore_eos": True},
     ),
 }
 """What the requests wait for: flags, and fields of the requests."""
@@ -79,7 +79,6 @@ async def fill_and_hang_up(deployment: Deployment, model: str, fields: dict[str,
             "model": model,
             "prompt": ["? who"] * PROMPTS,
             "max_tokens": 300,
-            "ignore_eos": True,
             **fields,
         }
     ).encode()
@@ -88,6 +87,7 @@ async def fill_and_hang_up(deployment: Deployment, model: str, fields: dict[str,
         for _ in range(NUM_CONNECTIONS)
     ]
     while await num_waiting(endpoint) < NUM_CONNECTIONS * PROMPTS // 2:
+        assert not any(call.done() for call in calls), "the requests were answered"
         await asyncio.sleep(0.2)
     for call in calls:
         call.cancel()
