@@ -31,7 +31,7 @@ POLL_S: Final = 0.02
 
 WORK_PER_TURN: Final = 256
 """Requests that are aborted, or messages of clients that are read, in one turn of the engine's
-loop: some 10 ms of work. Other sockets, steps and the sign of life come in between."""
+loop. Other sockets, steps and the sign of life come in between."""
 
 PAUSED: Final = "paused by the operator"
 DRAINING: Final = "draining for a restart by the operator"

@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 RETRY_BLOCKS: Final = 4096
-"""Work of trying again what has waited for an event of many, per step, in blocks of prompts: a
-connector looks each of them up, which takes 1 or 2 ms together."""
+"""Work of trying again what has waited for a shared event, per step, in blocks of prompts, because a
+connector may look up each of them."""
 
 MIN_TRY_BLOCKS: Final = 64
-"""What trying a request costs at least, in blocks: some 20 µs."""
+"""What trying a request counts as at least, in blocks, however short its prompt is."""
 
 
 class SharedEvent(enum.Enum):
-    """An event for which many requests may wait, and which may be the one of any of them."""
+    """An event for which many requests may wait, and which may concern any of them."""
 
     ADAPTERS = "other adapters run than before"
     ENCODER = "an encoder connector has reported"
@@ -113,7 +113,7 @@ class WaitingRequests:
         self._waiting.add(request)
 
     def add_blocked(self, request: Request) -> None:
-        """Queue a new request that cannot be admitted yet, among those set aside."""
+        """Queue a new request among those set aside, before requests that were not tried yet."""
         self._announce(request)
         self._give_position(request)
         self._skipped.add(request)

@@ -1,4 +1,4 @@
-"""A client that fills the queue and hangs up, again and again, costs nobody else a stream."""
+"""A client that fills the queue and hangs up, again and again, stops no stream of another key."""
 
 import asyncio
 import contextlib
