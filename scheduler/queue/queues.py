@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 RETRY_BLOCKS: Final = 4096
-"""Work of trying again what has waited for a shared event, per step, in blocks of prompts, because a
-connector may look up each of them."""
+"""Work of trying again what has waited for a shared event, per step, in blocks of prompts, because
+a connector may look up each of them."""
 
 MIN_TRY_BLOCKS: Final = 64
 """What trying a request counts as at least, in blocks, however short its prompt is."""
