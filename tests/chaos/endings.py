@@ -1,7 +1,10 @@
-"""Faults while a deployment starts or drains. It ends with them, and nothing is left of it."""
+"""Faults while a deployment starts or drains, or that do not let it start. It ends with them, and
+nothing is left of it."""
 
 import contextlib
+import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +27,9 @@ CUT: Final = ("error event", "closed", "status 503")
 
 Injection = Callable[[Deployment], None]
 
+Damage = Callable[[Path, Path], None]
+"""Damages the copy of a model, or plants something in place of the disk tier's folder."""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -31,6 +37,7 @@ class Ending:
 
     inject:  called once the deployment has begun to start, or to drain under load.
     status:  the exit status.
+    damage:  done before it starts.
     begin:   the signal that begins the drain.
     drain_s: time that running requests have; None: the fault comes while it starts.
     is_cut:  streams may be cut.
@@ -47,6 +54,7 @@ class Ending:
     is_cut: bool = True
     is_hang: bool = False
     is_short: bool = True
+    damage: Damage | None = None
 
 
 def send(name: str, number: signal.Signals = signal.SIGKILL) -> Injection:
@@ -103,6 +111,30 @@ def nothing(deployment: Deployment) -> None:
     pass
 
 
+def pipe_as_config(model: Path, disk: Path) -> None:
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+
+
+def garbage_as_weights(model: Path, disk: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def pipe_as_disk_tier(model: Path, disk: Path) -> None:
+    os.mkfifo(disk)
+
+
+def open_disk_tier(model: Path, disk: Path) -> None:
+    disk.mkdir()
+    disk.chmod(0o777)
+
+
+def bad_folder(what: str, damage: Damage, status: int, *, is_short: bool = True) -> Ending:
+    return Ending(
+        "bad folder", what, nothing, status, drain_s=None, is_short=is_short, damage=damage
+    )
+
+
 ENDINGS: Final[Sequence[Ending]] = (
     Ending("drain", "without a fault", nothing, 0, is_cut=False),
     Ending("drain", "at the deadline", nothing, 0, drain_s=SHORT_DRAIN_S),
@@ -150,6 +182,10 @@ ENDINGS: Final[Sequence[Ending]] = (
         is_short=False,
     ),
     Ending("stopped at start", "the gateway", send_new("gateway", signal.SIGSTOP), 1, drain_s=None),
+    bad_folder("a pipe in place of config.json", pipe_as_config, 2, is_short=False),
+    bad_folder("garbage in place of the weights", garbage_as_weights, 1),
+    bad_folder("a pipe in place of the disk tier", pipe_as_disk_tier, 1, is_short=False),
+    bad_folder("others can write to the disk tier", open_disk_tier, 1),
 )
 """Each on a deployment of its own, with one engine, one gateway and host memory as a tier."""
 
@@ -168,11 +204,16 @@ class Endings:
     def run(self, ending: Ending) -> Outcome:
         """Raises AssertionError."""
         self._num_started += 1
-        flags = connector_flags("offloading", HOST_TIER)
+        folder = self._folder / str(self._num_started)
+        model, tiers = self._model, HOST_TIER
+        if ending.damage is not None:
+            model = shutil.copytree(model, folder / "model")
+            tiers = {**tiers, "disk_path": str(folder / "disk"), "disk_bytes": "16MiB"}
+            ending.damage(model, folder / "disk")
+        flags = connector_flags("offloading", tiers)
         if ending.drain_s is not None:
             flags += ["--drain-timeout-s", str(ending.drain_s)]
-        folder = self._folder / str(self._num_started)
-        with deploy(self._model, folder, *flags) as deployment:
+        with deploy(model, folder, *flags) as deployment:
             try:
                 streams = self._end(deployment, ending, folder)
                 _check_end(deployment, ending)
