@@ -120,6 +120,10 @@ class OneClassConnector:
     def load_abandoned(self, request_id: str) -> None:
         """The request no longer waits for its load."""
 
+    def load_expired(self, request_id: str) -> None:
+        """In place of `load_abandoned`, if the load has taken too long."""
+        self.load_abandoned(request_id)
+
     @property
     def has_pending_work(self) -> bool:
         """Whether an idle engine must send another plan."""
@@ -247,6 +251,9 @@ class OneClassAdapter(SchedulerConnector):
 
     def load_abandoned(self, request_id: str) -> None:
         self.connector.load_abandoned(request_id)
+
+    def load_expired(self, request_id: str) -> None:
+        self.connector.load_expired(request_id)
 
     @property
     def has_pending_work(self) -> bool:

@@ -82,10 +82,10 @@ class Options:
         return parse_size(key, value)
 
 
-def make_folder(connector: str, path: Path) -> None:
+def make_folder(connector: str, path: Path, option: str = "path") -> None:
     """Create a connector's folder, with mode 0700, if it is missing. Raises ConfigError, also if
-    other users can write to it."""
-    where = f"--kv-connector-config: the connector {connector} cannot use its folder"
+    other users can write to it. option: that names it."""
+    where = f"--kv-connector-config: the connector {connector} cannot use its folder, {option}"
     try:
         Folder.make(path).close()
     except ConfigError as error:

@@ -295,7 +295,7 @@ def _adapters(options: LMCacheOptions) -> L2AdaptersConfig:
     for adapter in options.l2_adapters:
         path = adapter.get("base_path")
         if isinstance(path, str) and path:  # LMCache would let everybody read it
-            make_folder("lmcache", Path(path))
+            make_folder("lmcache", Path(path), "base_path")
         if adapter["type"] == "resp":
             _check_reachable(adapter)
     arguments = argparse.Namespace(l2_adapter=[json.dumps(each) for each in options.l2_adapters])

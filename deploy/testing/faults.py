@@ -199,6 +199,8 @@ class FaultyConnector(SchedulerConnector):
     skips_prefix_cache = _counted("skips_prefix_cache")
     update_connector_output = _counted("update_connector_output")
     load_abandoned = _counted("load_abandoned")
+    load_expired = _counted("load_expired")
+    take_answered = _counted("take_answered")
     release_transfers = _counted("release_transfers")
     swap_size = _counted("swap_size")
     swap_out = _counted("swap_out")
@@ -218,6 +220,7 @@ class FaultyConnector(SchedulerConnector):
         self.can_swap = self.wrapped.can_swap
         self.needs_every_step = self.wrapped.needs_every_step
         self.reads_ahead = self.wrapped.reads_ahead
+        self.min_wait_s = self.wrapped.min_wait_s
         self.num_leasable_blocks = self.wrapped.num_leasable_blocks
         self._matched: dict[str, tuple[int, bool]] = {}  # computed tokens, is_async
         self._loads: list[BegunLoad] = []

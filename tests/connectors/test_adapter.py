@@ -154,6 +154,8 @@ def test_every_hook_of_the_contract_reaches_the_connector() -> None:
     attributes = {"supports_hma", "is_combinable", "uses_shared_memory", "worker_half"}
     attributes |= {"contract_version", "needs_every_step", "has_verify_kv", "reads_ahead"}
     attributes |= {"num_leasable_blocks"}  # it cannot lease
+    attributes |= {"names_answers", "take_answered"}  # nor name what it has an answer for
+    attributes |= {"min_wait_s"}
     attributes |= {"check_options"}  # the wrapped class checks them when it is built
     swaps = {"can_swap", "swap_size", "swap_out", "release_swap"}  # not for one class
     # The one-class style has statistics of another type, and no way to end a send early.

@@ -31,7 +31,7 @@ def test_what_is_no_size_is_rejected_by_name(value: int | str) -> None:
 
 def test_a_folder_that_cannot_be_created_is_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"connector example cannot use its folder: .*file"):
+    with pytest.raises(ConfigError, match=r"connector example cannot use its folder, path: .*file"):
         make_folder("example", tmp_path / "file")
     make_folder("example", tmp_path / "new" / "folder")
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
@@ -39,5 +39,7 @@ def test_a_folder_that_cannot_be_created_is_rejected_by_name(tmp_path: Path) -> 
 
 def test_a_folder_that_other_users_can_write_to_is_rejected_by_name(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"connector example cannot use its folder: .*chmod 700"):
+    with pytest.raises(
+        ConfigError, match=r"connector example cannot use its folder, path: .*chmod 700"
+    ):
         make_folder("example", tmp_path)

@@ -64,7 +64,7 @@ def test_the_mix_names_kinds_with_weights() -> None:
 
 @pytest.mark.slow
 def test_a_short_run_through_real_processes() -> None:
-    flags = "--requests 1000 --demo-requests 100 --max-growth-percent 100"
+    flags = "--requests 1000 --demo-requests 500 --max-growth-percent 100"
     run = subprocess.run(
         [sys.executable, ROOT / "scripts" / "soak", *flags.split()],
         capture_output=True,
@@ -73,7 +73,7 @@ def test_a_short_run_through_real_processes() -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "small: 1000 requests" in run.stdout
-    assert "demo_model: 100 requests" in run.stdout
+    assert "demo_model: 500 requests" in run.stdout
     for kind in soak.MIX:
         assert f"'{kind}': " in run.stdout
     assert run.stdout.count("'GPU_to_CPU': ") == run.stdout.count("'CPU_to_DISK': ") == 2

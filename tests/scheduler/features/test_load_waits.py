@@ -9,7 +9,7 @@ import pytest
 from longshore.connectors.base import AskLater, Match, Matched, RequestView
 from longshore.protocol.outputs import FinishReason
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.load_waits import ASSUMED_TOKENS_PER_S, LoadWaits
+from longshore.scheduler.features.load_waits import ASSUMED_TOKEN_S, LoadWaits
 from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.step.running import RunningTable
 from tests.harness.connector import has_leading
@@ -52,7 +52,7 @@ def test_a_wait_has_a_minimum_and_a_maximum() -> None:
 
 
 def test_a_rate_that_is_not_measured_yet_is_assumed_to_be_low() -> None:
-    assert waits(is_measured=False).limit_s(5000, 0) == 5000 / ASSUMED_TOKENS_PER_S
+    assert waits(is_measured=False).limit_s(5000, 0) == 5000 * ASSUMED_TOKEN_S
 
 
 def test_a_request_that_may_not_compute_waits_up_to_the_timeout() -> None:
