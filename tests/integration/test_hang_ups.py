@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,12 +33,13 @@ REASONS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
 
 
 class Stream:
-    """Streams of one key, one after the other. max_gap_s: the longest time between two tokens."""
+    """Streams of one key, one after the other. max_gap_s: the longest time between two tokens of
+    one of them; the first one waits behind those that are queued before it."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._endpoint = HttpEndpoint(deployment.url, api_key="key-of-a")
         self.num_tokens, self.max_gap_s, self.answers = 0, 0.0, []
-        self._last_s = time.monotonic()
+        self._last_s = math.inf
 
     def _on_event(self, data: bytes) -> None:
         now_s = time.monotonic()
@@ -54,6 +56,7 @@ class Stream:
             "stream": True,
         }
         while True:
+            self._last_s = math.inf
             answer = await self._endpoint.request(
                 "POST",
                 "/v1/completions",
