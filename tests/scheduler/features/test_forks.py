@@ -486,6 +486,7 @@ def test_a_fork_that_cannot_share_blocks_is_rejected_with_a_reason(
 # Sessions that keep their blocks
 
 
+@pytest.mark.req("FEA-05")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_session_that_keeps_its_blocks_continues_after_them(
