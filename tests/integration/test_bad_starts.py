@@ -252,7 +252,10 @@ def test_a_folder_that_cannot_be_read_is_rejected_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BAD_FOLDERS | BAD_TEXT_FILES)
+@pytest.mark.parametrize(
+    "name",
+    [*BAD_FOLDERS, *(pytest.param(name, marks=pytest.mark.long) for name in BAD_TEXT_FILES)],
+)
 def test_doctor_says_in_one_line_why_a_folder_cannot_be_served(
     folder: Path, temp_dir: Path, name: str
 ) -> None:
