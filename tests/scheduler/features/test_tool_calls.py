@@ -65,6 +65,8 @@ def test_a_tool_of_which_nothing_is_known_gets_the_default() -> None:
     assert ttl_of(calls, 1) == DEFAULT_TTL_S == 10.0
     learn(calls, [2.0] * (MIN_CALLS - 1))
     assert ttl_of(calls, 1) == 10.0
+    limited = calls.predict("new", 200.0, saved_s=1.0, share=0.01, max_ttl_s=4.0)
+    assert limited.seconds == 4.0
 
 
 def test_turns_that_ran_together_do_not_spoil_the_gaps_that_follow() -> None:
@@ -74,6 +76,18 @@ def test_turns_that_ran_together_do_not_spoil_the_gaps_that_follow() -> None:
         if now == 0:
             calls.turn_ended("job", [1], now)  # of a request with n = 2: one turn follows
         calls.turn_arrived("job", now + 1.0)
+    calls.turn_ended("job", [1], 300.0)
+    ttl = calls.predict("job", 300.0, saved_s=1.0, share=0.01, max_ttl_s=60.0)
+    assert ttl == (1.25, 1.0)
+
+
+@pytest.mark.req("CTM-04")
+def test_an_arrival_ends_the_gap_of_the_newest_turn() -> None:
+    calls = ToolCallEstimator(decode)
+    for now in range(0, 300, 30):
+        calls.turn_ended("job", [1], now)
+        calls.turn_ended("job", [1], now + 20.0)
+        calls.turn_arrived("job", now + 21.0)
     calls.turn_ended("job", [1], 300.0)
     ttl = calls.predict("job", 300.0, saved_s=1.0, share=0.01, max_ttl_s=60.0)
     assert ttl == (1.25, 1.0)
