@@ -851,6 +851,7 @@ def test_a_loaded_request_whose_hits_prove_wrong_is_rewound() -> None:
     driver.check_complete(*driver.names)
 
 
+@pytest.mark.req("MET-06")
 def test_a_load_whose_hits_prove_wrong_while_it_runs_counts_up_to_them() -> None:
     driver = provisional_hits("b", "c", long_prefill_token_threshold=2)
     driver.answer()
@@ -862,6 +863,7 @@ def test_a_load_whose_hits_prove_wrong_while_it_runs_counts_up_to_them() -> None
     driver.check_complete(*driver.names)
 
 
+@pytest.mark.req("MET-06")
 def test_a_request_that_waits_with_hits_that_prove_wrong_releases_them() -> None:
     driver = provisional_hits("b", max_num_seqs=2, policy="priority")
     driver.ranks.end_load("b")
