@@ -36,6 +36,11 @@ class TestGroup:
         pass
 """
 
+FAKE = "from tests.harness import driver"
+ENGINE = "import tests.integration.engine_process"
+REAL = "from longshore import LLM"
+SERVED = "from tests.integration.deployment import Deployment"
+
 UNKNOWN = """
 @pytest.mark.req("ONE-99")
 def test_unknown():
@@ -76,8 +81,38 @@ def test_marks_are_listed_with_the_tests_that_carry_them(project: Path) -> None:
     }
 
 
-def test_missing_lists_what_no_test_proves(project: Path) -> None:
-    assert list(report(project, "--missing")) == ["ONE-02"]
+def test_proof_selects_by_how_it_is_proven(project: Path) -> None:
+    assert list(report(project, "--proof", "missing")) == ["ONE-02"]
+    assert list(report(project, "--proof", "component")) == ["ONE-01", "TWO-01"]
+    assert list(report(project, "--proof", "fake-worker")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "proof"),
+    [
+        ({"test_rule": ""}, "component"),
+        ({"test_rule": FAKE}, "fake-worker"),
+        ({"test_rule": FAKE, "test_other": ""}, "fake-worker"),
+        ({"test_rule": FAKE, "test_model": REAL}, "component"),
+        ({"test_rule": f"{FAKE}\n{REAL}"}, "component"),
+        ({"test_rule": "import longshore.workers"}, "component"),
+        ({"clients/test_client": ""}, "end-to-end"),
+        ({"test_rule": FAKE, "chaos/test_faults": ""}, "end-to-end"),
+        ({"integration/test_engine": ENGINE}, "fake-worker"),
+        ({"integration/test_engine": f"{ENGINE}\n{SERVED}"}, "end-to-end"),
+    ],
+)
+def test_how_an_id_is_proven_depends_on_the_workers_of_its_tests(
+    project: Path, files: dict[str, str], proof: str
+) -> None:
+    helpers = {"harness/driver": "from tests.harness.worker import W", "harness/worker": ""}
+    mark = "\nimport pytest\n@pytest.mark.req('ONE-02')\ndef test(): ...\n"
+    tests = {name: text + mark for name, text in files.items()}
+    for name, text in (helpers | tests).items():
+        path = project / "tests" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert report(project)["ONE-02"]["proof"] == proof
 
 
 def test_section_selects_by_prefix(project: Path) -> None:
@@ -90,7 +125,7 @@ def test_section_selects_by_prefix(project: Path) -> None:
 def test_text_report_groups_by_section_and_counts(project: Path) -> None:
     text = run(project, "scripts/requirements").stdout
     assert text.index("First part (ONE)") < text.index("ONE-02") < text.index("Second part (TWO)")
-    assert text.endswith("2 of 3 proven\n")
+    assert text.endswith("0 end-to-end, 0 fake-worker, 2 component, 1 missing\n")
 
 
 def test_unknown_id_is_an_error_of_the_report(project: Path) -> None:
