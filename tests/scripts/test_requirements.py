@@ -1,6 +1,7 @@
 """scripts/requirements, and the check of requirement marks when pytest collects."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,14 @@ def test_every_id_of_the_real_list_is_read() -> None:
     text = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
     assert len(listed) == text.count("\n- **")
     assert listed["POO-03"]["section"] == "Block pool (POO)"
+
+
+def test_features_with_nothing_but_a_fake_worker_are_those_that_the_readme_lists() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^Does not work end to end: (.*?)^Not supported", text, re.M | re.S)
+    ids = set(re.findall(r"[A-Z]{3}-\d\d", listed))
+    (first, last) = re.findall(r"\(SPD-(\d+) to SPD-(\d+)\)", listed)[0]
+    ids |= {f"SPD-{number:02}" for number in range(int(first), int(last) + 1)}
+    proven_with_a_fake = report(ROOT, "--proof", "fake-worker")
+    assert ids <= proven_with_a_fake.keys(), "it works now: README need not list it"
+    assert {id_ for id_ in proven_with_a_fake if id_.startswith("FEA")} <= ids
