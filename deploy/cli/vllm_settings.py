@@ -86,7 +86,7 @@ FLAGS_WITHOUT_VALUE: Final = frozenset(
 
 _FOLDER: Final = "it is that of the model folder"
 _ROLE: Final = "the model folder says what the model computes"
-_ONE_MACHINE: Final = "a server runs on one machine"
+_HOSTS: Final = "several hosts are served with a topology file (docs/topology.md)"
 _PROXY: Final = "use a reverse proxy in front of the server (docs/security.md)"
 _LORA: Final = "LoRA adapters are not supported; merge them into the weights"
 _ORIGINS: Final = "use cors_allow_origins=ORIGIN, several times for several origins"
@@ -107,10 +107,10 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "config_format": (("auto", "hf"), _FOLDER),
     "convert": (("auto", "none", "embed"), _ROLE),
     "cpu_offload_gb": ((0,), "weights stay on the device; tensor_parallel_size splits them"),
-    "data_parallel_address": ((), _ONE_MACHINE),
-    "data_parallel_backend": (("mp",), _ONE_MACHINE),
-    "data_parallel_rank": ((), _ONE_MACHINE),
-    "data_parallel_size_local": ((), _ONE_MACHINE),
+    "data_parallel_address": ((), _HOSTS),
+    "data_parallel_backend": (("mp",), _HOSTS),
+    "data_parallel_rank": ((), _HOSTS),
+    "data_parallel_size_local": ((), _HOSTS),
     "default_chat_template_kwargs": (({},), "use chat_template_kwargs in requests"),
     "disable_hybrid_kv_cache_manager": ((False,), "all KV cache groups share one pool"),
     "disable_sliding_window": ((False,), "the model's windows are used"),
@@ -129,7 +129,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         "the prompt shows the tools, so that its cached prefix can be used",
     ),
     "generation_config": (("auto",), _FOLDER),
-    "headless": ((False,), _ONE_MACHINE),
+    "headless": ((False,), _HOSTS),
     "hf_config_path": ((), _FOLDER),
     "hf_overrides": (({},), "change config.json of the model folder"),
     "hf_token": ((), "set HF_TOKEN"),
@@ -152,7 +152,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "mm_processor_kwargs": (({},), "models with images are not supported"),
     "model_impl": (("auto", "vllm"), "models run with the kernels here"),
     "model_loader_extra_config": (({},), "weights are read from safetensors files"),
-    "nnodes": ((1,), _ONE_MACHINE),
+    "nnodes": ((1,), _HOSTS),
     "num_scheduler_steps": ((1,), "async_scheduling keeps the device busy between steps"),
     "otlp_traces_endpoint": ((), "only the trace ids of requests are logged"),
     "override_generation_config": (({},), "change generation_config.json of the model folder"),

@@ -72,6 +72,11 @@ def test_settings_of_the_same_name_exist() -> None:
     assert set(names) <= {setting.name for setting in fields(ServeOptions)}
 
 
+def test_settings_with_a_value_of_another_name_are_in_one_of_the_lists() -> None:
+    named = {*names_after("These settings have vLLM's name and meaning:"), *RENAMED.values()}
+    assert {name for name, _ in RENAMED_VALUES} <= named
+
+
 def test_request_fields_of_the_same_name_exist() -> None:
     names = names_after("These fields beyond the OpenAI API have vLLM's name and meaning:")
     assert len(names) > 10
