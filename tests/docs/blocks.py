@@ -81,6 +81,12 @@ def read_commands() -> list[Command]:
     return commands
 
 
+def spans(page: Path) -> list[str]:
+    """The texts in backticks outside of blocks."""
+    text = _FENCE.sub("", page.read_text("utf-8"))
+    return [" ".join(span.split()) for span in _SPAN.findall(text)]
+
+
 def flags_mentioned() -> dict[str, str]:
     """The flags in spans, with one place where each occurs."""
     flags: dict[str, str] = {}

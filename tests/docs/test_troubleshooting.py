@@ -58,14 +58,6 @@ def test_message_stands_in_the_code(message: str) -> None:
     )
 
 
-def test_metrics_that_the_page_names_are_listed_in_theirs() -> None:
-    names = re.findall(r"`(longshore_\w+)`", PAGE.read_text("utf-8"))
-    listed = (ROOT / "docs" / "metrics.md").read_text("utf-8")
-    assert names
-    for name in names:
-        assert f"| `{name}`<br>" in listed
-
-
 def test_the_variable_that_a_kubernetes_service_makes_is_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
