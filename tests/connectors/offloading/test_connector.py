@@ -193,6 +193,7 @@ def test_a_block_that_could_not_be_read_is_computed_and_not_found_again() -> Non
     (job,) = driver.jobs_of(LoadJob)
     driver.end(job, 1, [3])
     driver.end(job, 0)
+    assert driver.offloading._manager.lookup(job.command.blocks.keys, 0.0) == 3
     driver.settle()
     driver.check_complete(key)
     driver.ask("other again", OTHER)

@@ -17,6 +17,7 @@ from longshore.connectors.pull.reader import RENEWALS_PER_LEASE
 from longshore.connectors.pull.scheduler import PullConnector
 from longshore.connectors.pull.transport import ReadState, TransportError
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AbortRequests
 from longshore.testing.engines import settle
@@ -448,6 +449,17 @@ def test_leases_are_renewed_while_a_request_waits(model_of: ModelOf) -> None:
         assert pair.num_failed == 0
         pair.settle()
         assert pair.half(pair.prefill).num_expired_leases == 0
+
+
+@pytest.mark.req("CON-08")
+def test_a_lease_has_the_blocks_that_a_window_still_needs_and_no_others(model_of: ModelOf) -> None:
+    model, _ = model_of("windows")
+    prefill = {"block_size": 8, "max_num_batched_tokens": 8, "num_blocks": 120}
+    with Pair(model, options={"lease_s": 0.5}, prefill=prefill) as pair:
+        pair.begin(prompts_of(129)[0])
+        (lease,) = pair.half(pair.prefill)._leased.values()
+        assert NULL_BLOCK not in lease.block_ids.tolist()
+        pair.settle()
 
 
 @pytest.mark.req("CON-08")
