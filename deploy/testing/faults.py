@@ -200,7 +200,6 @@ class FaultyConnector(SchedulerConnector):
     update_connector_output = _counted("update_connector_output")
     load_abandoned = _counted("load_abandoned")
     load_expired = _counted("load_expired")
-    take_answered = _counted("take_answered")
     release_transfers = _counted("release_transfers")
     swap_size = _counted("swap_size")
     swap_out = _counted("swap_out")
@@ -221,8 +220,10 @@ class FaultyConnector(SchedulerConnector):
         self.needs_every_step = self.wrapped.needs_every_step
         self.reads_ahead = self.wrapped.reads_ahead
         self.min_wait_s = self.wrapped.min_wait_s
+        self.names_answers = self.wrapped.names_answers
         self.num_leasable_blocks = self.wrapped.num_leasable_blocks
         self._matched: dict[str, tuple[int, bool]] = {}  # computed tokens, is_async
+        self._put_off: list[str] = []  # requests that were told to ask later by this class alone
         self._loads: list[BegunLoad] = []
 
     @property
@@ -233,10 +234,10 @@ class FaultyConnector(SchedulerConnector):
         chance, faults = self._chance, self._chance.faults
         chance.called("get_num_new_matched_tokens")
         if chance.has(faults.ask_later / 2):
-            return AskLater()
+            return self._ask_later(request)
         match = self.wrapped.get_num_new_matched_tokens(request, num_computed_tokens)
         if chance.has(faults.ask_later / 2):
-            return AskLater()
+            return self._ask_later(request)
         if chance.has(faults.failed_lookup):
             raise InjectedFault("a lookup")
         if not isinstance(match, Matched):
@@ -247,6 +248,16 @@ class FaultyConnector(SchedulerConnector):
             match = replace(match, num_tokens=num_blocks * self.config.block_size)
         self._matched[request.request_id] = (num_computed_tokens, match.is_async)
         return match
+
+    def _ask_later(self, request: RequestView) -> AskLater:
+        if self.names_answers:
+            self._put_off.append(request.request_id)
+        return AskLater()
+
+    def take_answered(self, now: float) -> list[str]:
+        self._chance.called("take_answered")
+        put_off, self._put_off = self._put_off, []
+        return [*put_off, *self.wrapped.take_answered(now)]
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int

@@ -38,6 +38,7 @@ class Ending:
     inject:  called once the deployment has begun to start, or to drain under load.
     status:  the exit status.
     damage:  done before it starts.
+    reason:  what must be printed.
     begin:   the signal that begins the drain.
     drain_s: time that running requests have; None: the fault comes while it starts.
     is_cut:  streams may be cut.
@@ -55,6 +56,7 @@ class Ending:
     is_hang: bool = False
     is_short: bool = True
     damage: Damage | None = None
+    reason: str = ""
 
 
 def send(name: str, number: signal.Signals = signal.SIGKILL) -> Injection:
@@ -129,9 +131,18 @@ def open_disk_tier(model: Path, disk: Path) -> None:
     disk.chmod(0o777)
 
 
-def bad_folder(what: str, damage: Damage, status: int, *, is_short: bool = True) -> Ending:
+def bad_folder(
+    what: str, damage: Damage, status: int, reason: str, *, is_short: bool = True
+) -> Ending:
     return Ending(
-        "bad folder", what, nothing, status, drain_s=None, is_short=is_short, damage=damage
+        "bad folder",
+        what,
+        nothing,
+        status,
+        drain_s=None,
+        is_short=is_short,
+        damage=damage,
+        reason=reason,
     )
 
 
@@ -182,12 +193,19 @@ ENDINGS: Final[Sequence[Ending]] = (
         is_short=False,
     ),
     Ending("stopped at start", "the gateway", send_new("gateway", signal.SIGSTOP), 1, drain_s=None),
-    bad_folder("a pipe in place of config.json", pipe_as_config, 2, is_short=False),
-    bad_folder("garbage in place of the weights", garbage_as_weights, 1),
-    bad_folder("a pipe in place of the disk tier", pipe_as_disk_tier, 1, is_short=False),
-    bad_folder("others can write to the disk tier", open_disk_tier, 1),
+    bad_folder(
+        "a pipe in place of config.json", pipe_as_config, 2, "is not readable JSON", is_short=False
+    ),
+    bad_folder(
+        "garbage in place of the weights", garbage_as_weights, 1, "not a complete safetensors"
+    ),
+    bad_folder(
+        "a pipe in place of the disk tier", pipe_as_disk_tier, 1, "cannot use", is_short=False
+    ),
+    bad_folder("others can write to the disk tier", open_disk_tier, 1, "has mode 0777"),
 )
-"""Each on a deployment of its own, with one engine, one gateway and host memory as a tier."""
+"""Each on a deployment of its own, with one engine, one gateway and host memory as a tier; those
+with a bad folder also have a disk tier."""
 
 
 class Endings:
@@ -257,3 +275,4 @@ def _check_end(deployment: Deployment, ending: Ending) -> None:
     assert deployment.process.wait(timeout=RECOVERY_S) == ending.status
     check_nothing_is_left(deployment)
     assert "Traceback" not in deployment.output
+    assert ending.reason in deployment.output

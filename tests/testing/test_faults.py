@@ -1,13 +1,22 @@
-"""Faults of a connector that a file switches on while it runs."""
+"""Faults of a connector: those that a file switches on, and lookups that are put off."""
 
 import time
 from pathlib import Path
 
 import pytest
 
-from longshore.connectors.base import ConnectorConfig
+from longshore.connectors.base import AskLater, ConnectorConfig, RequestView, SchedulerConnector
+from longshore.protocol.arrays import int32_array
 from longshore.testing import faults
 from longshore.testing.faults import FaultyConnector, InjectedFault
+
+
+class NamesAnswers(SchedulerConnector):
+    contract_version = 1
+    names_answers = True
+
+    def take_answered(self, now: float) -> list[str]:
+        return ["its own"]
 
 
 @pytest.fixture
@@ -57,3 +66,13 @@ def test_a_hook_is_slow_or_never_ends(
     connector.take_events()
     connector.take_events()
     assert slept_s == [duration_s]
+
+
+def test_a_lookup_that_was_put_off_is_named_beside_those_of_the_connector() -> None:
+    options = {"connector": f"{__name__}:NamesAnswers", "faults": {"ask_later": 2.0}}
+    connector = FaultyConnector(ConnectorConfig(options))
+    assert connector.names_answers
+    request = RequestView("put off", int32_array([1, 2]), 2, ())
+    assert isinstance(connector.get_num_new_matched_tokens(request, 0), AskLater)
+    assert connector.take_answered(0.0) == ["put off", "its own"]
+    assert connector.take_answered(1.0) == ["its own"]
