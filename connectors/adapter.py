@@ -73,6 +73,7 @@ class OneClassConnector:
     contract_version: ClassVar[int] = CONTRACT_VERSION
     metadata_type: ClassVar[type[msgspec.Struct] | None] = None
     needs_every_step: bool = True  # as in vLLM, which has no `has_pending_work`
+    min_wait_s: float = 0.0
     has_layer_hooks: bool = False
     has_hidden_states_hook: bool = False
     poll_interval_s: float | None = 0.05
@@ -210,6 +211,7 @@ class OneClassAdapter(SchedulerConnector):
         self.connector = connector
         self.supports_hma = isinstance(connector, SupportsHMA)
         self.needs_every_step = connector.needs_every_step
+        self.min_wait_s = connector.min_wait_s
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         num_tokens, is_async = self.connector.get_num_new_matched_tokens(

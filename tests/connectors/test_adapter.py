@@ -43,6 +43,7 @@ class Recorder(OneClassConnector):
 
     match: tuple[int | None, bool] = (0, False)
     metadata: bytes | Meta = b""
+    min_wait_s = 3.0
 
     def __init__(self) -> None:
         super().__init__(ConnectorConfig(), ConnectorRole.SCHEDULER)
@@ -73,6 +74,9 @@ class Recorder(OneClassConnector):
 
     def on_new_epoch(self, epoch: int) -> None:
         self.calls.append(epoch)
+
+    def load_abandoned(self, request_id: str) -> None:
+        self.calls.append(request_id)
 
     def skips_prefix_cache(self, request: RequestView) -> bool:
         return True
@@ -149,13 +153,16 @@ def test_every_hook_of_the_contract_reaches_the_connector() -> None:
     assert connector.calls == [output, 2]
     assert adapter.has_pending_work
     assert adapter.skips_prefix_cache(REQUEST)
+    adapter.load_expired("late")
+    assert connector.calls.pop() == "late"  # as an abandoned load, unless it says otherwise
+    assert adapter.min_wait_s == connector.min_wait_s == 3.0
     hooks = {name for name in vars(SchedulerConnector) if not name.startswith("_")}
     own = {name for name in vars(OneClassAdapter) if name in hooks}
     attributes = {"supports_hma", "is_combinable", "uses_shared_memory", "worker_half"}
     attributes |= {"contract_version", "needs_every_step", "has_verify_kv", "reads_ahead"}
+    attributes |= {"min_wait_s"}
     attributes |= {"num_leasable_blocks"}  # it cannot lease
     attributes |= {"names_answers", "take_answered"}  # nor name what it has an answer for
-    attributes |= {"min_wait_s"}
     attributes |= {"check_options"}  # the wrapped class checks them when it is built
     swaps = {"can_swap", "swap_size", "swap_out", "release_swap"}  # not for one class
     # The one-class style has statistics of another type, and no way to end a send early.
