@@ -17,8 +17,8 @@ from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.step.running import RunningTable
 
 ASSUMED_TOKEN_S: Final = 0.001
-"""To compute a token of a prompt, until a large prefill has been measured. Slow on purpose: the
-first requests after a start load what a tier has, rather than compute it."""
+"""Seconds to compute a token of a prompt, until a large prefill has been measured. Slow on purpose:
+the first requests after a start load what a tier has, rather than compute it."""
 
 CONNECTOR_SHARE: Final = 0.8
 """Share of a load's limit that its connector is told, so that what it has by then can be copied and
@@ -46,7 +46,7 @@ class LoadWaits:
         config = self.config
         if config.load_failure_policy == "fail":
             return config.load_timeout_s
-        rate = self.prefill_rate.estimate(1 / ASSUMED_TOKEN_S)
+        rate = self.prefill_rate.estimate(ASSUMED_TOKEN_S)
         running = self.running
         num_left = int(np.maximum(running.num_tokens - running.num_computed, 0).sum())
         compute_s = (num_tokens + num_loading + num_left) / rate

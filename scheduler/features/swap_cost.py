@@ -97,10 +97,11 @@ class PrefillRate:
         """None: not measured yet."""
         return self._num_tokens / self._seconds if self._seconds else None
 
-    def estimate(self, assumed_tokens_per_s: float) -> float:
-        """The rate, if it is to be used before it has been measured by large steps."""
+    def estimate(self, assumed_token_s: float) -> float:
+        """The rate, if it is to be used before it has been measured by large steps.
+        assumed_token_s: seconds per token."""
         assumed = ASSUMED_STEP_TOKENS**3
-        return (self._num_tokens + assumed) / (self._seconds + assumed / assumed_tokens_per_s)
+        return (self._num_tokens + assumed) / (self._seconds + assumed * assumed_token_s)
 
     def begin_epoch(self) -> None:
         """Unanswered plans get no answer."""

@@ -150,13 +150,13 @@ def test_small_steps_do_not_hide_how_fast_large_ones_are() -> None:
 
 def test_an_estimate_is_what_is_assumed_until_large_steps_were_measured() -> None:
     rate = PrefillRate()
-    assert rate.estimate(1000.0) == 1000
+    assert rate.estimate(0.001) == 1000
     rate.planned(1, 6, 1, 0.0)
     rate.answered(1, 0.06)
-    assert rate.estimate(1000.0) == pytest.approx(1000, rel=0.01)
+    assert rate.estimate(0.001) == pytest.approx(1000, rel=0.01)
     rate.planned(2, 4096, 1, 1.0)
     rate.answered(2, 2.0)
-    assert rate.estimate(1000.0) == pytest.approx(4096, rel=0.02)
+    assert rate.estimate(0.001) == pytest.approx(4096, rel=0.02)
 
 
 def test_a_new_epoch_forgets_unanswered_steps() -> None:
