@@ -18,7 +18,7 @@ from longshore.connectors.base import (
 )
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import ModelRunnerOutput
-from longshore.protocol.requests import LoRARequest, Tenant
+from longshore.protocol.requests import LoRARequest, StopFound, Tenant
 from longshore.scheduler.queue.policies import POLICIES
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.engine import Engine
@@ -82,6 +82,7 @@ class Crowd:
             policy=policy,
             num_blocks=40_000,
             max_tokens=2000,
+            cache={"enable_kv_cache_events": True},
             connector=None if match is None else Matching(match),
             **settings,
         )
@@ -129,7 +130,6 @@ class Crowd:
             tokens = np.full(len(rows), 7, np.int32)
             scheduler.update_from_output(ModelRunnerOutput(1, plan.step, tokens), self.now)
         scheduler.take_outputs()
-        scheduler.take_kv_events()
 
     def count(self, event: str, run: Callable[[], object]) -> None:
         self.operations[event] = count_operations(run)
@@ -154,8 +154,13 @@ class Crowd:
             "reset",
             lambda: scheduler.reset_prefix_cache(self.now, reset_running_requests=True),
         )
+        # What runs is preempted, unless loads are in progress.
+        assert scheduler.running.num_rows == ("load" in self.reason)
+        self.step()  # it may rebuild a heap, which the removals before it have paid for
+        self.count("KV events", scheduler.take_kv_events)
+        self.count("finish", lambda: scheduler.stop_found(0, StopFound(STREAM, 1), self.now))
         self.count("disconnect", lambda: scheduler.abort_client(1, self.now))
-        assert len(scheduler.waiting) + scheduler.running.num_rows == 1
+        assert len(scheduler.waiting) + scheduler.running.num_rows == 0
         return self.operations
 
     def begin_epoch(self) -> dict[str, int]:
