@@ -1,10 +1,10 @@
 """Commands of an operator: the supervisor sends them to its processes over their lifelines.
 
-Every process obeys SetLogLevel and Profile, gateways UseEngine and ReleaseEngine; the others are
-for schedulers. Each command gets one CommandAnswer.
+Every process obeys SetLogLevel and Profile, gateways UseEngine, ReleaseEngine and UseKeys; the
+others are for schedulers. Each command gets one CommandAnswer.
 """
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,11 @@ PauseMode: TypeAlias = Literal["wait", "keep", "abort"]
 CacheName: TypeAlias = Literal["prefix", "encoder", "connector"]
 Role: TypeAlias = Literal["unified", "prefill", "decode"]
 """What an engine is for: whole requests, only their first token, or only what comes after it."""
+
+
+DRAINING: Final = "draining for a restart by the operator"
+DRAINED: Final = "drained by the operator"
+"""Why an engine admits no requests, before an operator stops or restarts it."""
 
 
 class SetLogLevel(msgspec.Struct, tag="log_level", frozen=True, forbid_unknown_fields=True):
@@ -123,7 +128,14 @@ class ReleaseEngine(msgspec.Struct, tag="release_engine", frozen=True, forbid_un
     engine: int
 
 
-GatewayCommand: TypeAlias = UseEngine | ReleaseEngine
+class UseKeys(msgspec.Struct, tag="use_keys", frozen=True, forbid_unknown_fields=True):
+    """The API keys have changed. path: of a private file with all of them, as JSON; it is replaced
+    by the next change."""
+
+    path: str
+
+
+GatewayCommand: TypeAlias = UseEngine | ReleaseEngine | UseKeys
 Command: TypeAlias = SetLogLevel | Profile | EngineCommand | GatewayCommand
 
 

@@ -6,11 +6,14 @@ order and the frames of vLLM's KV events, which its subscribers can decode. Fiel
 subscribers do not know are last. docs/kv-events.md describes the format for subscribers.
 """
 
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from longshore.protocol.arrays import Int32Array
+from longshore.protocol.settings import Setting, Settings
 from longshore.protocol.transport.channel import Endpoint
 
 # Events of single blocks
@@ -59,26 +62,46 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 # Settings
 
 EventFormat: TypeAlias = Literal["arrays", "maps"]
-HashFormat: TypeAlias = Literal["bytes", "int"]
 
 
-class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class KVEventsSettings(Settings):
+    """What users can set of the messages with KV events."""
+
+    kv_events_topic: Annotated[str, Setting("KV events", "Topic of the messages.")] = "kv-events"
+    kv_events_buffer: Annotated[
+        int,
+        Meta(ge=1, le=1 << 20),
+        Setting("KV events", "Number of past batches of events that can be replayed."),
+    ] = 10_000
+    kv_events_format: Annotated[
+        EventFormat,
+        Setting(
+            "KV events",
+            "Whether each event is an array or a map. vLLM sent arrays before version 0.24, and "
+            "sends maps since.",
+        ),
+    ] = "arrays"
+    kv_events_hashes: Annotated[
+        Literal["bytes", "int"],
+        Setting(
+            "KV events",
+            "Whether block hashes are whole (bytes), or integers of their last 8 bytes, which "
+            "some subscribers need.",
+        ),
+    ] = "bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEventsConfig(KVEventsSettings):
     """What an engine publishes, and where.
 
     endpoint:   PUB socket. replay_endpoint: ROUTER socket for replays and snapshots.
-    topic:      first frame of every message.
-    num_buffered: batches kept for replay.
-    format:     whether events are arrays or maps; vLLM sends maps since version 0.24.
-    hashes:     whether hashes are whole, or integers of their last 8 bytes.
     engine_number: `data_parallel_rank` of the batches.
     """
 
     endpoint: Endpoint
     replay_endpoint: Endpoint
-    topic: str = "kv-events"
-    num_buffered: int = 10_000
-    format: EventFormat = "arrays"
-    hashes: HashFormat = "bytes"
     engine_number: int = 0
 
 

@@ -10,13 +10,15 @@ answer that says so. At the end of the file: the union of messages per direction
 
 import enum
 import hashlib
+from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 import msgspec
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError, HandshakeRejected
+from longshore.protocol.gguf_header import read_gguf_header
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig, KVCapacity
 from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
@@ -40,7 +42,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 24
+PROTOCOL_VERSION: Final = 28
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -230,20 +232,39 @@ def model_fingerprint(model_dir: Path) -> str:
 
 def _fingerprint(model_dir: Path) -> str:
     state = hashlib.sha256(read_bytes(model_dir / "config.json"))
-    for path in sorted(model_dir.glob("*.safetensors")):
+    safetensors = sorted(model_dir.glob("*.safetensors"))
+    for path in safetensors or sorted(model_dir.glob("*.gguf")):
         size_bytes = path.stat().st_size
         state.update(f"{path.name}:{size_bytes};".encode())
         with open_regular(path) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = file.read(min(header_bytes, MAX_HEADER_BYTES))
-            state.update(header)
-            for first, end in _small_tensors(header) if len(header) == header_bytes else ():
-                file.seek(8 + header_bytes + first)
+            small = _add_header(state, file) if safetensors else _add_gguf_header(state, file, path)
+            for first, end in small:
+                file.seek(first)
                 state.update(file.read(end - first))
             for number in range(SAMPLES_PER_FILE):
                 file.seek(size_bytes * number // SAMPLES_PER_FILE)
                 state.update(file.read(SAMPLE_BYTES))
     return state.hexdigest()[:32]
+
+
+def _add_header(state: "hashlib._Hash", file: BinaryIO) -> list[tuple[int, int]]:
+    """Of a safetensors file. Returns where small tensors begin and end in the file."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    header = file.read(min(header_bytes, MAX_HEADER_BYTES))
+    state.update(header)
+    small = _small_tensors(header) if len(header) == header_bytes else []
+    return [(8 + header_bytes + first, 8 + header_bytes + end) for first, end in small]
+
+
+def _add_gguf_header(state: "hashlib._Hash", file: BinaryIO, path: Path) -> list[tuple[int, int]]:
+    """Likewise. No element of a small tensor has more than 4 bytes."""
+    try:
+        header = read_gguf_header(path, with_texts=False)
+    except ValueError:  # the loader rejects it
+        return []
+    state.update(file.read(header.data_begin))
+    sizes = ((tensor.begin, 4 * prod(tensor.shape)) for tensor in header.tensors)
+    return [(begin, begin + size) for begin, size in sizes if size <= SMALL_TENSOR_BYTES]
 
 
 class _TensorEntry(msgspec.Struct):

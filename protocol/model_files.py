@@ -46,7 +46,8 @@ def read_json(path: Path) -> object:
 
 
 def parse_json(content: bytes) -> object:
-    """Raises ValueError, also for arrays and objects that are nested too deeply to be decoded."""
+    """Decode JSON. Raises ValueError, also for arrays and objects that are nested too deeply to be
+    decoded."""
     try:
         return json.loads(content)
     except RecursionError:

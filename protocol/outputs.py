@@ -148,11 +148,14 @@ _API_NAMES = {
 
 
 class RequestEvent(enum.IntEnum):
-    """A change in the state of a request."""
+    """A change in the state of a request. LOAD_BEGUN, LOAD_ENDED: of a load of KV for which it
+    waits; one that was abandoned has ended, too."""
 
     QUEUED = 0
     SCHEDULED = 1
     PREEMPTED = 2
+    LOAD_BEGUN = 3
+    LOAD_ENDED = 4
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,7 @@ from longshore.protocol.model_files import open_regular
 
 _ANY_USE: Final = 0o077
 _WRITING: Final = 0o022
+_BUT_GROUP_READING: Final = 0o037
 _OPEN_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_PLANTED: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -33,10 +34,14 @@ def check_private(path: Path) -> None:
 
 def read_private(path: Path, max_bytes: int) -> bytes:
     """The first `max_bytes` of a file. Raises ConfigError if other users can use it, and OSError,
-    also if it is not a regular file."""
+    also if it is not a regular file. Root may share its file with the group of this process, as
+    Kubernetes does with secrets (`fsGroup`)."""
     _check_link(path)
     with open_regular(path) as file:
-        _check(path, os.fstat(file.fileno()), _ANY_USE)
+        status = os.fstat(file.fileno())
+        is_shared_by_root = status.st_uid == 0 != os.geteuid()
+        forbidden = _BUT_GROUP_READING if is_shared_by_root else _ANY_USE
+        _check(path, status, forbidden, trusted_uid=0)
         return file.read(max_bytes)
 
 
@@ -91,8 +96,8 @@ class Folder:
         return descriptor
 
     def open_own_file(self, name: str, flags: int) -> int:
-        """As `open_file`. Raises OSError if the file belongs to another user than root, who could
-        read what is written to it."""
+        """Open like `open_file`. Raises OSError if the file belongs to another user than root, who
+        could read what is written to it."""
         descriptor = self.open_file(name, flags)
         owner = os.fstat(descriptor).st_uid
         if owner not in (0, os.geteuid()):
@@ -179,8 +184,10 @@ def _check(
         )
     mode = stat.S_IMODE(status.st_mode)
     if mode & forbidden:
-        can = "use" if forbidden == _ANY_USE else "write to"
+        can = "write to" if forbidden == _WRITING else "use"
         private = "700" if stat.S_ISDIR(status.st_mode) else "600"
+        if forbidden == _BUT_GROUP_READING:
+            private = "440"
         raise ConfigError(
             f"{path} has mode {mode:04o}, so other users can {can} it. "
             f"Run: chmod {private} {path}, or use another."

@@ -92,7 +92,8 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def needs_all_states(self) -> bool:
-        """Cannot use a cached prefix, because only its KV is cached, not its hidden states."""
+        """Whether the hidden states of all tokens are needed, so that a cached prefix, which has
+        only KV, cannot be used."""
         return self.kind in ("mean", "cls")
 
 
@@ -100,15 +101,33 @@ MAX_CONSTRAINT_BYTES: Final = 128 << 10
 """Limit of the text of a `StructuredOutput`."""
 
 
-class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FreeText(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Output that a constraint leaves free: up to the first of `marks`, and with it.
+
+    marks: token ids of each.
+    begin: the output has such a text only if this is its first token; None: it has one.
+    repeats: another such text follows what the constraint allows, and the output may end in one.
+    reasoning: a free text before this one, in which marks mean nothing.
+    """
+
+    marks: tuple[tuple[int, ...], ...]
+    begin: int | None = None
+    repeats: bool = False
+    reasoning: "FreeText | None" = None
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Constraint on the output. It is compiled to a grammar before the request can run.
 
     text: of a JSON schema; of a regular expression, which the whole output matches; of a JSON array
-          of strings, one of which is the output; or of a grammar in EBNF, or else for Lark.
+          of strings, one of which is the output; or of a grammar in EBNF, or else for Lark. Of tool
+          calls, a grammar for Lark, in which each schema has a line of its own.
+    free: what is not constrained.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "tool_calls"]
     text: str
+    free: FreeText | None = None
 
 
 CONSTRAINT_TOO_COMPLEX: Final = "the constraint of the output is too complex"
@@ -163,48 +182,32 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 NO_TENANT: Final = Tenant()
 
 
-class AddRequest(
-    msgspec.Struct, tag="add", frozen=True, omit_defaults=True, forbid_unknown_fields=True
-):
-    """Queue one request: a new one, or one resumed on this engine with tokens already emitted.
+class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a request asks for beside its prompt, its sampling and its place among other requests.
+    It travels whole, from what reads a client's request to the scheduler's `Request`.
 
-    handle:            the client's number for it, at least 0, unique among its live requests.
-    output_token_ids:  tokens already emitted. Limits, positions of random draws and usage include
-                       them.
     priority:          lower is more urgent; only the priority policy reads it.
-    age_s:             seconds since the request first arrived anywhere; a duration, because the
-                       clocks of two hosts differ.
     tenant:            whose request it is, for the fair policy and for cache hints.
     cache_salt:        only requests with the same salt share prefix blocks.
     cache_hint:        how long its KV is worth keeping.
     no_store:          its KV is not stored by a connector, and is cached only until it ends, for
                        other such requests of its salt.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
-    trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
-                       `Request`, for tracing; nothing reads them yet.
+    trace_headers:     W3C trace context of what the request belongs to. Its spans have it.
     kv_transfer_params: for the connector; the one loose dict, its keys are defined outside.
     multimodal:        items in order of their offsets, not overlapping; exactly one if the model
                        has cross attention.
     prompt_embeds:     replaces the prompt; its token ids are placeholders then.
-    pooling:           asks for a vector; `sampling` is ignored then.
+    pooling:           asks for a vector; the sampling is ignored then.
+    structured_output: constrains its output.
     job_id, is_last_step: the agent job that this request is a turn of, and whether it is the
                        job's last turn.
     resumable:         opens a session: when the output ends, it waits for a `ContinueSession`.
     keeps_blocks:      a waiting session keeps its KV, for forks and for its own next input, until
                        another request needs the blocks.
-    fork_of:           handle of a live request of the same client. This request starts from the KV
-                       of their common prefix, once that is computed. It is treated as an ordinary
-                       request if the other one is unknown or has ended by then, or if the model
-                       has cross attention.
     """
 
-    request_id: str
-    handle: int
-    prompt_token_ids: Int32Array
-    sampling: SamplingParams
-    output_token_ids: Int32Array = EMPTY_INT32
     priority: int = 0
-    age_s: float = 0.0
     tenant: Tenant = NO_TENANT
     cache_salt: str | None = None
     cache_hint: CacheHint | None = None
@@ -218,9 +221,37 @@ class AddRequest(
     pooling: PoolingParams | None = None
     structured_output: StructuredOutput | None = None
     job_id: str | None = None
-    is_last_step: bool = True
+    is_last_step: bool = False
     resumable: bool = False
     keeps_blocks: bool = False
+
+
+NO_OPTIONS: Final = RequestOptions()
+
+
+class AddRequest(
+    msgspec.Struct, tag="add", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Queue one request: a new one, or one resumed on this engine with tokens already emitted.
+
+    handle:            the client's number for it, at least 0, unique among its live requests.
+    output_token_ids:  tokens already emitted. Limits, positions of random draws and usage include
+                       them.
+    age_s:             seconds since the request first arrived anywhere; a duration, because the
+                       clocks of two hosts differ.
+    fork_of:           handle of a live request of the same client. This request starts from the KV
+                       of their common prefix, once that is computed. It is treated as an ordinary
+                       request if the other one is unknown or has ended by then, or if the model
+                       has cross attention.
+    """
+
+    request_id: str
+    handle: int
+    prompt_token_ids: Int32Array
+    sampling: SamplingParams
+    options: RequestOptions = NO_OPTIONS
+    output_token_ids: Int32Array = EMPTY_INT32
+    age_s: float = 0.0
     fork_of: int | None = None
 
 

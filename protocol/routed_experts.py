@@ -31,7 +31,7 @@ SlotLines = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
 class RoutedExpertsShape(msgspec.Struct, frozen=True, array_like=True):
-    """Of the experts of one token. num_layers: those with experts, in order."""
+    """The shape of the experts of one token. num_layers: those with experts, in order."""
 
     num_layers: int
     top_k: int

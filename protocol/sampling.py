@@ -28,6 +28,33 @@ class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             raise ValueError(f"min_count={self.min_count} must lie within 2..{MAX_PATTERN_SIZE}")
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ends the reasoning of an output that is still reasoning after `num_tokens` tokens of it: the
+    next tokens are then `end_token_ids`. Raises ValueError.
+
+    begin_token_ids: what opens the reasoning: the last tokens of the prompt, up to white space, or
+                     the first ones of the output. Otherwise there is none.
+    mark_token_ids:  what the model itself ends it with.
+    """
+
+    num_tokens: int
+    begin_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    mark_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens < 2**31:
+            raise ValueError(f"thinking_token_budget={self.num_tokens} must be at least 0")
+        for name in ("begin_token_ids", "end_token_ids", "mark_token_ids"):
+            token_ids = tuple(getattr(self, name))
+            if not 1 <= len(token_ids) <= MAX_TAG_TOKENS or min(token_ids) < 0:
+                raise ValueError(
+                    f"{name} of a thinking budget has {len(token_ids)} ids; it must have "
+                    f"1..{MAX_TAG_TOKENS}, none negative"
+                )
+
+
+MAX_TAG_TOKENS: Final = 32
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 256
@@ -62,6 +89,7 @@ class SamplingParams(
                     tokens.
     stop_token_ids: the request ends when one of them is sampled; it is part of the output ids.
     ignore_eos:     the model's own end-of-sequence ids do not end the request.
+    thinking:       when the reasoning of the output is ended; None: never.
     repetition:     when repeated output ends the request; None: never.
     repetition_penalty: 0.01 to 100; logits of tokens of prompt and output are divided by it if
                     positive, else multiplied (Keskar et al., 2019). 1 changes nothing.
@@ -85,6 +113,7 @@ class SamplingParams(
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    thinking: ThinkingBudget | None = None
     repetition: RepetitionDetection | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

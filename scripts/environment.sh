@@ -19,7 +19,15 @@ find_python() {
 }
 
 pip_install() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+  .venv/bin/python -m pip install --disable-pip-version-check "$@" >&2
+}
+
+# warn_of_cuda_build DEVICE: the default index has the CUDA build of torch, which is of no use without DEVICE.
+warn_of_cuda_build() {
+  if [[ ! -e $1 ]] && ! { env; .venv/bin/python -m pip config list; } | grep -qi 'index[-_]url=.*cpu'; then
+    echo "warning: this machine has no NVIDIA GPU, but pip will download the CUDA build of torch, which has several GB." \
+      "For the CPU build, press Ctrl-C and set PIP_EXTRA_INDEX_URL to the URL that PyTorch's install page gives for CPU" >&2
+  fi
 }
 
 # install_locked NAME: what locks/NAME.txt lists; it lists all dependencies.
@@ -41,8 +49,10 @@ ensure_environment() {
     return
   fi
   echo "installing Longshore${extra:+ with the $extra extra} into .venv; this takes a few minutes, mostly for torch" >&2
+  warn_of_cuda_build /dev/nvidiactl
   install_locked "${extra:-runtime}" || return
   pip_install --constraint constraints.txt torch || return
+  .venv/bin/python -m pip uninstall -qq --yes longshore # the name of the distribution until 0.1.0
   pip_install --no-deps --no-build-isolation --editable . || return
   echo "$wanted" >"$stamp"
 }

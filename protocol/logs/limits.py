@@ -36,7 +36,7 @@ class LogLimit:
         exc_info: BaseException | None = None,
         **about: Field,
     ) -> None:
-        """As `logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))`."""
+        """Log like `logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))`."""
         now_s = self._clock()
         if now_s >= self._second_ends_s:
             self.log_suppressed()

@@ -113,7 +113,7 @@ class Decoder(Generic[T]):
     ) -> UnknownMessage | MalformedMessage:
         try:
             tag = self._tag_decoder.decode(header).type
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return MalformedMessage(f"the header is not a tagged message: {error}")
         if tag not in self._tags:
             known = ", ".join(sorted(self._tags))

@@ -33,6 +33,7 @@ from longshore.protocol.commands import (
     ReleaseEngine,
     SetLogLevel,
     UseEngine,
+    UseKeys,
 )
 from longshore.protocol.logs.stack_samples import sample_stacks
 from longshore.protocol.process_limits import limit_reached
@@ -144,7 +145,7 @@ def decode_report(line: bytes) -> LifelineReport:
 
 
 def encode_event(message: Restarting | TakeOver) -> bytes:
-    """One line to a child."""
+    """Encode one line to a child."""
     return _encoder.encode(message) + b"\n"
 
 
@@ -275,10 +276,12 @@ class Lifeline:
                 threading.Thread(
                     target=self._profile, args=(number, profile), name="profile", daemon=True
                 ).start()
-            case (UseEngine() | ReleaseEngine()) as of_gateway if self._gateway_handler is not None:
+            case (UseEngine() | ReleaseEngine() | UseKeys()) as of_gateway if (
+                self._gateway_handler is not None
+            ):
                 self._gateway_handler(number, of_gateway)
             case _ as command if self._handler is not None and not isinstance(
-                command, UseEngine | ReleaseEngine
+                command, GatewayCommand
             ):
                 self._handler(number, command)
             case _:
