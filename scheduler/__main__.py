@@ -8,8 +8,9 @@ from pathlib import Path
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
+from longshore.protocol.settings import read_config
 from longshore.protocol.transport.lifeline import Failed, Lifeline, stop_signals
-from longshore.scheduler.config import load_config
+from longshore.scheduler.config import SchedulerProcessConfig
 
 
 def main() -> int:
@@ -18,7 +19,7 @@ def main() -> int:
         print("usage: python -m longshore.scheduler CONFIG.json", file=sys.stderr)
         return 2
     try:
-        config = load_config(Path(sys.argv[1]))
+        config = read_config(Path(sys.argv[1]), SchedulerProcessConfig)
     except LongshoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

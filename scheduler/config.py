@@ -2,36 +2,139 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from longshore.connectors.base import ECTransferConfig
-from longshore.protocol.commands import PauseMode
+from longshore.protocol.commands import LogLevel, PauseMode
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, MambaSpec
+from longshore.protocol.settings import Duration, Setting, Settings
 from longshore.protocol.transport.channel import Endpoint
+from longshore.scheduler.process.settings import InspectionSettings, StructuredOutputSettings
 
-StructuredOutputBackend: TypeAlias = Literal["auto", "xgrammar", "llguidance"]
 KVRole: TypeAlias = Literal["kv_both", "kv_producer", "kv_consumer"]
 PreemptionMode: TypeAlias = Literal["recompute", "swap", "auto"]
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(Settings):
+    """What users can set of the scheduler."""
+
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=1 << 16), Setting("Scheduling", "Maximum number of running requests.")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        int,
+        Meta(ge=1, le=1 << 24),
+        Setting("Scheduling", "Maximum number of tokens that one step can compute.", is_count=True),
+    ] = 2048
+    max_num_scheduled_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 24)] | None,
+        Setting(
+            "Scheduling",
+            "Maximum number of tokens scheduled per step. Default: max_num_batched_tokens.",
+            is_count=True,
+        ),
+    ] = None
+    max_pin_s: Annotated[
+        float,
+        Setting(
+            "Scheduling",
+            "With the policy continuum, longest time in seconds for which the KV of a job's turn "
+            "is kept on the device for its next turn; 0 keeps none.",
+        ),
+    ] = 60.0
+    enable_chunked_prefill: Annotated[
+        bool,
+        Setting("Scheduling", "Split prompts that exceed the remaining token budget of a step."),
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int,
+        Meta(ge=0),
+        Setting("Scheduling", "Maximum number of tokens of one prompt per step; 0 means no limit."),
+    ] = 0
+    scheduler_reserve_full_isl: Annotated[
+        bool,
+        Setting(
+            "Scheduling",
+            "Admit a request only when there are free blocks for its whole prompt, not only for "
+            "its first chunk.",
+        ),
+    ] = False
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Setting(
+            "Scheduling",
+            "What happens to the KV of a preempted request: recompute it, swap it out to host "
+            "memory once preempt_threshold is exceeded, or what takes less time by measurement "
+            "(auto). swap and auto need a connector that can do it, such as offloading.",
+        ),
+    ] = "recompute"
+    kv_role: Annotated[
+        KVRole,
+        Setting(
+            "KV beyond the device",
+            "Whether the connector loads and stores (kv_both), only stores (kv_producer), or only "
+            "loads (kv_consumer).",
+        ),
+    ] = "kv_both"
+    load_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        Setting(
+            "KV beyond the device",
+            "What to do if the connector cannot load a request's KV: recompute it, or fail the "
+            "request.",
+        ),
+    ] = "recompute"
+    load_timeout_s: Annotated[
+        Duration,
+        Setting(
+            "KV beyond the device",
+            "Seconds that a request waits for an asynchronous load of the connector, at most.",
+        ),
+    ] = 60.0
+    min_load_wait_s: Annotated[
+        float,
+        Setting(
+            "KV beyond the device",
+            "Seconds that a request waits for a lookup or a load of the connector in any case. It "
+            "waits longer only as long as computing these tokens would take, at the measured "
+            "rate; then it computes them. Has no effect with load_failure_policy fail, with which "
+            "a request waits for load_timeout_s.",
+        ),
+    ] = 1.0
+    max_loading_blocks: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None,
+        Setting(
+            "KV beyond the device",
+            "Maximum number of blocks held by requests that wait for loads, or that have loaded "
+            "and are not running yet. One load alone may exceed it, if the pool holds it. "
+            "Default: half of all blocks.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.max_pin_s < math.inf:
+            raise ConfigError(f"max_pin_s={self.max_pin_s} must be a number of seconds, at least 0")
+        if not 0 <= self.min_load_wait_s < math.inf:
+            raise ConfigError(
+                f"min_load_wait_s={self.min_load_wait_s} must be a number of seconds, at least 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulerSettings):
     """How many requests run and what a step computes. Raises ConfigError with the bad setting.
 
-    max_num_batched_tokens:  tokens that the workers' buffers hold in one step.
-    max_num_scheduled_tokens: token budget of a step; None is `max_num_batched_tokens`.
-    long_prefill_token_threshold: limit for the tokens of one prompt per step; 0 sets no limit.
-    enable_chunked_prefill:  if off, a prompt is computed in one step or has to wait.
-    scheduler_reserve_full_isl: admit a request only if blocks for its whole input are free, not
-                             just for its first chunk.
+    max_num_batched_tokens:  also the tokens that the workers' buffers hold in one step.
     policy:                  a built-in policy, the name of an entry point, or package.module:Class.
-    max_pin_s:               limit for the time for which the policy `continuum` keeps the KV of a
-                             job's turn for the next one; 0 keeps none.
     max_loras:               adapters that may run at the same time.
     max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 rejects multimodal requests.
                              With cross attention, at least the encoder tokens of one request.
@@ -39,59 +142,23 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                              used with cross attention.
     num_speculative_tokens:  maximum number of drafts per request and step.
     num_lookahead_tokens:    slots kept after a request's tokens for a drafter that writes KV.
-    kv_role:                 whether the connector loads and stores (kv_both), only stores
-                             (kv_producer), or only loads (kv_consumer).
-    preemption_mode:         what happens to the KV of a preempted request: it is recomputed,
-                             swapped out (from `preempt_threshold` on), or what is cheaper (auto).
-    load_failure_policy:     whether a request recomputes KV that could not be loaded, or fails.
-    load_timeout_s:          how long a request waits for an asynchronous load, at most.
-    min_load_wait_s:         how long it waits for a lookup or a load in any case. It waits longer
-                             only as long as computing these tokens would take, see `LoadWaits`.
-    max_loading_blocks:      limit for the blocks of requests that are loading, or have loaded and
-                             do not run yet; None: half of the pool. One request alone may exceed
-                             it.
     max_steps_in_flight:     plans that may be unanswered; 1 is synchronous scheduling.
     feed_back_tokens:        plans carry sampled ids to the first pipeline stage, which does not
                              sample; a request that expects a token is not in another step.
     """
 
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_num_scheduled_tokens: int | None = None
-    long_prefill_token_threshold: int = 0
-    enable_chunked_prefill: bool = True
-    scheduler_reserve_full_isl: bool = False
+    max_model_len: Annotated[int, Meta(ge=1)]
     policy: str = "fcfs"
-    max_pin_s: float = 60.0
-    max_loras: int = 0
-    max_num_encoder_input_tokens: int = 0
-    encoder_cache_size: int | None = None
-    num_speculative_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    kv_role: KVRole = "kv_both"
-    preemption_mode: PreemptionMode = "recompute"
-    load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    load_timeout_s: float = 60.0
-    min_load_wait_s: float = 1.0
-    max_loading_blocks: int | None = None
+    max_loras: Annotated[int, Meta(ge=0)] = 0
+    max_num_encoder_input_tokens: Annotated[int, Meta(ge=0)] = 0
+    encoder_cache_size: Annotated[int, Meta(ge=0)] | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=0)] = 0
+    num_lookahead_tokens: Annotated[int, Meta(ge=0)] = 0
     max_steps_in_flight: int = 2
     feed_back_tokens: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least(
-            self,
-            max_model_len=1,
-            max_num_seqs=1,
-            max_num_batched_tokens=1,
-            max_loading_blocks=1,
-            max_loras=0,
-            max_num_encoder_input_tokens=0,
-            encoder_cache_size=0,
-            num_speculative_tokens=0,
-            num_lookahead_tokens=0,
-            long_prefill_token_threshold=0,
-        )
+        super().__post_init__()
         if self.max_num_scheduled_tokens is not None and not (
             1 <= self.max_num_scheduled_tokens <= self.max_num_batched_tokens
         ):
@@ -107,32 +174,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold needs chunked prefill, which is off")
-        if self.kv_role not in get_args(KVRole):
-            raise ConfigError(
-                f"kv_role={self.kv_role!r} is unknown; use one of {', '.join(get_args(KVRole))}"
-            )
-        if self.preemption_mode not in get_args(PreemptionMode):
-            raise ConfigError(
-                f"preemption_mode={self.preemption_mode!r} is unknown; use one of "
-                f"{', '.join(get_args(PreemptionMode))}"
-            )
         if self.preemption_mode != "recompute" and self.kv_role != "kv_both":
             raise ConfigError(
                 f"preemption_mode={self.preemption_mode!r} needs kv_role='kv_both': a swapped "
                 f"request is stored and loaded, and kv_role is {self.kv_role!r}"
-            )
-        if self.load_failure_policy not in ("recompute", "fail"):
-            raise ConfigError(
-                f"load_failure_policy={self.load_failure_policy!r} is unknown; use 'recompute' or "
-                "'fail'"
-            )
-        if not 0 <= self.max_pin_s < math.inf:
-            raise ConfigError(f"max_pin_s={self.max_pin_s} must be a number of seconds, at least 0")
-        if not self.load_timeout_s > 0:
-            raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
-        if not 0 <= self.min_load_wait_s < math.inf:
-            raise ConfigError(
-                f"min_load_wait_s={self.min_load_wait_s} must be a number of seconds, at least 0"
             )
         if not 1 <= self.max_steps_in_flight <= (64 if self.feed_back_tokens else 2):
             raise ConfigError(
@@ -167,52 +212,62 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.encoder_cache_size
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The block pool and its block hashes. Raises ConfigError with the bad setting.
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(Settings):
+    """What users can set of the block pool."""
 
-    num_blocks:  including the null block; None: what the workers report.
-    hash_algorithm: of block hashes; sha256 resists forged collisions, xxh3-128 is faster.
-    hash_block_size: tokens per hash; divides every group's block size. None: `block_size`.
-    watermark:   share of the blocks that admissions leave free for running requests.
-    preempt_threshold, admit_threshold: admissions stop when the share of held blocks rises above
-                 the first, and continue when it falls below the second. 1.0 never stops them.
-    enable_kv_cache_events: record events of which blocks are stored and removed. Something must
-                 take them regularly.
-    log_stats:   count the tokens looked up in the prefix cache, and hits.
-    use_eagle:   recompute the last cached block, because a drafter needs its hidden states.
-    decode_context_parallel_size, prefill_context_parallel_size: ranks that share the tokens of a
-                 block, which holds `block_size` times this number of tokens.
-    """
-
-    block_size: int = 16
-    num_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    hash_algorithm: Literal["sha256", "xxh3-128"] = "sha256"
-    hash_block_size: int | None = None
-    watermark: float = 0.01
-    preempt_threshold: float = 0.95
-    admit_threshold: float = 0.80
-    enable_kv_cache_events: bool = False
-    log_stats: bool = True
-    use_eagle: bool = False
-    decode_context_parallel_size: int = 1
-    prefill_context_parallel_size: int = 1
+    num_blocks: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31 - 1)] | None,
+        Setting(
+            "KV cache",
+            "Blocks in the KV cache, including the null block. Default: as many as fit in memory.",
+        ),
+    ] = None
+    hash_block_size: Annotated[
+        int | None,
+        Setting(
+            "KV cache",
+            "Tokens per block hash in the prefix cache, a divisor of block_size. Default: "
+            "block_size.",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Setting("KV cache", "Share the KV blocks of equal prefixes.")
+    ] = True
+    watermark: Annotated[
+        float,
+        Setting(
+            "Scheduling",
+            "Fraction of the blocks that admissions leave free for running requests; 0 disables "
+            "it.",
+        ),
+    ] = 0.01
+    preempt_threshold: Annotated[
+        float,
+        Setting(
+            "Scheduling",
+            "Admissions stop when the fraction of blocks in use exceeds this; 1 disables it.",
+        ),
+    ] = 0.95
+    admit_threshold: Annotated[
+        float,
+        Setting(
+            "Scheduling", "Admissions resume when the fraction of blocks in use falls below this."
+        ),
+    ] = 0.80
+    enable_kv_cache_events: Annotated[
+        bool,
+        Setting(
+            "KV events",
+            "Publish which KV blocks are stored and removed, for routers and other subscribers.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ConfigError(
-                f"block_size={self.block_size} is not a power of two, but positions are divided by "
-                "it with shifts. Use 16 or 32."
-            )
+        super().__post_init__()
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves no block but the null block; use 2 or more"
-            )
-        hash_block_size = self.hash_block_size or self.block_size
-        if hash_block_size < 1 or self.block_size % hash_block_size:
-            raise ConfigError(
-                f"hash_block_size={self.hash_block_size} does not divide block_size="
-                f"{self.block_size}; a block must consist of whole hash blocks. Use a divisor."
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(
@@ -223,10 +278,42 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"admit_threshold={self.admit_threshold} and preempt_threshold="
                 f"{self.preempt_threshold} must satisfy 0 < admit <= preempt <= 1"
             )
-        _check_at_least(self, decode_context_parallel_size=1, prefill_context_parallel_size=1)
-        if self.hash_algorithm not in ("sha256", "xxh3-128"):
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(CacheSettings):
+    """The block pool and its block hashes. Raises ConfigError with the bad setting.
+
+    num_blocks:  None: what the workers report.
+    hash_algorithm: of block hashes; sha256 resists forged collisions, xxh3-128 is faster.
+    hash_block_size: divides every group's block size.
+    enable_kv_cache_events: record events of which blocks are stored and removed. Something must
+                 take them regularly.
+    log_stats:   count the tokens looked up in the prefix cache, and hits.
+    use_eagle:   recompute the last cached block, because a drafter needs its hidden states.
+    decode_context_parallel_size, prefill_context_parallel_size: ranks that share the tokens of a
+                 block, which holds `block_size` times this number of tokens.
+    """
+
+    block_size: int = 16
+    hash_algorithm: Literal["sha256", "xxh3-128"] = "sha256"
+    log_stats: bool = True
+    use_eagle: bool = False
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    prefill_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(
-                f"hash_algorithm={self.hash_algorithm!r} is unknown; use 'sha256' or 'xxh3-128'"
+                f"block_size={self.block_size} is not a power of two, but positions are divided by "
+                "it with shifts. Use 16 or 32."
+            )
+        hash_block_size = self.hash_block_size or self.block_size
+        if hash_block_size < 1 or self.block_size % hash_block_size:
+            raise ConfigError(
+                f"hash_block_size={self.hash_block_size} does not divide block_size="
+                f"{self.block_size}; a block must consist of whole hash blocks. Use a divisor."
             )
 
     @property
@@ -265,10 +352,10 @@ def check_preemption_mode(config: SchedulerConfig, cache: CacheConfig) -> None:
         )
 
 
-class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputConfig(StructuredOutputSettings):
     """Grammars, which a process of their own compiles.
 
-    backend:          which libraries may be used.
     tokenizer_file:   tokenizer.json of the model.
     endpoint:         where the processes connect; the scheduler binds it, with the number of the
                       process appended.
@@ -277,7 +364,6 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
                       besides those that live requests have.
     """
 
-    backend: StructuredOutputBackend
     tokenizer_file: str
     endpoint: Endpoint
     compile_timeout_s: float = 10.0
@@ -324,12 +410,12 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     clients: Endpoint
     hash_seed: str
     vocab_size: int
+    rank_timeout_s: float
     eos_token_ids: tuple[int, ...] = ()
     engine_id: str = "engine-0"
     epoch: int = 1
     sampling_rank: int = 0
-    rank_timeout_s: float = 120.0
-    verify_plan: bool = False
+    verify_plan: bool = InspectionSettings.verify_plan
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
     ec_transfer: ECTransferConfig | None = None
@@ -343,12 +429,12 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     is_drained: bool = False
     is_asleep: bool = False
     trace_path: str | None = None
-    trace_bytes: int = 4 << 30
+    trace_bytes: int = InspectionSettings.sched_trace_mib << 20
     record: str | None = None
-    record_bytes: int = 256 << 20
+    record_bytes: int = InspectionSettings.record_mib << 20
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
         if self.cache.context_parallel_size != self.identity.decode_context_parallel_size:
@@ -389,20 +475,4 @@ class GrammarProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     lifeline_fd: int
     page_fd: int
     is_relayed: bool
-    log_level: str
-
-
-def load_config(path: Path) -> SchedulerProcessConfig:
-    """Read a scheduler process's configuration. Raises ConfigError if it is not valid."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _check_at_least(config: msgspec.Struct, **limits: int) -> None:
-    """Check the settings named by `limits`, each of which may also be None."""
-    for name, least in limits.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}")
+    log_level: LogLevel

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from longshore.protocol.arrays import Float32Array, Int32Array
@@ -156,16 +157,19 @@ class Request:
                    one since the workers were replaced.
     num_hit_tokens: at its last admission, tokens that others had computed.
     waits_for:     for reports: why admission set it aside, if its status does not say it.
+    has_new_token: it got a token in the row that it lost last, so answered steps have computed all
+                   tokens before that.
     is_resumed:    it was preempted and has not run since then.
     is_swapped:    likewise, and the connector keeps its KV.
+    is_owed:       it may use blocks that are kept free for others; see `Shares`.
     queue_position: its position among requests set aside, under FCFS.
-    keeps_blocks:  a session holds its KV while it waits for input.
+    options:       what its client asks for; of a session, as its last input says.
     next_chunks:   queued inputs of a session.
     asks_connector: False from its load to its next admission, so that it is not loaded twice.
     must_compute_prompt: no part of its KV may come from the prefix cache or a connector, because
                    log probabilities of its prompt are still to be delivered, or its vector depends
                    on all hidden states.
-    skip_reading_prefix_cache: for that reason, or because its client or the connector wants no hits
+    skips_prefix_cache: for that reason, or because its client or the connector wants no hits
                    (`wants_no_hits`).
     is_scored:     log probabilities of some of its tokens are requested.
     is_special:    its output needs more than appending a token: it has a grammar, detects
@@ -191,8 +195,10 @@ class Request:
     stop_reason: int | None = None
     routed_experts: RoutedExperts | None = None
     waits_for: str | None = None
+    has_new_token = False
     is_resumed = False
     is_swapped = False
+    is_owed = False
     queue_position: int | None = None
     asks_connector = True
 
@@ -208,25 +214,9 @@ class Request:
         self.request_id = message.request_id
         self.handle = message.handle
         self.client_index = client_index
-        self.priority = message.priority
         self.arrival_time = now - message.age_s
-        self.tenant = message.tenant
-        self.cache_hint = message.cache_hint
-        self.cache_salt = message.cache_salt
-        self.no_store = message.no_store
-        self.wants_no_hits = message.skip_reading_prefix_cache
-        self.trace_headers = message.trace_headers
-        self.kv_transfer_params = message.kv_transfer_params
-        self.lora = message.lora
-        self.lora_name = None if message.lora is None else message.lora.name
-        self.multimodal = message.multimodal
-        self.prompt_embeds = message.prompt_embeds
-        self.pooling = message.pooling
-        self.structured_output = message.structured_output
-        self.job_id = message.job_id
-        self.is_last_step = message.is_last_step
-        self.resumable = message.resumable
-        self.keeps_blocks = message.keeps_blocks
+        self.options = options = message.options
+        self.wants_no_hits = options.skip_reading_prefix_cache
         self.token_ids: Int32Array = message.prompt_token_ids
         self.num_prompt_tokens = len(self.token_ids)
         if len(message.output_token_ids):
@@ -239,30 +229,31 @@ class Request:
         # What its start adds to a plan, in addition to token ids, and to the encoder's work.
         self.num_input_bytes = self.num_encoder_tokens = 0
         if (
-            message.multimodal
-            or message.prompt_embeds is not None
-            or message.lora is not None
-            or message.cache_salt is not None
-            or message.no_store
+            options.multimodal
+            or options.prompt_embeds is not None
+            or options.lora is not None
+            or options.cache_salt is not None
+            or options.no_store
         ):
             self.extra_keys = ExtraKeys(
-                cache_salt=message.cache_salt,
-                no_store=message.no_store,
+                cache_salt=options.cache_salt,
+                no_store=options.no_store,
                 lora_name=self.lora_name,
-                multimodal=message.multimodal,
-                prompt_embeds=message.prompt_embeds,
+                multimodal=options.multimodal,
+                prompt_embeds=options.prompt_embeds,
             )
-            self.num_input_bytes = sum(len(item.data) for item in message.multimodal)
-            self.num_encoder_tokens = sum(item.num_tokens for item in message.multimodal)
-            if message.prompt_embeds is not None:
-                self.num_input_bytes += len(message.prompt_embeds.data)
+            self.num_input_bytes = sum(len(item.data) for item in options.multimodal)
+            self.num_encoder_tokens = sum(item.num_tokens for item in options.multimodal)
+            if options.prompt_embeds is not None:
+                self.num_input_bytes += len(options.prompt_embeds.data)
 
     def _take_sampling(
         self, sampling: SamplingParams, max_model_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         """Set the attributes that depend on sampling settings and the number of prompt tokens."""
         self.sampling = sampling
-        num_prompt, is_pooling = self.num_prompt_tokens, self.pooling is not None
+        pooling, has_grammar = self.options.pooling, self.options.structured_output is not None
+        num_prompt, is_pooling = self.num_prompt_tokens, pooling is not None
         self.max_total_tokens = max_model_len
         if is_pooling:
             # The token that its last step would sample is never appended.
@@ -273,16 +264,14 @@ class Request:
         if not sampling.ignore_eos:
             self.stop_ids += eos_token_ids
         # A grammar allows the end only where its output is complete.
-        self.final_ids = () if self.structured_output is None else eos_token_ids
+        self.final_ids = eos_token_ids if has_grammar else ()
         scores_prompt = sampling.prompt_logprobs is not None and not is_pooling
         self.is_scored = scores_prompt or (sampling.logprobs is not None and not is_pooling)
         self.must_compute_prompt = scores_prompt and num_prompt > 1
-        if self.pooling is not None and self.pooling.needs_all_states:
+        if pooling is not None and pooling.needs_all_states:
             self.must_compute_prompt = True
-        self.skip_reading_prefix_cache = self.wants_no_hits or self.must_compute_prompt
-        self.is_special = (
-            is_pooling or self.structured_output is not None or sampling.repetition is not None
-        )
+        self.skips_prefix_cache = self.wants_no_hits or self.must_compute_prompt
+        self.is_special = is_pooling or has_grammar or sampling.repetition is not None
 
     def change(self, change: Change) -> None:
         """Change the status as TRANSITIONS lists it. Raises IllegalTransition."""
@@ -294,14 +283,14 @@ class Request:
             ) from None
 
     def skip_prefix_cache(self) -> None:
-        """From now on, it does not begin with cached blocks."""
-        self.wants_no_hits = self.skip_reading_prefix_cache = True
+        """From now on, the request does not begin with cached blocks."""
+        self.wants_no_hits = self.skips_prefix_cache = True
 
     def prompt_was_scored(self, num_tokens: int) -> None:
         """Log probabilities of its first `num_tokens` prompt tokens have been delivered."""
         if num_tokens >= self.num_prompt_tokens:
             self.must_compute_prompt = False
-            self.skip_reading_prefix_cache = self.wants_no_hits
+            self.skips_prefix_cache = self.wants_no_hits
 
     def begin_chunk(
         self,
@@ -315,7 +304,7 @@ class Request:
         self.change(RequestChange.INPUT_RECEIVED)
         self.token_ids = np.concatenate((self.token_ids, chunk.prompt_token_ids))
         self.num_prompt_tokens = len(self.token_ids)
-        self.resumable = chunk.resumable
+        self.options = msgspec.structs.replace(self.options, resumable=chunk.resumable)
         self._take_sampling(chunk.sampling, max_model_len, eos_token_ids)
         self.events = [(RequestEvent.QUEUED, now)]
         self.asks_connector = True
@@ -323,6 +312,10 @@ class Request:
         self.routed_experts = None
         self.num_external_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = self.num_invalid_draft_tokens = 0
+
+    @property
+    def lora_name(self) -> str | None:
+        return None if self.options.lora is None else self.options.lora.name
 
     @property
     def num_tokens(self) -> int:
@@ -342,6 +335,11 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.status.is_finished
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its status lets it be admitted."""
+        return (self.status, RequestChange.ADMITTED) in TRANSITIONS
 
     def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
         """Whether `token_id`, as the last of `num_tokens` tokens, is a stop id that ends it."""

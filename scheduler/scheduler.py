@@ -5,14 +5,13 @@ the next step, `step.admission` admits waiting ones, `step.output_processor` app
 `lifecycle` adds, preempts and ends requests.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
-
-from longshore.connectors.base import ConnectorOutput, EncoderConnector, SchedulerConnector
+from longshore.connectors.base import EncoderConnector, SchedulerConnector
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEvent
@@ -38,33 +37,39 @@ from longshore.protocol.statistics import (
     SchedulerStats,
     WorkerStats,
 )
+from longshore.scheduler.attached import AttachedFeatures, GivenFeatures
 from longshore.scheduler.config import (
     CacheConfig,
     SchedulerConfig,
     check_states,
 )
 from longshore.scheduler.features.encoder import check_encoder
-from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
+from longshore.scheduler.features.grammar import GrammarCompiler
 from longshore.scheduler.features.metrics import BlockMetrics
-from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
-from longshore.scheduler.features.swap import Swaps, check_swaps
+from longshore.scheduler.features.swap import check_swaps
 from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.hooks import Hooks
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
 from longshore.scheduler.inspect.trace import SchedulerTrace
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import make_shared
 from longshore.scheduler.queue.outside_policies import checked, load_policy
-from longshore.scheduler.queue.policies import SchedulingPolicy
-from longshore.scheduler.queue.queues import SharedEvent
+from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
+from longshore.scheduler.queue.queues import SharedEvent, WaitingRequests
+from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.request import Outcome, RequestStatus
 from longshore.scheduler.step.admission import Admission, AdmissionGates
 from longshore.scheduler.step.client_outputs import ClientOutputs
+from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.output_processor import OutputProcessor
 from longshore.scheduler.step.output_validator import OutputValidator
+from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.planner import PauseState, StepPlanner
+from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.token_budget import TokenBudget
 from longshore.scheduler.validation import RequestValidator
 
@@ -115,24 +120,6 @@ class Scheduler:
     ) -> None:
         config, cache = _fit_settings(config, cache, kv_cache, features, connector)
         policy = load_policy(config.policy) if policy is None else checked(policy)
-        part = make_shared(
-            config,
-            cache,
-            kv_cache,
-            policy,
-            hash_seed=hash_seed,
-            vocab_size=vocab_size,
-            epoch=epoch,
-            verify_plan=verify_plan,
-            connector=connector,
-            encoder_connector=encoder_connector,
-            grammars=grammars,
-            num_ranks=num_ranks,
-            block_metrics=block_metrics,
-            experts=experts,
-            decode=decode,
-            trace=trace,
-        )
         self.config = config
         self.capacity = KVCapacity.of_pool(
             kv_cache,
@@ -140,19 +127,52 @@ class Scheduler:
             num_leasable_blocks=0 if connector is None else connector.num_leasable_blocks,
             num_lookahead_tokens=config.num_lookahead_tokens,
         )
-        self.kv_cache, self.waiting, self.running = part.kv_cache, part.waiting, part.running
-        self._in_flight, self._plan, self._outputs = part.in_flight, part.plan, ClientOutputs()
-        self._holds, self._forks, self.pins = part.holds, part.forks, part.pins
-        self._prefill_rate = part.prefill_rate
-        self._transfers, self._encoder, self._loras = part.transfers, part.encoder, part.loras
-        self._encoder_connector = encoder_connector
-        self._grammars, self._drafts, self._trace = part.grammars, part.drafts, part.trace
-        self._retained = self.kv_cache.pool.retained
+        blocks = self.kv_cache = KVCacheManager(
+            cache,
+            kv_cache,
+            config.longest_request(cache.context_parallel_size),
+            max_num_seqs=config.max_num_seqs,
+            hash_seed=hash_seed,
+            metrics=block_metrics,
+            chunk_blocks=(
+                0
+                if connector is None or config.kv_role == "kv_consumer"
+                else connector.chunk_blocks
+            ),
+        )
+        is_fair = isinstance(policy, FairPolicy)
+        if isinstance(policy, FairPolicy):
+            num_slots = blocks.num_usable_blocks * cache.block_size
+            policy.shares = Shares(config.max_num_seqs, num_slots)
+        polls = connector is not None and not connector.names_answers
+        running = self.running = RunningTable(
+            config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
+        )
+        waiting = self.waiting = WaitingRequests(
+            policy, polled=(SharedEvent.CONNECTOR,) if polls else ()
+        )
+        in_flight, holds = StepsInFlight(running), Holds(blocks)
+        outputs, hooks = ClientOutputs(), Hooks()
+        plan = PlanBuilder(
+            running,
+            blocks,
+            hooks,
+            epoch=epoch,
+            feed_back_tokens=config.feed_back_tokens,
+            has_drafts=config.num_speculative_tokens > 0,
+            verify_plan=verify_plan,
+        )
+        self._in_flight, self._holds, self._plan = in_flight, holds, plan
+        self._outputs, self._hooks = outputs, hooks
+        self._retained = blocks.pool.retained
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         # Since when no request has advanced, if one is waited for; infinite until workers serve.
         self._idle_since_s = math.inf
 
-        shared = part.shared()
+        tables: dict[str, Any] = dict(
+            config=config, running=running, waiting=waiting, holds=holds, kv_cache=blocks
+        )
+        tables |= dict(in_flight=in_flight, plan=plan, hooks=hooks)
         validator = RequestValidator(
             config,
             vocab_size=vocab_size,
@@ -163,49 +183,71 @@ class Scheduler:
             max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
         )
         lifecycle = self._lifecycle = Lifecycle(
-            **shared, validator=validator, outputs=self._outputs, eos_token_ids=eos_token_ids
+            **tables, validator=validator, outputs=outputs, eos_token_ids=eos_token_ids
         )
-        can_swap = config.preemption_mode != "recompute"
         gates = AdmissionGates(
             cache,
             kv_cache.num_blocks,
-            self.kv_cache.num_usable_blocks,
-            swaps=can_swap,
-            has_shares=part.shares is not None,
+            blocks.num_usable_blocks,
+            swaps=config.preemption_mode != "recompute",
+            has_shares=is_fair,
         )
-        self._swaps = None
-        if can_swap and connector is not None:
-            self._swaps = Swaps(**shared, policy=policy, gates=gates, lifecycle=lifecycle)
-        has_whole_inputs = part.encoder is not None or self.kv_cache.has_states
+        has_whole_inputs = config.max_num_encoder_input_tokens > 0 or blocks.has_states
         budget = TokenBudget(
             config.token_budget, can_shrink=config.enable_chunked_prefill and not has_whole_inputs
         )
+        attached = AttachedFeatures(
+            **tables, policy=policy, gates=gates, budget=budget, lifecycle=lifecycle
+        )
+        attached.attach(
+            GivenFeatures(
+                cache=cache,
+                kv_cache=kv_cache,
+                vocab_size=vocab_size,
+                connector=connector,
+                encoder_connector=encoder_connector,
+                grammars=grammars,
+                num_ranks=num_ranks,
+                experts=experts,
+                decode=decode,
+                trace=trace,
+            )
+        )
+        # For calls that concern one feature.
+        self._attached = attached
+        self._forks, self._sessions = attached.forks, attached.sessions
+        self._recovery = attached.recovery
+        self._transfers, self._loads, self.pins = attached.transfers, attached.loads, attached.pins
+        self._encoder, self._encoder_connector = attached.encoder, encoder_connector
+        self._grammars, self._drafts = attached.grammars, attached.drafts
         self._planner = StepPlanner(
-            **shared,
+            **tables,
             policy=policy,
             lifecycle=lifecycle,
-            admission=Admission(**shared, gates=gates, lifecycle=lifecycle),
-            swaps=self._swaps,
+            admission=Admission(**tables, gates=gates, lifecycle=lifecycle),
             budget=budget,
         )
-        self._recovery = Recovery(**shared, lifecycle=lifecycle, budget=budget)
         self._processor = OutputProcessor(
-            **shared,
-            outputs=self._outputs,
+            running=running,
+            in_flight=in_flight,
+            hooks=hooks,
+            outputs=outputs,
             lifecycle=lifecycle,
-            recovery=self._recovery,
-            validator=OutputValidator(self.running, self._in_flight, vocab_size),
+            recovery=attached.recovery,
+            validator=OutputValidator(running, in_flight, vocab_size),
         )
-        if trace is not None:
-            trace.begin(self._planner)
-        self._reasons = WaitingReasons(self._planner)
-        self._snapshots = BlockSnapshots(kv_cache, lifecycle)
+        self._reasons = WaitingReasons(self._planner, attached.encoder, attached.transfers)
+        self._snapshots = BlockSnapshots(kv_cache, blocks, running, holds, hooks)
 
     # Requests
 
     def add_request(self, message: AddRequest, *, client: int, now: float) -> None:
         """Queue a request; one that cannot be served is rejected with a reason."""
         self._begin_wait(now)
+        if message.fork_of is not None:
+            self._hooks.wake(self._forks)
+        if message.options.resumable:
+            self._hooks.wake(self._sessions)
         self._lifecycle.add(message, client=client, now=now)
 
     def reject_message(self, malformed: Malformed, reason: str, *, client: int, now: float) -> None:
@@ -217,7 +259,7 @@ class Scheduler:
         request = self._lifecycle.get(client, message.handle)
         if request is not None:
             self._begin_wait(now)
-            self._lifecycle.sessions.receive(request, message, now)
+            self._sessions.receive(request, message, now)
 
     def abort_requests(self, client: int, handles: Int32Array, now: float) -> None:
         """Abort these requests. Unknown handles are ignored: their requests have ended."""
@@ -237,8 +279,9 @@ class Scheduler:
         requests = list(islice(self._lifecycle.of_client(client), max_requests))
         for request in requests:
             self._lifecycle.end(request, Outcome(FinishReason.ABORTED), now)
-        if self.pins is not None and not self._lifecycle.of_client(client):
-            self.pins.release_client(client)
+        if not self._lifecycle.of_client(client):
+            for feature in self._hooks.release_kept:
+                feature.release_kept(client)
         return len(requests)
 
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
@@ -258,30 +301,16 @@ class Scheduler:
         """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
         self._idle_since_s = min(self._idle_since_s, now)
-        if self._grammars is not None and self._grammars.has_ends:
-            self._end_grammars(self._grammars, now)
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
-        if self._grammars is not None:
-            self._lifecycle.end_all(self._grammars.take_events(), now)
-        if self._transfers is not None:
-            for request in self._transfers.expired(now):
-                self._lifecycle.expire_load(request, now)
-            if self.waiting.awaits(SharedEvent.CONNECTOR):
-                for request_id in self._transfers.answered(now):
-                    self.waiting.unpark_one(SharedEvent.CONNECTOR, request_id)
         if now >= self._retained.next_expiry_s:
             self.kv_cache.pool.expire_retained(now)
-        if self.pins is not None:
-            self.pins.begin_step(now)
-        if self._trace is not None:
-            self._trace.begin_step(now)
+        for feature in self._hooks.poll:
+            feature.poll(now)
         plan = self._planner.plan_step(now)
-        if self._trace is not None:
-            self._trace.end_step(plan, now)
+        for feature in self._hooks.planned:
+            feature.planned(plan, now)
         if plan is not None:
-            if self._forks.pending:
-                self._forks.planned()
             self._sum_in_flight += len(self._in_flight.steps)
             if plan.num_scheduled_tokens:
                 self._idle_since_s = now
@@ -290,15 +319,6 @@ class Scheduler:
     def take_masks(self) -> list[SampleMask]:
         """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
-
-    def _end_grammars(self, grammars: Grammars, now: float) -> None:
-        """End running requests whose grammar has failed, and preempt those whose grammar is lost;
-        their latest mask allows every token."""
-        while grammars.failed:
-            self._lifecycle.end(*next(iter(grammars.failed.items())), now)
-        lost, grammars.lost = grammars.lost, {}
-        for request in lost:
-            self._lifecycle.lose_grammar(request, now)
 
     # An output
 
@@ -309,32 +329,18 @@ class Scheduler:
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
-        if self._grammars is not None and self._grammars.has_ends:
-            self._end_grammars(self._grammars, now)
         if output.epoch != self._plan.epoch:
             self._processor.num_stale_tokens += len(output.sampled_tokens)
         elif self._transfers is not None and self._transfers.step_loads:
             self._transfers.step_loads.hold(output)
             self._apply_ready(self._transfers, now)
         else:
-            self._apply(output, now)
+            self._processor.apply(output, now)
 
     def _apply_ready(self, transfers: Transfers, now: float) -> None:
         """Apply the outputs whose loads within the step have ended on all ranks."""
         for output in transfers.step_loads.take_ready():
-            self._apply(output, now)
-
-    def _apply(self, output: ModelRunnerOutput, now: float) -> None:
-        self._processor.apply(output, now)
-        if self._prefill_rate is not None:
-            self._prefill_rate.answered(output.step, now)
-        if self._forks.pending:
-            self._forks.answered()
-        transfers, failed = self._transfers, output.failed_block_ids
-        if transfers is not None and (output.connector_metadata or len(failed)):
-            metadata = (output.connector_metadata,) if output.connector_metadata else ()
-            reported = ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
-            transfers.hooks.call(transfers.connector.update_connector_output, reported)
+            self._processor.apply(output, now)
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Receive drafts, separately from an output, for the next step of rows that decode. Raises
@@ -345,29 +351,25 @@ class Scheduler:
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """Transfers have ended on a rank; unknown and repeated reports are counted and ignored."""
-        transfers = self._transfers
+        loads = self._loads
         of_encoder, metadata = self._encoder_connector, report.ec_connector_metadata
         if of_encoder is not None and metadata and report.epoch == self._plan.epoch:
             of_encoder.update_connector_output(report.rank, metadata)
             self.waiting.happened(SharedEvent.ENCODER)
             return
-        if report.epoch != self._plan.epoch or transfers is None:
+        if report.epoch != self._plan.epoch or loads is None:
             self._num_bad_reports += 1
-            return
-        if report.step:
-            self._num_bad_reports += not transfers.step_loads.receive(report)
-            self._apply_ready(transfers, now)
-            return
-        output, ended = transfers.apply(report)
-        for load in ended:
-            self._lifecycle.end_load(load, now)
-        transfers.hooks.call(transfers.connector.update_connector_output, output)
+        elif report.step:
+            self._num_bad_reports += not loads.transfers.step_loads.receive(report)
+            self._apply_ready(loads.transfers, now)
+        else:
+            loads.apply(report, now)
 
     # The whole engine
 
     @property
     def pause(self) -> PauseState:
-        """What `set_pause` has set."""
+        """The pause that `set_pause` has set."""
         return self._planner.pause
 
     def set_pause(self, state: PauseState, now: float = 0.0) -> None:
@@ -386,30 +388,19 @@ class Scheduler:
         in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no
         answered plan has computed. The next call of `schedule` is when the workers serve."""
         self._idle_since_s = math.inf
-        if self._transfers is not None:
-            self._transfers.begin_epoch(epoch)
+        for feature in self._hooks.begin_epoch:
+            feature.begin_epoch(epoch)
         answered_step = self._in_flight.last_answered_step if keeps_kv else None
         self.kv_cache.begin_epoch(self.running.order, answered_step)
         self._lifecycle.begin_epoch(now)
-        if self.pins is not None:
-            self.pins.begin_epoch()
-        if self._prefill_rate is not None:
-            self._prefill_rate.begin_epoch()
-        self._recovery.begin_epoch()
         self._in_flight.reset()
-        if self._encoder is not None:
-            self._encoder.clear()
         self._plan.begin_epoch(epoch)
-        if self._swaps is not None:
-            self._swaps.begin_epoch()
-        if self._grammars is not None:
-            self._grammars.begin_epoch(epoch)
         self._sum_in_flight = self._num_steps_reported = 0
 
     def shutdown(self) -> None:
         """No hook of the connector is called after this."""
-        if self.pins is not None:
-            self.pins.release_all()
+        for feature in self._hooks.release_kept:
+            feature.release_kept(None)
         if self._transfers is not None:
             self._transfers.hooks.shutdown()
 
@@ -423,8 +414,8 @@ class Scheduler:
         """Events of blocks cached or evicted, as far as outputs have proven them, and of the
         connector's tiers."""
         events = self.kv_cache.take_events(self._in_flight.last_answered_step)
-        if (transfers := self._transfers) is not None:
-            events += transfers.hooks.call(transfers.connector.take_events)
+        if self._transfers is not None:
+            events += self._transfers.hooks.call(self._transfers.connector.take_events)
         return events
 
     def has_unfinished_requests(self) -> bool:
@@ -433,8 +424,7 @@ class Scheduler:
 
     def is_waited_for(self) -> bool:
         """Whether a request waits for this engine, not for its client as sessions do."""
-        num_between = self._lifecycle.sessions.num_between
-        return self.running.num_rows > 0 or len(self.waiting) > num_between
+        return self.running.num_rows > 0 or len(self.waiting) > self._sessions.num_between
 
     @property
     def has_untried(self) -> bool:
@@ -448,15 +438,12 @@ class Scheduler:
 
     def has_pending_work(self) -> bool:
         """Whether a connector has instructions for the workers, which the next plan takes."""
-        of_encoder = self._encoder_connector
-        return (self._transfers is not None and self._transfers.hooks.has_pending_work) or (
-            of_encoder is not None and of_encoder.has_pending_work
-        )
+        return self._plan.features_have_work
 
     def has_transfers(self) -> bool:
         """Whether blocks of this engine are being transferred or held for other engines, or the
         connector has instructions for the workers."""
-        return bool(self._transfers) or self.has_pending_work()
+        return self.num_transfers > 0 or self.has_pending_work()
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -465,7 +452,7 @@ class Scheduler:
 
     @property
     def epoch(self) -> int:
-        """That of the next plan."""
+        """The epoch of the next plan."""
         return self._plan.epoch
 
     @property
@@ -484,7 +471,7 @@ class Scheduler:
         return 0 if self._transfers is None else len(self._transfers)
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """Numbers of running and of waiting requests."""
         return self.running.num_rows, len(self.waiting)
 
     def reset_prefix_cache(self, now: float = 0.0, *, reset_running_requests: bool = False) -> bool:
@@ -495,13 +482,13 @@ class Scheduler:
                 while transfers own blocks; only their end releases those.
         """
         if reset_running_requests:
-            if self._transfers is not None and len(self._transfers):
+            if self.num_transfers:
                 return False
             for request in reversed(self.running.requests_in_order()):
                 self._lifecycle.preempt(request, now)
             self._holds.release_all()
-        if self.pins is not None:
-            self.pins.release_all()
+        for feature in self._hooks.release_kept:
+            feature.release_kept(None)
         return self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> bool:
@@ -520,19 +507,11 @@ class Scheduler:
         self._lifecycle.check()
         waiting, running = list(self.waiting), self.running.requests_in_order()
         self._holds.check(waiting)
-        self._forks.check(waiting)
-        if self._transfers is not None:
-            self._transfers.check(waiting)
-        if self._encoder is not None:
-            self._encoder.check(running)
-        if self._loras is not None:
-            self._loras.check(request.lora_name for request in running)
         owners = [request.hold.blocks for request in self._holds if request.hold is not None]
-        if self._transfers is not None:
-            owners += [blocks for _, _, blocks in self._transfers.owners()]
-        if self.pins is not None:
-            self.pins.check()
-            owners += [pin.blocks for pin in self.pins]
+        for feature in self._hooks.check:
+            feature.check(running, waiting)
+        for feature in self._hooks.owners:
+            owners += [blocks for _, _, blocks in feature.owners()]
         self.kv_cache.check(owners)
 
     def make_report(self, now: float, engine_id: str) -> EngineReport:
@@ -550,7 +529,7 @@ class Scheduler:
             pause=self._planner.pause.value,
             waiting=self._reasons.describe(now, MAX_REPORTED),
             num_pins=0 if self.pins is None else len(self.pins),
-            num_pinned_blocks=0 if self.pins is None else self.pins.num_blocks,
+            num_pinned_blocks=self.kv_cache.num_yieldable,
         )
 
     def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:
@@ -597,9 +576,8 @@ class Scheduler:
         if self._transfers is not None:
             num_bad_messages += self._transfers.num_bad_reports
         of_features: dict[str, Any] = {}
-        for feature in (self._transfers, self._drafts, self._swaps, self._encoder, self.pins):
-            if feature is not None:
-                of_features |= feature.counts()
+        for feature in self._hooks.counts:
+            of_features |= feature.counts()
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -644,8 +622,8 @@ def _fit_settings(
             "Remove kv_connector"
         )
     if is_bidirectional:
-        config = msgspec.structs.replace(config, enable_chunked_prefill=False)
+        config = dataclasses.replace(config, enable_chunked_prefill=False)
     if is_bidirectional or max_encoder_tokens(kv_cache.groups) is not None:
         # Equal tokens need not have equal KV.
-        cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
+        cache = dataclasses.replace(cache, enable_prefix_caching=False)
     return config, cache

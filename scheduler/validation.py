@@ -42,6 +42,13 @@ _OPTIONAL_INPUTS: Final = (
 """Features that are named like the field of a request that asks for them."""
 
 
+def in_use(message: AddRequest) -> str:
+    return (
+        f"request {message.request_id!r} (handle {message.handle}) is still running, or its blocks "
+        "are being transferred; give each request a unique id and handle"
+    )
+
+
 class RequestValidator:
     """Rejects requests that would otherwise fail later, or whose settings would be ignored.
 
@@ -78,10 +85,7 @@ class RequestValidator:
     def rejection(self, message: AddRequest, *, is_duplicate: bool) -> Rejection | None:
         """Why a request must not be queued; None if it is valid."""
         if is_duplicate:
-            return FinishReason.ERROR, (
-                f"request {message.request_id!r} (handle {message.handle}) is still running, or "
-                "its blocks are being transferred; give each request a unique id and handle"
-            )
+            return FinishReason.ERROR, in_use(message)
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._unsupported(message) or self._malformed(message, num_tokens)
         if text is not None:
@@ -92,7 +96,7 @@ class RequestValidator:
                 f"routed_experts_prompt_start={start} was given, but this engine does not return "
                 "experts; start it with --enable-return-routed-experts"
             )
-        return self._bad_length(num_tokens, gives_tokens=message.pooling is None)
+        return self._bad_length(num_tokens, gives_tokens=message.options.pooling is None)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
         """Why a session of `num_tokens` tokens cannot continue with this chunk; None if it can."""
@@ -116,63 +120,68 @@ class RequestValidator:
 
     def _unsupported(self, message: AddRequest) -> str | None:
         """What the request asks for that this engine cannot do."""
-        if message.pooling is None and self._is_pooling_only:
+        options = message.options
+        if options.pooling is None and self._is_pooling_only:
             return (
                 "this engine's model has no output head: it gives vectors; send a pooling request"
             )
         for name in self._unsupported_inputs:
-            if getattr(message, name):
+            if getattr(options, name):
                 return f"{name} was requested, but this engine's model does not support it"
-        is_classified = message.pooling is not None and message.pooling.kind == "classify"
+        is_classified = options.pooling is not None and options.pooling.kind == "classify"
         if is_classified and not self._classifies:
             return "scores of labels were requested, but this model has no classification head"
-        if message.lora is not None and self._config.max_loras == 0:
+        if options.lora is not None and self._config.max_loras == 0:
             return "an adapter was requested, but max_loras=0 allows none"
-        if message.kv_transfer_params is not None and not self._has_connector:
+        if options.kv_transfer_params is not None and not self._has_connector:
             return "kv_transfer_params were given, but this engine has no KV connector"
-        if message.keeps_blocks and not message.resumable:
+        if options.keeps_blocks and not options.resumable:
             return "keeps_blocks needs a session: set resumable as well, or omit keeps_blocks"
-        if message.resumable:
+        if options.resumable:
             for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
-                if getattr(message, name):
+                if getattr(options, name):
                     return f"resumable sessions cannot be combined with {name}"
         if self._max_encoder_tokens is not None:
             return _bad_audio(message, self._max_encoder_tokens)
-        return self._bad_items(message) if message.multimodal else None
+        return self._bad_items(message) if options.multimodal else None
 
     def _malformed(self, message: AddRequest, num_tokens: int) -> str | None:
         """What is wrong with the request itself."""
+        options = message.options
         if not 0 <= message.handle <= MAX_HANDLE:
             return f"handle {message.handle} is not in 0..{MAX_HANDLE}"
         if not 0 <= message.age_s < math.inf:
             return f"age_s={message.age_s} must be a finite number of seconds, at least 0"
-        for name in ("request_id", "cache_salt", "job_id"):
-            if len(getattr(message, name) or "") > MAX_NAME_CHARACTERS:
-                return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
-        if len(message.tenant.name) > MAX_NAME_CHARACTERS:
-            return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
-        if message.cache_hint is not None:
-            reason = _bad_hint(message.cache_hint)
+        for what, name in (
+            ("request_id", message.request_id),
+            ("cache_salt", options.cache_salt),
+            ("job_id", options.job_id),
+            ("the tenant's name", options.tenant.name),
+        ):
+            if len(name or "") > MAX_NAME_CHARACTERS:
+                return f"{what} is longer than {MAX_NAME_CHARACTERS} characters"
+        if options.cache_hint is not None:
+            reason = _bad_hint(options.cache_hint)
             if reason is not None:
                 return reason
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
-        spec = message.structured_output
+        spec = options.structured_output
         if spec is not None and len(spec.text.encode()) > MAX_CONSTRAINT_BYTES:
             return f"the {spec.kind} is too large; at most {MAX_CONSTRAINT_BYTES} bytes are allowed"
         num_bytes = 4 * num_tokens
-        if message.multimodal:
-            num_bytes += sum(len(item.data) for item in message.multimodal)
-        if message.prompt_embeds is not None:
-            num_bytes += len(message.prompt_embeds.data)
+        if options.multimodal:
+            num_bytes += sum(len(item.data) for item in options.multimodal)
+        if options.prompt_embeds is not None:
+            num_bytes += len(options.prompt_embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
             return f"its inputs have {num_bytes} bytes; the limit is {MAX_ADDED_BYTES}"
-        if message.pooling is not None and message.structured_output is not None:
+        if options.pooling is not None and options.structured_output is not None:
             return "structured_output cannot be combined with pooling, which has no tokens"
-        if message.pooling is not None and len(message.output_token_ids):
+        if options.pooling is not None and len(message.output_token_ids):
             return "a pooling request cannot have output tokens"
-        if message.prompt_embeds is not None:
-            text = _bad_embeds(message.prompt_embeds, message)
+        if options.prompt_embeds is not None:
+            text = _bad_embeds(options.prompt_embeds, message)
             if text is not None:
                 return text
         return self._bad_ids(message.sampling, message.prompt_token_ids, message.output_token_ids)
@@ -197,15 +206,16 @@ class RequestValidator:
     def _bad_items(self, message: AddRequest) -> str | None:
         """What is wrong with items that take positions of the prompt."""
         num_prompt, end = len(message.prompt_token_ids), 0
-        for item in message.multimodal:
+        items = message.options.multimodal
+        for item in items:
             if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
                 return (
                     f"multimodal item at {item.offset} with {item.num_tokens} tokens overlaps the "
                     f"item before it, or exceeds the prompt of {num_prompt} tokens"
                 )
             end = item.offset + item.num_tokens
-        sizes = {item.hash: item.num_tokens for item in message.multimodal}
-        if any(sizes[item.hash] != item.num_tokens for item in message.multimodal):
+        sizes = {item.hash: item.num_tokens for item in items}
+        if any(sizes[item.hash] != item.num_tokens for item in items):
             return "two multimodal items have the same hash but different numbers of tokens"
         largest = max(sizes.values())
         limit = min(self._config.max_num_encoder_input_tokens, self._config.encoder_capacity)
@@ -252,13 +262,14 @@ def _bad_hint(hint: CacheHint) -> str | None:
 
 def _bad_audio(message: AddRequest, max_encoder_tokens: int) -> str | None:
     """What is wrong with the inputs of a request to a model with cross attention."""
-    if len(message.multimodal) != 1:
+    items = message.options.multimodal
+    if len(items) != 1:
         return (
             "this engine's model transcribes audio: a request needs exactly one audio item "
-            f"(multimodal), but this one has {len(message.multimodal)} items. Send plain text to "
+            f"(multimodal), but this one has {len(items)} items. Send plain text to "
             "an engine whose model has no encoder"
         )
-    (item,) = message.multimodal
+    (item,) = items
     if item.modality != "audio":
         return f"its item has modality {item.modality!r}; this model's encoder takes 'audio'"
     if item.offset:
@@ -273,6 +284,6 @@ def _bad_audio(message: AddRequest, max_encoder_tokens: int) -> str | None:
             f"its audio has {len(item.data)} bytes; it must be one or more samples of "
             f"{_SAMPLE_SIZE_BYTES} bytes (little-endian float32)"
         )
-    if message.prompt_embeds is not None:
+    if message.options.prompt_embeds is not None:
         return "prompt_embeds cannot be combined with cross attention; send token ids"
     return None

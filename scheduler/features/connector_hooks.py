@@ -90,21 +90,22 @@ def view_of(
     """A connector's view of a request. token_ids: of a running one."""
     token_ids = (request.token_ids if token_ids is None else token_ids).view()
     token_ids.setflags(write=False)
+    options = request.options
     return RequestView(
         request_id=request.request_id,
         token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
-        block_hashes=() if request.no_store else request.block_hashes,
-        kv_transfer_params=request.kv_transfer_params,
-        cache_salt=request.cache_salt,
+        block_hashes=() if options.no_store else request.block_hashes,
+        kv_transfer_params=options.kv_transfer_params,
+        cache_salt=options.cache_salt,
         lora_name=request.lora_name,
-        job_id=request.job_id,
+        job_id=options.job_id,
         waiting_s=waiting_s,
         max_wait_s=max_wait_s,
         finish_reason=finish_reason,
         finished_s=finished_s,
-        cache_hint=request.cache_hint,
-        tenant=request.tenant,
-        multimodal=request.multimodal,
-        prompt_embeds=request.prompt_embeds,
+        cache_hint=options.cache_hint,
+        tenant=options.tenant,
+        multimodal=options.multimodal,
+        prompt_embeds=options.prompt_embeds,
     )

@@ -5,44 +5,72 @@ ones that match. Drafts count as placeholders until the output says how many wer
 steps in flight only the workers know the next drafts, and the scheduler plans with their number.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.plan import SchedulerOutput
 from longshore.scheduler.features.grammar import Grammars
-from longshore.scheduler.request import Request
+from longshore.scheduler.hooks import PlanChanges, SchedulerFeature
 from longshore.scheduler.step.in_flight import PlannedStep
 from longshore.scheduler.step.running import RunningTable
 
 
-@dataclass(slots=True)
-class Drafts:
+@dataclass(slots=True, eq=False)
+class Drafts(SchedulerFeature):
     """Drafts of all running rows.
 
     is_async: more than one step in flight.
-    num_invalid_in_step: drafts rejected by a grammar since the last plan; other counts are totals.
+    num_invalid_draft_tokens: rejected by a grammar; num_invalid_in_step: those since the last plan.
     """
 
     running: RunningTable
     grammars: Grammars | None
     is_async: bool
     num_invalid_in_step: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_invalid_draft_tokens: int = 0
+    _in_plan: Int64Array = field(init=False)  # by row, of the plan that is being made
 
-    def in_plan(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """(rows, token ids) that a plan verifies, a row listed once per draft."""
+    def fields(
+        self, plan: PlanChanges, num_scheduled: Int64Array, answered_step: int
+    ) -> dict[str, Any]:
+        """The drafts that the plan verifies, a row listed once per draft."""
+        self._in_plan = self.running.num_drafts_in(num_scheduled)
+        rows, token_ids = self._listed(self._in_plan)
+        num_invalid, self.num_invalid_in_step = self.num_invalid_in_step, 0
+        return {
+            "draft_rows": rows,
+            "draft_tokens": token_ids,
+            "num_invalid_draft_tokens": num_invalid,
+        }
+
+    def built(self, plan: SchedulerOutput, planned: PlannedStep, now: float) -> None:
+        """The plan's drafts are placeholders until its output says how many were accepted."""
+        rows = planned.sampling.rows
+        if len(plan.draft_rows):
+            planned.num_drafts, planned.drafts = self._in_plan[rows], plan.draft_tokens
+        self._consume(planned.num_scheduled, rows, self._in_plan)
+
+    def answered(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """The output may have drafts for the next step."""
+        self.receive(output.draft_rows, output.draft_tokens, planned)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """No plan was made yet."""
+        self.num_invalid_in_step = 0
+
+    def _listed(self, counts: Int64Array) -> tuple[Int32Array, Int32Array]:
         running = self.running
-        counts = running.num_drafts_in(num_scheduled)
         rows = np.flatnonzero(counts)
         ids = [running.drafts[row, : counts[row]] for row in rows.tolist()]
         if not ids:
             return EMPTY_INT32, EMPTY_INT32
         return int32_array(np.repeat(rows, counts[rows])), np.concatenate(ids)
 
-    def consume(self, num_scheduled: Int64Array, rows: Int64Array, num_drafts: Int64Array) -> None:
+    def _consume(self, num_scheduled: Int64Array, rows: Int64Array, num_drafts: Int64Array) -> None:
         """A plan verifies `num_drafts` (max_num_seqs,) drafts; `rows` sample in it."""
         running = self.running
         running.num_placeholders += num_drafts
@@ -51,17 +79,6 @@ class Drafts:
             rows = rows[~running.has_grammar[rows]]
             running.num_drafts[rows] = running.drafts.shape[1]
             running.drafts[rows] = -1
-
-    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """`num_accepted` of the `num_drafts` drafts of a running request were accepted; the others
-        are subtracted from its computed tokens and placeholders."""
-        row, num_rejected = np.array([request.row]), num_drafts - num_accepted
-        self.running.reject(row, np.array([num_rejected]))
-        self.running.num_placeholders[row] -= num_rejected
-        request.num_draft_tokens += num_drafts
-        request.num_accepted_tokens += num_accepted
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
 
     def receive(
         self, rows: Int32Array, token_ids: Int32Array, planned: PlannedStep | None = None
@@ -80,7 +97,10 @@ class Drafts:
             if planned is not None and not self._sampled_in(planned, row):
                 continue
             request = running.request_on(row)
-            if request.pooling is not None or running.num_computed[row] < running.num_known[row]:
+            if (
+                request.options.pooling is not None
+                or running.num_computed[row] < running.num_known[row]
+            ):
                 continue
             ids = token_ids[rows == row].tolist()
             if self.grammars is not None:
@@ -95,8 +115,8 @@ class Drafts:
     def counts(self) -> dict[str, int]:
         """Fields of SchedulerStats."""
         return {
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_draft_tokens": self.running.num_draft_tokens,
+            "num_accepted_tokens": self.running.num_accepted_tokens,
             "num_invalid_draft_tokens": self.num_invalid_draft_tokens,
         }
 

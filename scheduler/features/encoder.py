@@ -63,7 +63,7 @@ class EncoderCache:
         if num_tokens and not num_allowed and self.release_passed(request, num_computed):
             num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
         for index, victims in wanted.items():
-            item = request.multimodal[index]
+            item = request.options.multimodal[index]
             if victims is None:
                 self._unheld.pop(item.hash, None)
             else:
@@ -99,7 +99,7 @@ class EncoderCache:
         sizes, budget = dict(self._sizes), self._budget_left
         unheld = list(self._unheld)
         num_free = self.capacity - sum(sizes.values())
-        for index, item in enumerate(request.multimodal):
+        for index, item in enumerate(request.options.multimodal):
             if item.offset >= num_computed + num_tokens:
                 break
             if item.offset + item.num_tokens <= num_computed:
@@ -129,7 +129,7 @@ class EncoderCache:
         if there is nothing."""
         passed = [
             index
-            for index, item in enumerate(request.multimodal if self._lookahead else ())
+            for index, item in enumerate(request.options.multimodal if self._lookahead else ())
             if item.offset + item.num_tokens <= num_computed
             and (request.request_id, index) in self._holders.get(item.hash, ())
         ]
@@ -141,14 +141,14 @@ class EncoderCache:
         """The request has lost its row: release its references, and do not encode items that only
         it needs."""
         self.pending.pop(request.request_id, None)
-        for index in range(len(request.multimodal)):
+        for index in range(len(request.options.multimodal)):
             self._release_one(request, index)
 
     def advanced(self, request: Request, num_computed: int) -> None:
-        """Its first `num_computed` tokens are planned: release its references to the items that end
-        within them and that a drafter does not read any more."""
+        """The first `num_computed` tokens of the request are planned: release its references to the
+        items that end within them and that a drafter does not read any more."""
         self.pending[request.request_id] = request
-        for index, item in enumerate(request.multimodal):
+        for index, item in enumerate(request.options.multimodal):
             if item.offset + item.num_tokens + self._lookahead > num_computed:
                 return
             self._release_one(request, index)
@@ -225,7 +225,7 @@ class EncoderCache:
         self.restore(EncoderCache(capacity=self.capacity, budget=self._budget))
 
     def _release_one(self, request: Request, index: int) -> None:
-        item_hash = request.multimodal[index].hash
+        item_hash = request.options.multimodal[index].hash
         holders = self._holders.get(item_hash)
         if holders is None or holders.pop((request.request_id, index), None) is None or holders:
             return
@@ -275,7 +275,7 @@ class RowEncoder(EncoderCache):
             self._budget_left -= request.num_encoder_tokens
             self.num_encoded_items += 1
         if self.connector is not None:
-            self.connector.update_state_after_alloc(request.multimodal[0], request.row)
+            self.connector.update_state_after_alloc(request.options.multimodal[0], request.row)
         self._new_rows.append(request.row)
 
     def is_loading(self, request: Request) -> bool:
@@ -287,7 +287,7 @@ class RowEncoder(EncoderCache):
     def _lookup(self, request: Request) -> CacheLookup:
         if self.connector is None:
             return CacheLookup.MISSING
-        return self.connector.has_caches(request.multimodal[0])
+        return self.connector.has_caches(request.options.multimodal[0])
 
     def rewound(self, request: Request) -> None:
         """Nothing to do: its blocks still hold the encoder output."""

@@ -7,20 +7,24 @@ copy of it before its first step, unless it is the only holder (copy-on-write, a
 Kwon et al., 2023, section 4.4).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.scheduler.heap import KeyedHeap
+from longshore.scheduler.hooks import Admitter, Attempt, SchedulerFeature
+from longshore.scheduler.kv_cache.blocks import ComputedBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
-from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
 from longshore.scheduler.step.running import RunningTable
 
 
@@ -71,11 +75,13 @@ class _Family:
         return len(self.ahead) + len(self.planned)
 
 
-@dataclass(slots=True)
-class Forks:
-    """Forks that have not begun. A step costs O(1) for each running parent of parked forks, and
-    O(log n) for each fork whose common tokens it computes or confirms.
+@dataclass(slots=True, eq=False)
+class Forks(SchedulerFeature):
+    """Forks that have not begun; asleep until the first one arrives. A step costs O(1) for each
+    running parent of parked forks, and O(log n) for each fork whose common tokens it computes or
+    confirms.
 
+    find:    the live request of a client with this handle.
     waiting: by request.
     parents: the forks of a request that has some.
     pending: the parked forks of parents that run.
@@ -86,14 +92,28 @@ class Forks:
     kv_cache: KVCacheManager
     holds: Holds
     in_flight: StepsInFlight
+    find: Callable[[int, int], Request | None]
     waiting: dict[Request, _Fork] = field(default_factory=dict)
     parents: dict[Request, dict[_Fork, None]] = field(default_factory=dict)
     pending: dict[Request, _Family] = field(default_factory=dict)
+    _parent: Request | None = None  # of the request that is being added
 
-    def add(self, request: Request, parent: Request) -> bool:
-        """Queue or park a new request that is to begin with its parent's KV. False if it shares
-        nothing with its parent, and has to be queued like any other request."""
-        if not self.kv_cache.can_fork or request.skip_reading_prefix_cache:
+    def problem(self, message: AddRequest, client: int) -> str | None:
+        """See `fork_problem`."""
+        self._parent = None
+        if message.fork_of is None or not self.kv_cache.follows_from_tokens:
+            return None
+        self._parent = self.find(client, message.fork_of)
+        return fork_problem(message, self._parent)
+
+    def queue(self, request: Request, is_queued: bool) -> bool:
+        """Queue or park a new request that is to begin with its parent's KV. One that shares
+        nothing with its parent is queued like any other request."""
+        parent, self._parent = self._parent, None
+        return is_queued if parent is None else self._add(request, parent)
+
+    def _add(self, request: Request, parent: Request) -> bool:
+        if not self.kv_cache.can_fork or request.skips_prefix_cache:
             return False
         num_common = num_common_tokens(request.token_ids[:-1], self._tokens_of(parent))
         fork = _Fork(request, parent, num_common)
@@ -108,14 +128,37 @@ class Forks:
             self._wait(fork)
         return True
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether the parent has not computed the common tokens yet, but will. The caller then
-        parks the fork, which is unparked when it can be tried again."""
-        fork = self.waiting[request]
+    def gate(self, request: Request) -> Attempt | None:
+        """A fork waits if its parent has not computed the common tokens yet, but will. It is
+        unparked when it can be tried again."""
+        fork = self.waiting.get(request)
+        if fork is None or request.hold is not None:
+            return None
         if self._is_ready(fork) or self._is_hopeless(fork):
-            return False
+            return None
         self._wait(fork)
-        return True
+        self.queues.park_head()
+        return Attempt.PARKED
+
+    def begin(
+        self, admission: Admitter, request: Request, prefix: ComputedBlocks, now: float
+    ) -> Attempt | None:
+        """Start a fork with the common blocks, if they are more than its cached prefix."""
+        if request not in self.waiting or (hold := self.take(request)) is None:
+            return None
+        attempt = None
+        if hold.num_computed_tokens > prefix.num_tokens:
+            attempt = admission.start(request, hold)
+        if attempt is not Attempt.ADMITTED:
+            self.holds.release(request)
+        return attempt
+
+    def admitted(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        """The request is no fork any more, and its own forks may see what it computes."""
+        self.drop(request)
+        for fork in self.parents.get(request, ()):
+            if fork.is_parked:
+                self._pend(fork)
 
     def take(self, request: Request) -> Hold | None:
         """Give a fork that need not wait a hold on the common blocks; None if there are none."""
@@ -134,7 +177,8 @@ class Forks:
         return hold
 
     def drop(self, request: Request) -> None:
-        """The request has begun to run or to load, or it has ended."""
+        """The request has begun to run or to load, or it has ended: its parent must not give it a
+        hold."""
         fork = self.waiting.pop(request, None)
         if fork is not None:
             self._stop_pending(fork)
@@ -145,37 +189,32 @@ class Forks:
 
     # Parents
 
-    def parent_begins(self, request: Request) -> None:
-        """A request that has forks was admitted."""
-        for fork in self.parents[request]:
-            if fork.is_parked:
-                self._pend(fork)
-
-    def parent_ends(self, request: Request) -> None:
-        """A request with forks is about to end: its forks take the common blocks, if these are
-        computed, and continue without it."""
-        for fork in list(self.parents[request]):
+    def ending(self, request: Request, now: float) -> None:
+        """The forks of a request that ends take the common blocks, if these are computed, and
+        continue without it."""
+        for fork in list(self.parents.get(request, ())):
             if self._is_ready(fork):
                 self.take(fork.request)
             self._unpark(fork)
             self.drop(fork.request)
+        self.drop(request)
 
-    def planned(self) -> None:
-        """A plan has been built: parents may have computed what their forks share."""
-        for parent in list(self.pending):
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
+        """Parents may have computed what their forks share."""
+        for parent in list(self.pending if plan is not None else ()):
             self._note_step(parent)
 
-    def answered(self) -> None:
-        """An output has been applied: unpark the forks whose common tokens it confirms."""
+    def answered(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """Unpark the forks whose common tokens the output confirms."""
         for family in list(self.pending.values()):
             while (fork := next(iter(family.planned), None)) and self._is_ready(fork):
                 self._unpark(fork)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """All KV is lost; parents recompute it, and their forks keep waiting for them."""
         self.pending.clear()
 
-    def check(self, waiting: Iterable[Request]) -> None:
+    def check(self, running: Collection[Request], waiting: Collection[Request]) -> None:
         """Raise LongshoreError unless all forks are among the `waiting` requests, have no blocks
         or load yet, and are recorded with their parents, which have not ended."""
         of_parents = [fork for forks in self.parents.values() for fork in forks]
@@ -279,17 +318,18 @@ def num_common_tokens(one: Int32Array, other: Int32Array) -> int:
 def fork_problem(message: AddRequest, parent: Request | None) -> str | None:
     """Why a request cannot be a fork of this parent; None if it can. If the parent is unknown, it
     has ended, and the request is queued like any other."""
+    asked = message.options
     for name in ("multimodal", "prompt_embeds", "pooling"):
-        if getattr(message, name):
+        if getattr(asked, name):
             return f"fork_of cannot be combined with {name}"
-        if parent is not None and getattr(parent, name):
+        if parent is not None and getattr(parent.options, name):
             return f"the parent of a fork has {name}; only the KV of token ids can be shared"
     if parent is None:
         return None
-    if message.lora != parent.lora:
+    if asked.lora != parent.options.lora:
         return "a fork and its parent must have the same adapter, or both none"
-    if message.cache_salt != parent.cache_salt:
+    if asked.cache_salt != parent.options.cache_salt:
         return "a fork and its parent must have the same cache_salt, or both none"
-    if message.no_store != parent.no_store:
+    if asked.no_store != parent.options.no_store:
         return "a fork and its parent must both have no_store, or both not"
     return None

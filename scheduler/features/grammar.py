@@ -13,18 +13,23 @@ import enum
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from longshore.protocol.arrays import BoolArray, UInt8Array, int32_array
+from longshore.connectors.base import FinishAction
+from longshore.protocol.arrays import BoolArray, Int64Array, UInt8Array, int32_array
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.outputs import FinishReason
-from longshore.protocol.plan import SampleMask
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.requests import StructuredOutput
+from longshore.scheduler.hooks import Attempt, PlanChanges, SchedulerFeature
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Outcome, Request, RequestChange
 from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.step.running import RunningTable
 
 TokenMasks: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 """(masks, cdiv(vocabulary, 8)): packed bits, the lowest token id in the lowest bit."""
@@ -158,7 +163,7 @@ class _Tenant:
         return not (self.num_queued or self.num_compiling or self.num_ahead)
 
 
-class Grammars:
+class Grammars(SchedulerFeature):
     """Requests with a grammar: parked until it is compiled, and masked after planning.
 
     Only so many grammars of a tenant are compiled ahead as there are rows (`max_num_seqs`, at least
@@ -174,8 +179,10 @@ class Grammars:
     def __init__(
         self,
         compiler: GrammarCompiler,
+        running: RunningTable,
         in_flight: StepsInFlight,
         waiting: WaitingRequests,
+        lifecycle: Lifecycle,
         *,
         vocab_size: int,
         epoch: int,
@@ -183,6 +190,8 @@ class Grammars:
         has_priorities: bool = False,
     ) -> None:
         self._compiler = compiler
+        self._running = running
+        self._lifecycle = lifecycle
         self._in_flight = in_flight
         self._waiting = waiting
         self._vocab_size = vocab_size
@@ -205,9 +214,12 @@ class Grammars:
 
     # Waiting for a grammar
 
-    def add(self, request: Request, *, parks: bool) -> None:
-        """Compile the grammar of a new request, which is in no queue. parks: park it until then;
-        else it is already parked for another reason."""
+    def queue(self, request: Request, is_queued: bool) -> bool:
+        """A request with a grammar is parked until that is compiled, if it is not parked for
+        another reason."""
+        if request.options.structured_output is None:
+            return is_queued
+        parks = not is_queued
         request.change(RequestChange.NEEDS_GRAMMAR)
         self._last_number += 1
         entry = _Entry(request, self._last_number, is_parked=parks)
@@ -215,14 +227,20 @@ class Grammars:
         self._num_waiting += 1
         if parks:
             self._waiting.add_parked(request)
-        name = request.tenant.name
+        name = request.options.tenant.name
         tenant = self._tenants.setdefault(name, _Tenant())
         tenant.count(_Stage.QUEUED, 1)
-        priority = request.priority if self._has_priorities else 0
+        priority = request.options.priority if self._has_priorities else 0
         heapq.heappush(tenant.queued, (priority, entry.number, entry))
         self._compile_queued(tenant)
+        return True
 
-    def take_events(self) -> list[tuple[Request, Outcome]]:
+    def poll(self, now: float) -> None:
+        """Grammars may be compiled by now, or have failed."""
+        self._settle(now)
+        self._lifecycle.end_all(self._take_events(), now)
+
+    def _take_events(self) -> list[tuple[Request, Outcome]]:
         """Unpark requests whose grammar is compiled by now. Returns those whose grammar has failed,
         to be ended. At most `MAX_EVENTS_PER_STEP` of both."""
         failed: list[tuple[Request, Outcome]] = []
@@ -244,7 +262,7 @@ class Grammars:
             except GrammarError as error:
                 self._move(entry, _Stage.ADMITTED)
                 failed.append((entry.request, outcome_of(error)))
-            if (tenant := self._tenants.get(entry.request.tenant.name)) is not None:
+            if (tenant := self._tenants.get(entry.request.options.tenant.name)) is not None:
                 self._compile_queued(tenant)
         return failed
 
@@ -267,9 +285,19 @@ class Grammars:
             entry.is_parked = False
             self._waiting.unpark(request)
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether a request at the head of the queue has to wait for its grammar. The caller then
-        parks it; it is unparked when the grammar is compiled. Raises GrammarError."""
+    def gate(self, request: Request) -> Attempt | Outcome | None:
+        """The head of the queue may have lost its grammar. It is unparked when that is compiled."""
+        if request.options.structured_output is None:
+            return None
+        try:
+            if not self._must_wait(request):
+                return None
+        except GrammarError as error:
+            return outcome_of(error)
+        self._waiting.park_head()
+        return Attempt.PARKED
+
+    def _must_wait(self, request: Request) -> bool:
         entry = self._entries[request]
         if not entry.is_waiting:
             assert entry.grammar is not None
@@ -281,9 +309,10 @@ class Grammars:
         entry.is_parked = True
         return True
 
-    def admitted(self, request: Request) -> None:
-        """The request has got a row, so another grammar may be compiled ahead."""
-        self._move(self._entries[request], _Stage.ADMITTED)
+    def admitted(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        """Another grammar may be compiled ahead."""
+        if request.options.structured_output is not None:
+            self._move(self._entries[request], _Stage.ADMITTED)
 
     def _compile_queued(self, tenant: _Tenant) -> None:
         while (
@@ -295,7 +324,7 @@ class Grammars:
             if number not in self._by_number:
                 continue  # its request has ended
             self._move(entry, _Stage.COMPILING)
-            spec = entry.request.structured_output
+            spec = entry.request.options.structured_output
             assert spec is not None
             entry.grammar = self._compiler.compile(number, spec)
 
@@ -303,7 +332,7 @@ class Grammars:
         """The grammar of a request reaches another stage."""
         if entry.stage is _Stage.ADMITTED:
             return
-        name = entry.request.tenant.name
+        name = entry.request.options.tenant.name
         tenant = self._tenants[name]
         tenant.count(entry.stage, -1)
         tenant.count(stage, 1)
@@ -315,10 +344,12 @@ class Grammars:
 
     # Tokens and masks
 
-    def accept(self, request: Request, token_id: int) -> bool:
-        """Advance by a verified token. False if the request's grammar does not allow it."""
+    def appended(self, request: Request, token_id: int) -> Outcome | None:
+        """Advance by a verified token."""
         grammar = self._grammar_of(request)
-        return grammar is None or grammar.accept_tokens([token_id])
+        if grammar is None or grammar.accept_tokens([token_id]):
+            return None
+        return Outcome(FinishReason.ERROR, f"token {token_id} was sampled against the grammar")
 
     def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many leading drafts the request's grammar allows."""
@@ -329,23 +360,49 @@ class Grammars:
         entry = self._entries.get(request)
         return None if entry is None else entry.grammar
 
-    def drop(self, request: Request) -> None:
-        """The request has ended."""
+    def ended(
+        self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
+    ) -> FinishAction | None:
+        """The request's grammar is not needed any more."""
         self.failed.pop(request, None)
         self.lost.pop(request, None)
-        entry = self._entries.pop(request, None)
-        if entry is None:
-            return
-        del self._by_number[entry.number]
-        self._num_waiting -= entry.is_waiting
-        self._move(entry, _Stage.ADMITTED)
-        if entry.grammar is not None:
-            entry.grammar.release()
+        if (entry := self._entries.pop(request, None)) is not None:
+            del self._by_number[entry.number]
+            self._num_waiting -= entry.is_waiting
+            self._move(entry, _Stage.ADMITTED)
+            if entry.grammar is not None:
+                entry.grammar.release()
+        return None
 
-    @property
-    def has_ends(self) -> bool:
-        """Whether running requests have lost their grammar, or it has failed."""
-        return bool(self.failed or self.lost)
+    def received(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """No token may be applied to a request whose grammar has failed or is lost."""
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """End running requests whose grammar has failed, and preempt those whose grammar is lost;
+        their latest mask allows every token. The latter wait for their grammars again, and sample
+        again what they sample in unanswered steps."""
+        while self.failed:
+            self._lifecycle.end(*next(iter(self.failed.items())), now)
+        lost, self.lost = self.lost, {}
+        for request in lost:
+            if request.row >= 0:
+                self._lifecycle.preempt(request, now)
+            self._in_flight.void_past_occupants(request)
+
+    def fields(
+        self, plan: PlanChanges, num_scheduled: Int64Array, answered_step: int
+    ) -> dict[str, Any]:
+        """Whether the workers must wait for masks."""
+        running = self._running
+        ends = running.num_computed + num_scheduled >= running.num_known
+        is_masked = bool((running.has_grammar & (num_scheduled > 0) & ends).any())
+        return {"has_structured_output": is_masked}
+
+    def built(self, plan: SchedulerOutput, planned: PlannedStep, now: float) -> None:
+        """The masks of the plan are of these rows."""
+        if plan.has_structured_output:
+            planned.is_masked = self._running.has_grammar[planned.sampling.rows]
 
     def take_masks(self) -> list[SampleMask]:
         """The mask of the oldest unanswered plan, once, as soon as it is computed: all tokens

@@ -12,18 +12,21 @@ from typing import Final, cast
 import msgspec
 import numpy as np
 
+from longshore.connectors.base import FinishAction
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.connector_hooks import view_of
 from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.tool_calls import Decoder, ToolCallEstimator
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.heap import KeyedHeap
+from longshore.scheduler.hooks import SchedulerFeature, Yielded
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.policies import ContinuumPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.request import Outcome, Request, RequestStatus
 
 _QUEUED: Final = (
     RequestStatus.WAITING,
@@ -57,7 +60,7 @@ class Pin(msgspec.Struct):
     expires_at_s: float
 
 
-class Pins:
+class Pins(SchedulerFeature):
     """At most one pin per job.
 
     policy:  learns at the beginning of the next step which jobs have a pin, or a turn that was
@@ -67,7 +70,6 @@ class Pins:
     max_ttl_s: no pin is kept for longer, and none is made for a tool that always takes longer.
     decode:  the text of token ids; None: the names of tools are not known.
 
-    num_blocks:   own blocks of all pins: about what is free if all of them end.
     num_hits:     turns that were admitted while their job had a pin.
     num_expired, num_yielded: pins that have ended with their time to live, and because other
                   requests needed the blocks.
@@ -99,11 +101,15 @@ class Pins:
         self._newest: KeyedHeap[float, str] = KeyedHeap()
         self._taken_over: dict[str, Request] = {}  # by job, the turn that was admitted on its pin
         self._is_announced = True
-        self.num_blocks = 0
         self.num_hits = self.num_expired = self.num_yielded = 0
 
     def __len__(self) -> int:
         return len(self._pins)
+
+    @property
+    def num_blocks(self) -> int:
+        """Own blocks of all pins: about what is free if all of them end."""
+        return self._kv_cache.num_yieldable
 
     def __iter__(self) -> Iterator[Pin]:
         """All pins, the oldest first."""
@@ -114,9 +120,8 @@ class Pins:
         """The jobs that have a pin, the oldest pin first."""
         return self._pins.keys()
 
-    def begin_step(self, now: float) -> None:
-        """Release the pins that have expired, and let the policy know which jobs have one. To be
-        called before blocks are allocated."""
+    def poll(self, now: float) -> None:
+        """Release the pins that have expired, and let the policy know which jobs have one."""
         while (first := self._next_to_expire.first()) is not None and first[0][0] <= now:
             self._release(first[1])
             self.num_expired += 1
@@ -126,41 +131,53 @@ class Pins:
 
     # What happens to turns
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """A turn was queued. A pin of its job lasts until it is admitted."""
-        if request.job_id is None:
+        job_id = request.options.job_id
+        if job_id is None:
             return
-        self._calls.turn_arrived(request.job_id, request.arrival_time)
-        if (pin := self._pins.get(request.job_id)) is not None:
+        self._calls.turn_arrived(job_id, request.arrival_time)
+        if (pin := self._pins.get(job_id)) is not None:
             pin.expires_at_s = math.inf
             pin.value = pin.saved_s
-            self._rank(request.job_id, pin)
+            self._rank(job_id, pin)
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Request, num_computed: int, num_tokens: int) -> None:
         """A turn has a row, which holds what it has found of the pin of its job."""
-        if request.job_id is not None and request.job_id in self._pins:
-            self._release(request.job_id)
-            self._taken_over[request.job_id] = request
+        job_id = request.options.job_id
+        if job_id is not None and job_id in self._pins:
+            self._release(job_id)
+            self._taken_over[job_id] = request
             self.num_hits += 1
 
     def ended(
-        self, request: Request, blocks: HeldBlocks | None, now: float, *, ends_output: bool
+        self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
+    ) -> FinishAction | None:
+        """The request's KV is pinned, unless it was the last turn or has not ended regularly; an
+        earlier pin of the job is released. The pin takes references of its own."""
+        if (job_id := request.options.job_id) is not None:
+            self._turn_ended(job_id, request, blocks, outcome, now)
+        return None
+
+    def _turn_ended(
+        self,
+        job_id: str,
+        request: Request,
+        blocks: HeldBlocks | None,
+        outcome: Outcome,
+        now: float,
     ) -> None:
-        """A request has ended; the caller still owns its blocks. Its KV is pinned, unless it was
-        the last turn or has not ended regularly; an earlier pin of the job is released."""
-        job_id = request.job_id
-        if job_id is None:
-            return
-        self.release_job(job_id)
+        if job_id in self._pins:
+            self._release(job_id)
         if self._taken_over.get(job_id) is request:
             del self._taken_over[job_id]
             self._is_announced = False
-        if request.is_last_step:
+        if request.options.is_last_step:
             self._calls.job_ended(job_id)
-        elif ends_output:
+        elif outcome.ends_output:
             output_ids = request.token_ids[request.num_prompt_tokens :].tolist()
             self._calls.turn_ended(job_id, output_ids, now)
-            if blocks is not None and not request.no_store:  # no later turn finds it
+            if blocks is not None and not request.options.no_store:  # no later turn finds it
                 self._pin(job_id, request, blocks, now)
 
     def _pin(self, job_id: str, request: Request, blocks: HeldBlocks, now: float) -> None:
@@ -204,7 +221,7 @@ class Pins:
         )
         self._rank(job_id, pin)
         self._newest.add(job_id, -pin.first_arrival_s, job_id)
-        self.num_blocks += num_own
+        self._kv_cache.num_yieldable += num_own
         self._is_announced = False
 
     def _rank(self, job_id: str, pin: Pin) -> None:
@@ -239,61 +256,51 @@ class Pins:
 
     # Pressure
 
-    def yield_one(self, *, besides: Request | None = None) -> bool:
-        """Release the least valuable pin, but not that of `besides`. False if there is none."""
-        own = None if besides is None else besides.job_id
-        return self._yield(job_id for job_id in self._least_valuable if job_id != own)
-
-    def yield_to(self, request: Request) -> bool:
-        """Release the least valuable pin of jobs that began later than the request's. False if
-        there is none."""
-        first_arrival_s, newest = self._policy.first_arrival_s(request), self._newest.first()
-        if newest is None or -newest[0] <= first_arrival_s:
-            return False
-        pins = self._pins
-        later = (id_ for id_ in self._least_valuable if pins[id_].first_arrival_s > first_arrival_s)
-        return self._yield(later)
-
-    def _yield(self, job_ids: Iterator[str]) -> bool:
-        """Release the pin of the first of these jobs."""
+    def yield_blocks(self, to: Request | None, besides: Request | None) -> Yielded:
+        """The least valuable pin, with `to` only of jobs that began later."""
+        job_ids: Iterator[str] = iter(self._least_valuable)
+        if to is not None:
+            job_ids = self._later_than(self._policy.first_arrival_s(to))
+        elif besides is not None:
+            own = besides.options.job_id
+            job_ids = iter(sorted(job_ids, key=lambda job_id: job_id == own))
         job_id = next(job_ids, None)
         if job_id is None:
-            return False
+            return Yielded.NOTHING
         self._release(job_id)
         self.num_yielded += 1
-        return True
+        return Yielded.BLOCKS
+
+    def _later_than(self, first_arrival_s: float) -> Iterator[str]:
+        """Jobs that began later, the one with the least valuable pin first."""
+        newest, pins = self._newest.first(), self._pins
+        if newest is not None and -newest[0] > first_arrival_s:
+            for job_id in self._least_valuable:
+                if pins[job_id].first_arrival_s > first_arrival_s:
+                    yield job_id
 
     # The end of pins
 
-    def release_job(self, job_id: str) -> None:
-        """Release the pin of a job, if there is one."""
-        if job_id in self._pins:
-            self._release(job_id)
-
-    def release_client(self, client: int) -> None:
-        """A client has disconnected, so no turn of its jobs follows."""
+    def release_kept(self, client: int | None) -> None:
+        """No turn of the client's jobs follows."""
         for job_id, pin in list(self._pins.items()):
-            if pin.client == client:
+            if client is None or pin.client == client:
                 self._release(job_id)
-
-    def release_all(self) -> None:
-        for job_id in list(self._pins):
-            self._release(job_id)
 
     def _release(self, job_id: str) -> None:
         pin = self._pins.pop(job_id)
         for heap in (self._least_valuable, self._next_to_expire, self._newest):
             heap.remove(job_id)
-        self.num_blocks -= pin.num_own_blocks
+        self._kv_cache.num_yieldable -= pin.num_own_blocks
         self._is_announced = False
         self._kv_cache.release(pin.blocks)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """All KV is lost. No reference is released, because the pool is reset."""
         for pins in (self._pins, self._least_valuable, self._next_to_expire, self._newest):
             pins.clear()
         self._taken_over.clear()
-        self.num_blocks = 0
+        self._kv_cache.num_yieldable = 0
         self._is_announced = False
 
     # Reports
@@ -308,7 +315,12 @@ class Pins:
             "num_pins_yielded": self.num_yielded,
         }
 
-    def check(self) -> None:
+    def owners(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
+        """The blocks of all pins, with the turn that has ended."""
+        for pin in self:
+            yield BlockState.KEPT, pin.request_id, pin.blocks
+
+    def check(self, running: Collection[Request], waiting: Collection[Request]) -> None:
         """Raise LongshoreError unless the blocks of pins are counted, the heaps have what the pins
         say, and no ended turn counts as one that was admitted on a pin."""
         if sum(pin.num_own_blocks for pin in self) != self.num_blocks:

@@ -17,10 +17,15 @@ from longshore.protocol.arrays import BoolArray, Int32Array, int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.hooks import Hooks, SchedulerFeature
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Outcome, Request
-from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep
+from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
+from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
@@ -39,10 +44,17 @@ class _Holder:
     num_good: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Recovery(SchedulerPart):
+@dataclass(slots=True, kw_only=True, eq=False)
+class Recovery(SchedulerFeature):
     """Finds the requests that bad blocks have made invalid, and rewinds their rows."""
 
+    config: SchedulerConfig
+    running: RunningTable
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    plan: PlanBuilder
+    hooks: Hooks
     lifecycle: Lifecycle
     budget: TokenBudget
     num_rewinds: int = 0
@@ -65,8 +77,8 @@ class Recovery(SchedulerPart):
                     firsts.append(int(has_failed.argmax()) * size)
             if firsts:
                 sources[generation] = min(firsts)
-        if self.transfers is not None:
-            self.transfers.note_failed(failed[is_other])
+        for feature in self.hooks.bad_blocks:
+            feature.bad_blocks(failed[is_other], are_written=False)
         if not sources:
             about = fields(step_id=planned.step, blocks=len(failed))
             logger.warning("a worker reported failed blocks that no load was filling", extra=about)
@@ -110,7 +122,7 @@ class Recovery(SchedulerPart):
             self.lifecycle.end(request, Outcome(FinishReason.ERROR, text, step=step), now)
         self._invalidate({generation: num_hit_tokens}, step, now)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """The steps of new workers are counted from 1 again."""
         self._failed_through = 0
 
@@ -149,7 +161,7 @@ class Recovery(SchedulerPart):
     def _num_certain_tokens(self, request: Request) -> int:
         """Leading tokens of a running request that no plan in flight computes: each plan has at
         most the budget. Pooled vectors are sums that are only begun anew."""
-        if request.pooling is not None:
+        if request.options.pooling is not None:
             return request.num_hit_tokens
         num_in_flight = len(self.in_flight.steps) * self.budget.num_tokens
         num_computed = int(self.running.num_computed[request.row])
@@ -167,8 +179,8 @@ class Recovery(SchedulerPart):
         self.plan.uncached += block_ids.tolist()
         # The tokens that past occupants still expect may depend on bad blocks.
         self.in_flight.void_past_occupants()
-        if self.transfers is not None:
-            self.transfers.note_invalid(block_ids)
+        for feature in self.hooks.bad_blocks:
+            feature.bad_blocks(block_ids, are_written=True)
         for request in list(self.holds):
             hold = request.hold
             if hold is not None and any(bad[ids].any() for ids in hold.blocks.block_ids):
@@ -219,8 +231,6 @@ class Recovery(SchedulerPart):
         num_tokens = kv_cache.resume_point(kv_cache.block_ids(row), num_tokens)
         kv_cache.truncate(row, num_tokens, newest_step)
         request.num_hit_tokens = min(request.num_hit_tokens, num_tokens)
-        if self.encoder is not None and request.multimodal:
-            self.encoder.rewound(request)
         self.num_rewinds += 1
         self.plan.rewound[row] = self.running.rewind_row(row, num_tokens, newest_step)
         self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)

@@ -14,8 +14,10 @@ from longshore.protocol.routed_experts import (
     group_with_experts,
     map_slots,
 )
+from longshore.scheduler.hooks import SchedulerFeature
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
-from longshore.scheduler.request import Request
+from longshore.scheduler.request import Outcome, Request, RequestStatus
+from longshore.scheduler.step.in_flight import StepsInFlight
 
 
 class RoutedExpertsReader:
@@ -50,3 +52,35 @@ class RoutedExpertsReader:
     @staticmethod
     def _start(request: Request) -> int:
         return min(request.sampling.routed_experts_prompt_start, request.num_prompt_tokens)
+
+
+class RoutedExpertsHooks(SchedulerFeature):
+    """Reads the experts of a request when it is preempted, and when its output ends."""
+
+    def __init__(self, reader: RoutedExpertsReader, in_flight: StepsInFlight) -> None:
+        self._reader = reader
+        self._in_flight = in_flight
+
+    def vacated(self, request: Request, blocks: HeldBlocks | None) -> None:
+        """The experts of a preempted request's tokens in flight will be in blocks that others get,
+        so it samples these tokens again."""
+        if request.status is RequestStatus.PREEMPTED and blocks is not None:
+            if request.has_new_token:  # else slots may still hold the experts of others' tokens
+                self._reader.read(request, blocks)
+            self._in_flight.void_past_occupants(request)
+
+    def output_ended(
+        self,
+        request: Request,
+        outcome: Outcome,
+        blocks: HeldBlocks | None,
+        now: float,
+        *,
+        ran: bool,
+    ) -> bool:
+        """An output that does not end regularly has no experts."""
+        if outcome.ends_output:
+            self._reader.read(request, blocks if ran else None)
+        else:
+            request.routed_experts = None
+        return False

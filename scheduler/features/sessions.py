@@ -4,14 +4,20 @@ Between two inputs it holds its KV if it `keeps_blocks`; its KV may be in the pr
 case. The tokens of all previous inputs and outputs are part of the prompt of the next output.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import ContinueSession
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.hooks import SchedulerFeature
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
-from longshore.scheduler.part import SchedulerPart
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
@@ -22,67 +28,78 @@ from longshore.scheduler.request import (
     RequestStatus,
 )
 from longshore.scheduler.step.client_outputs import ClientOutputs
+from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.validation import RequestValidator
 
 MAX_QUEUED_CHUNKS: Final = 1024
 """Limit for the queued inputs of one session."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Sessions(SchedulerPart):
-    """end: ends a request for good, see `Lifecycle.end`.
+class SessionObserver(Protocol):
+    def paused(self, request: Request, outcome: Outcome, now: float) -> None:
+        """The output of a session that goes on has ended."""
+
+    def continued(self, request: Request, now: float) -> None:
+        """A session is about to be queued with its next input."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sessions(SchedulerFeature):
+    """Continues requests with further input. No hook runs until the first session arrives.
+
     num_between: sessions that wait for their clients' next inputs.
     """
 
+    config: SchedulerConfig
+    waiting: WaitingRequests
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
     validator: RequestValidator
     outputs: ClientOutputs
     eos_token_ids: tuple[int, ...]
-    end: Callable[[Request, Outcome, float], None]
+    lifecycle: Lifecycle
+    observers: list[SessionObserver] = field(default_factory=list)
     num_between: int = 0
 
     def receive(self, request: Request, chunk: ContinueSession, now: float) -> None:
         """Receive input for a session; it is queued while the session is not ready for it."""
         problem = None
-        if not request.resumable:
+        if not request.options.resumable:
             problem = "it takes no more input: it is not a session, or it has had its last input"
         elif len(request.next_chunks) >= MAX_QUEUED_CHUNKS:
             problem = f"more than {MAX_QUEUED_CHUNKS} inputs are queued in this session"
         if problem is not None:
-            self.end(request, Outcome(FinishReason.ERROR, problem), now)
+            self.lifecycle.end(request, Outcome(FinishReason.ERROR, problem), now)
             return
         request.next_chunks.append(chunk)
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             self._begin_next_chunk(request, now)
 
-    def continues(self, request: Request) -> bool:
-        """Whether the session continues after its current output."""
-        if not request.resumable or request.num_tokens >= self.config.max_model_len:
-            return False
-        return not (request.next_chunks and closes_session(request.next_chunks[0]))
-
-    def pause(
+    def output_ended(
         self,
         request: Request,
-        reason: FinishReason,
+        outcome: Outcome,
         blocks: HeldBlocks | None,
         now: float,
         *,
-        is_computed: bool,
-    ) -> None:
-        """The output has ended; the request has neither a row nor a position in a queue.
-
-        is_computed: `blocks` hold the KV of all its tokens, except perhaps the last.
-        """
+        ran: bool,
+    ) -> bool:
+        """A session goes on, unless it is too long, its client has closed it, or it has failed."""
+        if not outcome.ends_output or not self._continues(request):
+            return False
         if blocks is not None:
-            if is_computed and request.keeps_blocks and self.kv_cache.can_fork:
+            # With a new token, the blocks of its row have the KV of all tokens but the last.
+            is_computed = ran and request.has_new_token
+            if is_computed and request.options.keeps_blocks and self.kv_cache.can_fork:
                 num_computed = request.num_tokens - 1
                 kept, blocks = self.kv_cache.cut(blocks, num_computed)
                 order = self.holds.next_order()
                 self.holds.add(request, Hold(HoldKind.SESSION, kept, num_computed, order))
             self.kv_cache.release(blocks)
-        self.outputs.add_finish(request, reason, session_continues=True)
-        if self.trace is not None:
-            self.trace.ended(request, reason, now, continues=True)
+        self.outputs.add_finish(request, outcome.reason, session_continues=True)
+        for observer in self.observers:
+            observer.paused(request, outcome, now)
         request.change(RequestChange.OUTPUT_ENDED)
         request.num_prompt_tokens = request.num_tokens
         request.num_cached_tokens = NOT_SCHEDULED
@@ -93,15 +110,21 @@ class Sessions(SchedulerPart):
         self.num_between += 1
         if request.next_chunks:
             self._begin_next_chunk(request, now)
+        return True
+
+    def _continues(self, request: Request) -> bool:
+        if not request.options.resumable or request.num_tokens >= self.config.max_model_len:
+            return False
+        return not (request.next_chunks and closes_session(request.next_chunks[0]))
 
     def _begin_next_chunk(self, request: Request, now: float) -> None:
         chunk = request.next_chunks.pop(0)
         if closes_session(chunk):
-            self.end(request, Outcome(FinishReason.STOPPED), now)
+            self.lifecycle.end(request, Outcome(FinishReason.STOPPED), now)
             return
         rejection = self.validator.chunk_rejection(chunk, num_tokens=request.num_tokens)
         if rejection is not None:
-            self.end(request, Outcome(*rejection), now)
+            self.lifecycle.end(request, Outcome(*rejection), now)
             return
         request.begin_chunk(
             chunk,
@@ -109,16 +132,25 @@ class Sessions(SchedulerPart):
             max_model_len=self.config.max_model_len,
             eos_token_ids=self.eos_token_ids,
         )
-        if self.trace is not None:
-            self.trace.queued(request, now)
-        if request.skip_reading_prefix_cache and request.hold is not None:
+        for observer in self.observers:
+            observer.continued(request, now)
+        if request.skips_prefix_cache and request.hold is not None:
             self.holds.release(request)
         self.waiting.unpark(request)
         self.num_between -= 1
 
-    def left_queue(self, request: Request) -> None:
-        """A waiting request ends."""
+    def ending(self, request: Request, now: float) -> None:
+        """The request may be a session that waits for its client."""
         self.num_between -= request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    def check(self, running: Collection[Request], waiting: Collection[Request]) -> None:
+        """The sessions that wait for their clients are counted."""
+        between = RequestStatus.WAITING_FOR_STREAMING_REQ
+        num_between = sum(request.status is between for request in waiting)
+        if num_between != self.num_between:
+            raise LongshoreError(
+                f"{num_between} sessions wait for their clients, but {self.num_between} are counted"
+            )
 
 
 def closes_session(chunk: ContinueSession) -> bool:

@@ -13,17 +13,20 @@ from typing import Final
 import numpy as np
 
 from longshore.connectors.base import RequestView, SchedulerConnector
-from longshore.protocol.arrays import Int32Array, Int64Array
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preemption_mode
 from longshore.scheduler.features.connector_hooks import view_of
-from longshore.scheduler.features.swap_cost import SwapCost
+from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.hooks import SchedulerFeature
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.policies import SchedulingPolicy
 from longshore.scheduler.request import Request
 from longshore.scheduler.step.admission import AdmissionGates
+from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.step.running import RunningTable
 
 REST_STEPS: Final = 32
 """Steps without a swap after one that had no room in host memory, or cost more than recomputing:
@@ -39,8 +42,8 @@ class _Victim:
     last_step: int
 
 
-@dataclass(slots=True, kw_only=True)
-class Swaps(SchedulerPart):
+@dataclass(slots=True, kw_only=True, eq=False)
+class Swaps(SchedulerFeature):
     """The request that is being swapped out, if there is one.
 
     num_swapped_out, num_swapped_out_blocks: requests swapped out, and the blocks that they held.
@@ -48,7 +51,12 @@ class Swaps(SchedulerPart):
     num_too_slow: victims that were cheaper to recompute, with the mode `auto`.
     """
 
+    config: SchedulerConfig
+    running: RunningTable
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
     transfers: Transfers
+    prefill_rate: PrefillRate
     policy: SchedulingPolicy
     gates: AdmissionGates
     lifecycle: Lifecycle
@@ -59,21 +67,22 @@ class Swaps(SchedulerPart):
     _victim: _Victim | None = None
     _next_attempt: int = 0
 
-    @property
-    def may_act(self) -> bool:
+    def is_eventful(self) -> bool:
         """Whether `begin_step` could do something."""
         return self._victim is not None or (self.running.num_rows > 1 and self._is_short)
 
     @property
     def _is_short(self) -> bool:
-        """Whether memory is short, also when the copies in progress and all pins have ended."""
-        num_leaving = self.transfers.num_leaving_blocks
-        if self.pins is not None:
-            num_leaving += self.pins.num_blocks
+        """Whether memory is short, also when the copies in progress have ended and other features
+        have yielded their blocks."""
+        num_leaving = self.transfers.num_leaving_blocks + self.kv_cache.num_yieldable
         return self.gates.is_short(self.kv_cache.num_free_blocks + num_leaving)
 
-    def begin_step(self, step: int, now: float) -> None:
-        """Plan `step` is about to be made: if memory is short, choose a victim, or swap it out."""
+    def begin_step(self, step: int, budget: int, now: float) -> None:
+        """If memory is short, choose a victim, or swap it out."""
+        if not budget:
+            return
+        self.running.withheld = -1
         victim, self._victim = self._victim, None
         if victim is not None and self.running.generation_of(victim.request) != victim.generation:
             victim = None  # it has ended, or was preempted
@@ -84,13 +93,9 @@ class Swaps(SchedulerPart):
             victim = self._choose(step)
         if victim is not None and victim.last_step > self.in_flight.last_answered_step:
             self._victim = victim
+            self.running.withheld = victim.request.row
         elif victim is not None and self._can_swap(victim.request):  # a failed load can rewind it
             self._swap_out(victim.request, step, now)
-
-    def withhold(self, wanted: Int64Array) -> None:
-        """Set the victim's tokens to 0 in `wanted`, (max_num_seqs,) tokens per row."""
-        if self._victim is not None:
-            wanted[self._victim.request.row] = 0
 
     def _choose(self, step: int) -> _Victim | None:
         """The first victim of the policy that can be swapped, but not the last running request."""
@@ -109,7 +114,7 @@ class Swaps(SchedulerPart):
 
     def _can_swap(self, request: Request) -> bool:
         """Whether the request has KV to keep, and would free a block that no one else uses."""
-        if request.must_compute_prompt or self.transfers.has(request.request_id):
+        if request.must_compute_prompt or self.transfers.knows(request.request_id):
             return False
         row = request.row
         if not self.running.num_computed[row] > 0:
@@ -120,7 +125,7 @@ class Swaps(SchedulerPart):
     def _is_cheaper(self, request: Request) -> bool:
         """Whether a swap takes less time than computing everything again. While a rate is unknown,
         requests are swapped, which measures it."""
-        if self.prefill_rate is None or self.config.preemption_mode != "auto":
+        if self.config.preemption_mode != "auto":
             return True
         bandwidth = self.transfers.statistics.bandwidth
         store_bandwidth = bandwidth("GPU", "CPU")
@@ -145,7 +150,8 @@ class Swaps(SchedulerPart):
             return
         self.num_swapped_out += 1
         self.num_swapped_out_blocks += sum(map(len, self.kv_cache.blocks_in_use(request.row)))
-        self.lifecycle.swap_out(request, now)
+        request.is_swapped = True
+        self.lifecycle.preempt(request, now)
 
     def _kv_of(self, request: Request) -> tuple[RequestView, tuple[Int32Array, ...], int]:
         """The connector's view of a running request, its block tables, and its computed tokens."""
@@ -156,16 +162,17 @@ class Swaps(SchedulerPart):
         """Fields of SchedulerStats."""
         return {
             "num_swapped_out": self.num_swapped_out,
-            "num_swapped_in": self.lifecycle.num_restored,
+            "num_swapped_in": self.transfers.num_restored,
             "num_swapped_out_blocks": self.num_swapped_out_blocks,
             "num_swapped_in_blocks": self.transfers.num_swapped_in_blocks,
             "num_swaps_refused": self.num_refused,
             "num_swaps_too_slow": self.num_too_slow,
         }
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """All rows are empty, and steps are counted anew."""
         self._victim = None
+        self.running.withheld = -1
         self._next_attempt = 0
 
 

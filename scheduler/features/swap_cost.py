@@ -9,7 +9,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from longshore.connectors.base import SwapSize
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.plan import SchedulerOutput
+from longshore.scheduler.hooks import SchedulerFeature
+from longshore.scheduler.step.in_flight import PlannedStep
 
 SET_UP_S: Final = 0.0005
 """Per transfer, until its first byte moves: a plan, a queue, a thread."""
@@ -94,7 +100,7 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None: not measured yet."""
+        """The measured rate; None: not measured yet."""
         return self._num_tokens / self._seconds if self._seconds else None
 
     def estimate(self, assumed_token_s: float) -> float:
@@ -106,3 +112,23 @@ class PrefillRate:
     def begin_epoch(self) -> None:
         """Unanswered plans get no answer."""
         self._planned.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillMeter(SchedulerFeature):
+    """Measures the prefill rate, for decisions against other ways to get KV."""
+
+    rate: PrefillRate
+
+    def built(self, plan: SchedulerOutput, planned: PlannedStep, now: float) -> None:
+        """A step of so many rows and tokens begins."""
+        num_rows = int(np.count_nonzero(planned.num_scheduled))
+        self.rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
+
+    def answered(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """The step is over."""
+        self.rate.answered(output.step, now)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Unanswered plans get no answer."""
+        self.rate.begin_epoch()

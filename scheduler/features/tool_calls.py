@@ -37,6 +37,10 @@ _CALLS: Final = tuple(
         rf'\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:arguments|parameters)"',
         rf"<function={_NAME}>",
         rf"\bto=functions\.{_NAME}",
+        rf'<invoke name="{_NAME}">',
+        rf"<tool_call>{_NAME}\s*</?(?:arg_key|tool_call)>",
+        r"<\|tool_call_begin\|>functions\.([\w./-]{1,64})",
+        rf"<\|tool_call>call:{_NAME}\{{",
         # The command of a code block, after those that only change the folder.
         rf"```(?:bash|sh|shell)[^\S\n]*\n\s*(?:cd\s[^\n]*?(?:&&|;|\n)\s*)*{_NAME}",
     )

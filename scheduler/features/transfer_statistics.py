@@ -38,7 +38,8 @@ class _Totals:
 
 
 class TransferStatistics:
-    """Since the start of the engine, over all epochs. num_operations: those of all ranks."""
+    """What transfers have moved since the start of the engine, over all epochs. num_operations:
+    those of all ranks."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[Medium, Medium], _Totals] = {}
@@ -63,7 +64,7 @@ class TransferStatistics:
     def totals(
         self, queued_blocks: Mapping[tuple[Medium, Medium], int]
     ) -> tuple[TransferStats, ...]:
-        """One for each source and destination that were used, or have queued blocks."""
+        """The statistics of each source and destination that were used, or have queued blocks."""
         pairs = sorted(self._totals.keys() | queued_blocks.keys())
         return tuple(self._stats(*pair, queued_blocks.get(pair, 0)) for pair in pairs)
 

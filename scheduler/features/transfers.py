@@ -7,34 +7,48 @@ not the ownership: the blocks stay in quarantine until every rank has reported t
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from longshore.connectors.base import (
+    AdmittedRequest,
     AskLater,
     ConnectorOutput,
     FinishAction,
     Matched,
     RequestView,
     SchedulerConnector,
+    StepView,
 )
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
-from longshore.protocol.outputs import FinishReason, TransferReport
+from longshore.protocol.outputs import ModelRunnerOutput, RequestEvent, TransferReport
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.connector_hooks import ConnectorHooks, view_of
 from longshore.scheduler.features.load_waits import LoadWaits
 from longshore.scheduler.features.step_loads import StepLoads
 from longshore.scheduler.features.transfer_statistics import TransferStatistics, sums_by_medium
+from longshore.scheduler.features.unanswered_blocks import PlanHold, UnansweredBlocks
 from longshore.scheduler.heap import KeyedHeap
+from longshore.scheduler.hooks import PlanChanges, SchedulerFeature, Yielded
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
+from longshore.scheduler.request import (
+    Hold,
+    HoldKind,
+    Outcome,
+    Request,
+    RequestChange,
+    RequestStatus,
+)
+from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.validation import in_use
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +88,7 @@ class EndedLoad:
     is_whole: bool
 
 
-class Transfers:
+class Transfers(SchedulerFeature):
     """Loads and sends by request id, held blocks by number.
 
     may_load: whether the connector is asked what it can load.
@@ -89,6 +103,7 @@ class Transfers:
     num_failed_lookups: lookups in which the connector raised; they count as misses.
     num_swapped_in_blocks: blocks of loads that restore swapped requests.
     num_failed_loads: loads in the background that did not fill all of their blocks.
+    num_restored: loads that have restored all KV of a swapped request.
     num_late_loads: lookups and loads that were not waited for any longer.
     waits: how long requests wait for lookups and loads.
     statistics: what the ranks have moved.
@@ -116,19 +131,22 @@ class Transfers:
         self._lookup_ends: KeyedHeap[float, str] = KeyedHeap()
         self._sends: dict[str, _Transfer] = {}
         self._holds: dict[int, HeldBlocks] = {}
+        self._unanswered = UnansweredBlocks(self)
+        self._offered: list[PlanHold] = []  # of storable blocks, while the connector chooses
         self.step_loads = StepLoads(num_ranks)
+        self._ranks_done: dict[int, set[int]] = {}  # that have released a hold
         self._leaving: set[int] = set()  # holds of swapped requests
         self._last_hold_id = 0
         self.num_bad_reports = 0
         self.num_loading_blocks = self.num_swapped_in_blocks = self.num_loading_tokens = 0
         self.num_queried_tokens = self.num_hit_tokens = self.num_failed_lookups = 0
-        self.num_failed_loads = self.num_late_loads = 0
+        self.num_failed_loads = self.num_late_loads = self.num_restored = 0
         self.statistics = TransferStatistics()
         self.hooks.call(connector.bind_blocks, self)
 
     # Hooks about one request
 
-    def added(self, request: Request) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """A request was queued."""
         if self.connector.reads_ahead:
             self._kv_cache.extend_hashes(request)
@@ -177,7 +195,7 @@ class Transfers:
         if self._lookups.pop(request.request_id, None) is not None:
             self._lookup_ends.discard(request.request_id)
 
-    def answered(self, now: float) -> Iterator[str]:
+    def answered_lookups(self, now: float) -> Iterator[str]:
         """Ids of requests that are to be asked for again, if the connector names them: these, and
         up to MAX_EXPIRED that have waited for long enough."""
         if not self.connector.names_answers:
@@ -189,7 +207,7 @@ class Transfers:
                 return
             yield self._lookup_ends.pop()
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Request, num_computed: int, num_tokens: int) -> None:
         """The request got a row, so that its next lookup is a new one."""
         self._end_lookup(request)
         if request.is_swapped:
@@ -214,14 +232,22 @@ class Transfers:
         self.num_hit_tokens += num_external
         request.num_external_tokens = num_external
 
-    def finish(
-        self, request: Request, blocks: HeldBlocks | None, reason: FinishReason, now: float
-    ) -> FinishAction:
+    def ending(self, request: Request, now: float) -> None:
+        """The request's load goes on without it, and its copy of the KV is not needed any
+        longer."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.abandon_load(request, now)
+        if request.is_swapped:
+            self.release_swap(request)
+
+    def ended(
+        self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
+    ) -> FinishAction | None:
         """The request ends with these blocks. A send may take them over."""
         block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
         if blocks is not None:
             block_ids = blocks.block_ids
-        view = view_of(request, finish_reason=reason, finished_s=now)
+        view = view_of(request, finish_reason=outcome.reason, finished_s=now)
         self._end_lookup(request)
         action = self.hooks.call(self.connector.request_finished, view, block_ids)
         if action.delay_free and blocks is not None:
@@ -249,7 +275,7 @@ class Transfers:
         self.num_loading_blocks += blocks.num_blocks
         self.num_loading_tokens += num_external
 
-    def abandon_load(self, request: Request, *, is_late: bool = False) -> None:
+    def abandon_load(self, request: Request, now: float, *, is_late: bool = False) -> None:
         """The request no longer waits; the blocks of its load are put into quarantine. is_late:
         because the load has taken too long."""
         load = self.loads[request.request_id]
@@ -259,6 +285,8 @@ class Transfers:
         connector = self.connector
         hook = connector.load_expired if is_late else connector.load_abandoned
         self.hooks.call(hook, request.request_id)
+        request.change(RequestChange.LOAD_OVER)
+        request.events.append((RequestEvent.LOAD_ENDED, now))
 
     def _stop_waiting(self, load: _Transfer) -> None:
         assert load.request is not None
@@ -305,7 +333,7 @@ class Transfers:
         """Apply a report. Returns the transfers that have ended on all ranks, for the connector,
         and the ended loads that requests wait for."""
         sent, received, ended = [], [], []
-        self.note_failed(report.failed_block_ids)
+        self.bad_blocks(report.failed_block_ids, are_written=False)
         for operation in report.operations:
             self.statistics.add(operation)
         for request_id in report.finished_receiving:
@@ -332,18 +360,12 @@ class Transfers:
         )
         return output, ended
 
-    def note_failed(self, block_ids: Int32Array) -> None:
-        """Loads in the background did not fill these blocks, if they were to."""
-        if len(block_ids):
-            failed = set(block_ids.tolist())
-            for load in self.loads.values():
-                load.failed |= failed & load.blocks.ids()
-
-    def note_invalid(self, block_ids: Int32Array) -> None:
-        """These blocks hold wrong KV; they may precede blocks that are being loaded."""
-        invalid = set(block_ids.tolist())
-        for load in self.loads.values():
-            load.invalid |= invalid & load.blocks.ids()
+    def bad_blocks(self, block_ids: Int32Array, *, are_written: bool) -> None:
+        """Loads in the background may follow them, or have failed to fill them."""
+        bad = set(block_ids.tolist())
+        for load in self.loads.values() if bad else ():
+            found = load.invalid if are_written else load.failed
+            found |= bad & load.blocks.ids()
 
     def _done(
         self, transfers: dict[str, _Transfer], request_id: str, rank: int
@@ -384,7 +406,11 @@ class Transfers:
     # `BlockHolds` of the connector contract
 
     def hold(self, block_ids: Sequence[int]) -> int:
-        """See `BlockHolds.hold`."""
+        """See `BlockHolds.hold`. What is stored whole keeps the hold that it has."""
+        for hold_id, held in self._offered:
+            if held == list(block_ids):
+                self._offered.remove((hold_id, held))
+                return hold_id
         self._last_hold_id += 1
         self._holds[self._last_hold_id] = self._kv_cache.hold(block_ids)
         return self._last_hold_id
@@ -393,8 +419,83 @@ class Transfers:
         """See `BlockHolds.release`."""
         self._kv_cache.release(self._holds.pop(hold_id))
         self._leaving.discard(hold_id)
+        self._ranks_done.pop(hold_id, None)
+
+    def release_rank(self, hold_id: int, rank: int) -> bool:
+        """See `BlockHolds.release_rank`."""
+        if hold_id not in self._holds:
+            return False
+        ranks_done = self._ranks_done.setdefault(hold_id, set())
+        ranks_done.add(rank)
+        if len(ranks_done) < self._num_ranks:
+            return False
+        self.release(hold_id)
+        return True
+
+    # Steps
+
+    def fields(
+        self, plan: PlanChanges, num_scheduled: Int64Array, answered_step: int
+    ) -> dict[str, Any]:
+        """The connector's instructions for the workers."""
+        fields: dict[str, Any] = {"connector_metadata": self._metadata(plan, answered_step)}
+        if plan.loads:
+            fields["has_loads"] = True
+            self.step_loads.begin(plan.step)
+        return fields
+
+    def steady_fields(self, plan: PlanChanges, answered_step: int) -> dict[str, Any]:
+        """Instructions only if blocks can be stored or were uncached, or the connector wants a
+        plan."""
+        has_news = plan.uncached or self._unanswered.are_storable(answered_step)
+        if has_news or (self.hooks.may_have_work and self.hooks.wants_next_plan()):
+            metadata = self._metadata(plan, answered_step)
+            plan.uncached.clear()
+            return {"connector_metadata": metadata}
+        if self._kv_cache.full_blocks.recorded:
+            self._unanswered.add(plan.step, self._kv_cache.full_blocks.take_cached())
+        return {}
+
+    def _metadata(self, plan: PlanChanges, answered_step: int) -> bytes:
+        admitted = [AdmittedRequest(start.request_id, start.block_ids) for start in plan.added]
+        if plan.uncached:
+            self._unanswered.remove(plan.uncached)
+        storable, self._offered = self._unanswered.take(answered_step)
+        step = StepView(
+            step=plan.step,
+            answered_step=answered_step,
+            admitted=admitted,
+            uncached=list(plan.uncached),
+            storable=storable,
+            unanswered_step=self._unanswered.last_step,
+            preempted=list(plan.preempted.values()),
+            finished=list(plan.finished.values()),
+        )
+        metadata = self.hooks.call(self.connector.build_connector_meta, step)
+        for hold_id, _ in self._offered:  # what is stored, the connector holds
+            self.release(hold_id)
+        self._offered = []
+        self._unanswered.add(plan.step, self._kv_cache.full_blocks.take_cached())
+        return metadata
+
+    def has_work(self) -> bool:
+        """Whether blocks are to be stored, or the connector has instructions for the workers, or
+        waits for an answer."""
+        return len(self._unanswered) > 0 or self.hooks.has_pending_work
+
+    def answered(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """The connector gets what the workers' halves have for it."""
+        failed = output.failed_block_ids
+        if output.connector_metadata or len(failed):
+            metadata = (output.connector_metadata,) if output.connector_metadata else ()
+            reported = ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
+            self.hooks.call(self.connector.update_connector_output, reported)
 
     # All of them
+
+    def yield_blocks(self, to: Request | None, besides: Request | None) -> Yielded:
+        """A transfer or the connector may own blocks."""
+        return Yielded.LATER if len(self) else Yielded.NOTHING
 
     def counts(self) -> dict[str, Any]:
         """Fields of SchedulerStats."""
@@ -411,7 +512,11 @@ class Transfers:
             "pulls": stats.pulls,
         }
 
-    def has(self, request_id: str) -> bool:
+    def problem(self, message: AddRequest, client: int) -> str | None:
+        """A request that has ended may have left a transfer."""
+        return in_use(message) if self.knows(message.request_id) else None
+
+    def knows(self, request_id: str) -> bool:
         """Whether a transfer of this request id is under way."""
         return request_id in self.loads or request_id in self._sends
 
@@ -437,7 +542,7 @@ class Transfers:
         for blocks in self._holds.values():
             yield BlockState.TRANSFER, "", blocks
 
-    def check(self, waiting: Iterable[Request]) -> None:
+    def check(self, running: Collection[Request], waiting: Collection[Request]) -> None:
         """Raise LongshoreError unless exactly the loading ones of the `waiting` requests have a
         load, none of them holds blocks of its own, and the blocks of these loads are counted."""
         awaited = [load for load in self.loads.values() if load.request is not None]
@@ -475,5 +580,7 @@ class Transfers:
         self._lookup_ends.clear()
         self.step_loads.clear()
         self._leaving.clear()
+        self._ranks_done.clear()
+        self._unanswered.clear()
         self.num_loading_blocks = self.num_loading_tokens = 0
         self.hooks.call(self.connector.on_new_epoch, epoch)

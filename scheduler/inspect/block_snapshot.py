@@ -23,10 +23,12 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
 )
+from longshore.scheduler.hooks import Hooks
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Request
+from longshore.scheduler.step.running import RunningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,21 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
 class BlockSnapshots:
     """Makes the snapshots. config: the KV cache that the workers agreed on."""
 
-    def __init__(self, config: KVCacheConfig, part: SchedulerPart) -> None:
-        self._part = part
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        kv_cache: KVCacheManager,
+        running: RunningTable,
+        holds: Holds,
+        hooks: Hooks,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._running = running
+        self._holds = holds
+        self._hooks = hooks
         self._groups = tuple(
             GroupUse(_kind(group.spec), size, len(group.layer_names), group.block_size_bytes, 0)
-            for group, size in zip(config.groups, self._part.kv_cache.block_sizes, strict=True)
+            for group, size in zip(config.groups, self._kv_cache.block_sizes, strict=True)
         )
         self._latest: BlockSnapshot | None = None
         self._made_s = 0.0
@@ -80,12 +92,12 @@ class BlockSnapshots:
         """A snapshot now."""
         holdings = list(self.holdings())
         holders, block_ids = self._list(holdings, now)
-        counts = self._part.kv_cache.num_blocks_of_rows(self._part.running.order)
-        prefixes = self._part.kv_cache.stats
+        counts = self._kv_cache.num_blocks_of_rows(self._running.order)
+        prefixes = self._kv_cache.stats
         self._made_s = now
         self._latest = BlockSnapshot(
             report,
-            states=states_of(self._part.kv_cache, holdings),
+            states=states_of(self._kv_cache, holdings),
             groups=tuple(
                 msgspec.structs.replace(group, num_blocks=count)
                 for group, count in zip(self._groups, counts, strict=True)
@@ -101,21 +113,19 @@ class BlockSnapshots:
 
     def holdings(self) -> Iterator[Holding]:
         """All holds, pins and transfers."""
-        for request in self._part.holds:
+        for request in self._holds:
             if request.hold is not None:
                 tables = _without_nulls(request.hold.blocks)
                 yield Holding(BlockState.KEPT, request.request_id, tables, request)
-        for pin in self._part.pins or ():
-            yield Holding(BlockState.KEPT, pin.request_id, _without_nulls(pin.blocks))
-        if self._part.transfers is not None:
-            for state, request_id, blocks in self._part.transfers.owners():
+        for feature in self._hooks.owners:
+            for state, request_id, blocks in feature.owners():
                 yield Holding(state, request_id, _without_nulls(blocks))
 
     def _list(
         self, holdings: Sequence[Holding], now: float
     ) -> tuple[tuple[BlockHolder, ...], Int32Array]:
         """The holders that fit into a snapshot, and an equal share of block ids for each."""
-        rows = self._part.running.order[:MAX_LISTED_HOLDERS].tolist()
+        rows = self._running.order[:MAX_LISTED_HOLDERS].tolist()
         found = [self._holding_on(row) for row in rows]
         found += holdings[: MAX_LISTED_HOLDERS - len(rows)]
         share = MAX_LISTED_BLOCKS // max(len(found) * len(self._groups), 1)
@@ -136,8 +146,8 @@ class BlockSnapshots:
         return tuple(holders), np.concatenate(listed)
 
     def _holding_on(self, row: int) -> Holding:
-        request = self._part.running.request_on(row)
-        tables = tuple(self._part.kv_cache.blocks_in_use(row))
+        request = self._running.request_on(row)
+        tables = tuple(self._kv_cache.blocks_in_use(row))
         return Holding(BlockState.HELD, request.request_id, tables, request)
 
     def _progress(self, request: Request, now: float) -> tuple[int, int, int, int, int, int, float]:
@@ -147,8 +157,8 @@ class BlockSnapshots:
         return (
             row,
             request.num_prompt_tokens,
-            int(self._part.running.num_tokens[row]) if runs else request.num_tokens,
-            int(self._part.running.num_computed[row]) if runs else request.num_computed_tokens,
+            int(self._running.num_tokens[row]) if runs else request.num_tokens,
+            int(self._running.num_computed[row]) if runs else request.num_computed_tokens,
             max(request.num_cached_tokens, 0),
             request.num_preemptions,
             max(now - request.arrival_time, 0.0),

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longshore.protocol.statistics import WaitingReport
+from longshore.scheduler.features.encoder import EncoderCache
+from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.request import Request, RequestStatus
 from longshore.scheduler.step.planner import PauseState, StepPlanner
 
@@ -13,6 +15,8 @@ class WaitingReasons:
     """Finds what each waiting request waits for, from the tables that planning reads."""
 
     planner: StepPlanner
+    encoder: EncoderCache | None
+    transfers: Transfers | None
 
     def describe(self, now: float, limit: int) -> tuple[WaitingReport, ...]:
         """The first `limit` waiting requests, in the order in which they are tried."""
@@ -47,18 +51,10 @@ class WaitingReasons:
 
     def _own_reason(self, request: Request, now: float) -> str | None:
         """A reason that concerns this request alone; later requests can be admitted."""
-        planner, loras = self.planner, self.planner.loras
+        planner = self.planner
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"
-            case RequestStatus.WAITING_FOR_REMOTE_KVS:
-                transfers = planner.transfers
-                assert transfers is not None
-                left_s = transfers.loads[request.request_id].deadline - now
-                return (
-                    f"its KV, which the connector {transfers.name} is loading; recomputed after "
-                    f"{left_s:.1f} s at the latest"
-                )
             case RequestStatus.WAITING_FOR_STREAMING_REQ:
                 return "the next input of its session, from its client"
         if request.resume_after_step > planner.in_flight.last_answered_step:
@@ -66,11 +62,9 @@ class WaitingReasons:
                 f"the output of step {request.resume_after_step}, which has a token sampled "
                 "before its preemption"
             )
-        if loras is not None and not loras.has_slot(request.lora_name):
-            return (
-                f"a slot for its adapter {request.lora_name!r}: max_loras="
-                f"{planner.config.max_loras} others run"
-            )
+        for feature in planner.hooks.waits_for:
+            if (reason := feature.waits_for(request, now)) is not None:
+                return reason
         return request.waits_for if planner.pause is PauseState.UNPAUSED else None
 
     def _shared_reason(self, request: Request) -> str:
@@ -86,16 +80,15 @@ class WaitingReasons:
             )
         if running.num_rows == running.max_num_seqs:
             return f"a row: all max_num_seqs={running.max_num_seqs} are held"
-        planner.count_shares()
         if planner.waiting.peek() is None:
             return "a row: those that are free are reserved for keys with less than their share"
-        num_free, is_owed = kv_cache.num_free_blocks, planner.admission.is_owed(request)
-        if gates.is_closed and running.num_rows and not is_owed:
+        num_free = kv_cache.num_free_blocks
+        if gates.is_closed and running.num_rows and not request.is_owed:
             return (
                 f"memory pressure to fall: {kv_cache.usage:.0%} of the blocks are held; "
                 "admissions continue below admit_threshold"
             )
-        num_kept = gates.num_kept(is_owed=is_owed) if running.num_rows else 0
+        num_kept = gates.num_kept(is_owed=request.is_owed) if running.num_rows else 0
         num_needed = self._num_blocks_needed(request)
         if num_free - num_needed < num_kept:
             return (
@@ -103,7 +96,7 @@ class WaitingReasons:
                 + (f", of which {num_kept} are reserved" if num_kept else "")
                 + self._blocks_of_transfers()
             )
-        reason = None if planner.encoder is None else planner.encoder.waits_for(request)
+        reason = None if self.encoder is None else self.encoder.waits_for(request)
         return reason or "the next step"
 
     def _num_blocks_needed(self, request: Request) -> int:
@@ -127,7 +120,7 @@ class WaitingReasons:
         return demand.num_needed
 
     def _blocks_of_transfers(self) -> str:
-        transfers = self.planner.transfers
+        transfers = self.transfers
         if transfers is None:
             return ""
         loading = transfers.num_loading_blocks + self.planner.holds.num_loaded_blocks

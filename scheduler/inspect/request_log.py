@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """One line per call. Warnings are rate-limited by two `LogLimit`s: one for rejections, which
-    clients can cause, and one for failures, so that rejections cannot hide them."""
+    """Logs the events of requests, one line per call. Warnings are rate-limited by two `LogLimit`s:
+    one for rejections, which clients can cause, and one for failures, so that rejections cannot
+    hide them."""
 
     def __init__(self) -> None:
         self._rejections = LogLimit(logger)
@@ -29,7 +30,7 @@ class RequestLog:
                 prompt_tokens=len(message.prompt_token_ids),
                 output_tokens=len(message.output_token_ids) or None,
                 max_tokens=message.sampling.max_tokens,
-                priority=message.priority or None,
+                priority=message.options.priority or None,
             )
             logger.debug("a request has arrived", extra=about)
 

@@ -7,17 +7,21 @@ trace and never affects the scheduling.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import msgspec
 import numpy as np
 
-from longshore.connectors.base import Match, Matched, SchedulerConnector
+from longshore.connectors.base import AskLater, FinishAction, Matched, SchedulerConnector
 from longshore.protocol.arrays import Int64Array
-from longshore.protocol.outputs import FinishReason
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.features.loads import Loads
 from longshore.scheduler.features.pins import Pins
+from longshore.scheduler.hooks import Attempt, SchedulerFeature
 from longshore.scheduler.inspect.trace_records import (
     NO_PINS,
     TRACE_FORMAT,
@@ -32,11 +36,14 @@ from longshore.scheduler.inspect.trace_records import (
     StepSnapshot,
     TraceBegin,
 )
-from longshore.scheduler.request import Request
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.request import Outcome, Request, RequestStatus
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
-
-if TYPE_CHECKING:  # all parts of a scheduler refer to its trace
-    from longshore.scheduler.step.planner import StepPlanner
+from longshore.scheduler.step.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +75,23 @@ def _harmless(
     return guarded
 
 
-class SchedulerTrace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """The tables of a scheduler that its trace reads."""
+
+    config: SchedulerConfig
+    running: RunningTable
+    waiting: WaitingRequests
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    plan: PlanBuilder
+    budget: TokenBudget
+    pins: Pins | None
+    loads: Loads | None
+    connector: SchedulerConnector | None
+
+
+class SchedulerTrace(SchedulerFeature):
     """Writes the trace of one scheduler.
 
     sink:   gets whole lines, for example the `write` of a binary file. It should not block.
@@ -89,29 +112,26 @@ class SchedulerTrace:
         self._engine = engine
         self._unix_time_offset_s = unix_time_offset_s
         self._encode = msgspec.json.Encoder().encode
-        self._planner: StepPlanner
-        self._connector: SchedulerConnector | None = None
+        self._tables: Traced
         self.is_over = False
         self._snapshot: StepSnapshot | None = None  # during a step
         self._lookups: dict[str, PrefixCacheEvent] = {}  # of this step, by request
         self._lines: list[bytes] = []  # other records of this step
         self._preempted: list[str] = []
-        self._running = _RunningTokens()
+        self._tokens = _RunningTokens()
 
     @_harmless
-    def begin(self, planner: "StepPlanner") -> None:
+    def start(self, tables: Traced) -> None:
         """The first record. Called once, before all other methods."""
-        self._planner = planner
-        if planner.transfers is not None:
-            self._connector = planner.transfers.connector
+        self._tables = tables
         self._add(
             TraceBegin(
                 format=TRACE_FORMAT,
                 engine=self._engine,
-                policy=planner.config.policy,
-                block_size=planner.kv_cache.block_sizes[0],
-                max_num_seqs=planner.config.max_num_seqs,
-                max_steps_in_flight=planner.config.max_steps_in_flight,
+                policy=tables.config.policy,
+                block_size=tables.kv_cache.block_sizes[0],
+                max_num_seqs=tables.config.max_num_seqs,
+                max_steps_in_flight=tables.config.max_steps_in_flight,
                 unix_time_offset_s=self._unix_time_offset_s,
             )
         )
@@ -119,26 +139,26 @@ class SchedulerTrace:
     # A step
 
     @_harmless
-    def begin_step(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """The planner is about to be called."""
-        planner = self._planner
-        pool, config = planner.kv_cache.pool, planner.config
+        tables = self._tables
+        pool, config = tables.kv_cache.pool, tables.config
         self._lookups = {}
         self._snapshot = StepSnapshot(
-            epoch=planner.plan.epoch,
-            step=planner.plan.step + 1,
+            epoch=tables.plan.epoch,
+            step=tables.plan.step + 1,
             now=now,
-            running=planner.running.num_rows,
-            waiting=len(planner.waiting),
-            in_flight=len(planner.in_flight.steps),
+            running=tables.running.num_rows,
+            waiting=len(tables.waiting),
+            in_flight=len(tables.in_flight.steps),
             gpu=BlockCounts(pool.num_free, pool.num_usable, pool.num_cached),
-            cpu=_host_blocks(self._connector),
-            pins=_pins(planner.pins),
-            limits=StepLimits(config.max_num_seqs, planner.budget.num_tokens),
+            cpu=_host_blocks(tables.connector),
+            pins=_pins(tables.pins),
+            limits=StepLimits(config.max_num_seqs, tables.budget.num_tokens),
         )
 
     @_harmless
-    def end_step(self, plan: SchedulerOutput | None, now: float) -> None:
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         """The records of the step. If there is nothing to plan, the next attempt has the same step
         number, and this one leaves no record."""
         snapshot, self._snapshot = self._snapshot, None
@@ -155,15 +175,15 @@ class SchedulerTrace:
             self._sink(b"\n".join(lines) + b"\n")
 
     def _decision(self, plan: SchedulerOutput, now: float) -> StepDecision:
-        running = self._planner.running
-        num_scheduled = self._planner.in_flight.steps[-1].num_scheduled
+        running = self._tables.running
+        num_scheduled = self._tables.in_flight.steps[-1].num_scheduled
         new: dict[str, int] = {}
         resumed: dict[str, int] = {}
         for start in plan.added:
             tokens = int(num_scheduled[start.row])
             (resumed if start.resumed else new)[start.request_id] = tokens
         num_prefill, prefilled = 0, []
-        if new or resumed or not self._running.are_same(running, num_scheduled):
+        if new or resumed or not self._tokens.are_same(running, num_scheduled):
             # A row past what was known when it was admitted decodes.
             num_left = running.num_known - running.num_computed + num_scheduled
             num_prefill = int(np.clip(num_left, 0, num_scheduled).sum())
@@ -175,7 +195,7 @@ class SchedulerTrace:
             now=now,
             new=new,
             resumed=resumed,
-            running=self._running.encoded(running, num_scheduled, new.keys() | resumed.keys()),
+            running=self._tokens.encoded(running, num_scheduled, new.keys() | resumed.keys()),
             preempted=self._preempted,
             tokens=plan.num_scheduled_tokens,
             prefill_tokens=num_prefill,
@@ -185,51 +205,46 @@ class SchedulerTrace:
     # Events
 
     @_harmless
-    def looked_up(self, request: Request, num_local: int) -> None:
-        """The request was looked up in the prefix cache, in the step that is being planned."""
-        snapshot = self._snapshot
+    def tried(self, request: Request, num_local: int, result: Attempt) -> None:
+        """The request was looked up, in the step that is being planned."""
+        snapshot, tables = self._snapshot, self._tables
         assert snapshot is not None
+        match = None if tables.loads is None else tables.loads.last_match(request, num_local)
+        num_external, is_async = None if isinstance(match, AskLater) else 0, False
+        if isinstance(match, Matched):
+            num_external = min(match.num_tokens, len(request.token_ids) - num_local)
+            is_async = match.is_async
+        connector = tables.connector
         self._lookups[request.request_id] = PrefixCacheEvent(
             epoch=snapshot.epoch,
             step=snapshot.step,
             now=snapshot.now,
             request=request.request_id,
-            job=request.job_id,
+            job=request.options.job_id,
             local_hit_tokens=num_local,
-            external_hit_tokens=0,
+            external_hit_tokens=num_external,
             prompt_tokens=request.num_prompt_tokens,
             total_tokens=len(request.token_ids),
-            connector=None if self._connector is None else type(self._connector).__name__,
-            is_async=False,
+            connector=None if connector is None else type(connector).__name__,
+            is_async=is_async,
+            result=result.name.lower(),
         )
 
-    @_harmless
-    def asked_connector(self, request: Request, match: Match) -> None:
-        """Likewise in the connector, with this answer."""
-        event = self._lookups[request.request_id]
-        num_tokens, is_async = None, False
-        if isinstance(match, Matched):
-            num_tokens = min(match.num_tokens, event.total_tokens - event.local_hit_tokens)
-            is_async = match.is_async
-        self._lookups[request.request_id] = msgspec.structs.replace(
-            event, external_hit_tokens=num_tokens, is_async=is_async
-        )
+    def arrived(self, request: Request, now: float) -> None:
+        """A request was queued."""
+        self._queued(request, now)
+
+    def continued(self, request: Request, now: float) -> None:
+        """The next input of a session was queued."""
+        self._queued(request, now)
 
     @_harmless
-    def tried(self, request: Request, result: str) -> None:
-        """The request was tried, and looked up unless it has its blocks or cannot run yet."""
-        event = self._lookups.get(request.request_id)
-        if event is not None:
-            self._lookups[request.request_id] = msgspec.structs.replace(event, result=result)
-
-    @_harmless
-    def queued(self, request: Request, now: float) -> None:
-        """A request, or the next input of a session, was queued."""
+    def _queued(self, request: Request, now: float) -> None:
         self._add(
             RequestQueued(
                 now=now,
                 request=request.request_id,
-                job=request.job_id,
+                job=request.options.job_id,
                 arrival=request.arrival_time,
                 prompt_tokens=request.num_prompt_tokens,
                 max_total_tokens=request.max_total_tokens,
@@ -237,25 +252,40 @@ class SchedulerTrace:
         )
 
     @_harmless
-    def preempted(self, request: Request) -> None:
-        """The next decision says so."""
-        self._preempted.append(request.request_id)
+    def vacated(self, request: Request, blocks: HeldBlocks | None) -> None:
+        """If it is preempted, the next decision says so."""
+        if request.status is RequestStatus.PREEMPTED:
+            self._preempted.append(request.request_id)
 
     @_harmless
-    def answered(self, epoch: int, step: int, num_sampled: int, now: float) -> None:
+    def received(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
         """The output of a step is valid, and about to be applied."""
-        self._add(StepOutput(epoch=epoch, step=step, now=now, sampled_tokens=num_sampled))
+        num_sampled = len(output.sampled_tokens)
+        record = StepOutput(
+            epoch=output.epoch, step=planned.step, now=now, sampled_tokens=num_sampled
+        )
+        self._add(record)
+
+    def ended(
+        self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
+    ) -> FinishAction | None:
+        """A request has ended."""
+        self._finished(request, outcome.reason, now, continues=False)
+        return None
+
+    def paused(self, request: Request, outcome: Outcome, now: float) -> None:
+        """The output of a session that goes on has ended."""
+        self._finished(request, outcome.reason, now, continues=True)
 
     @_harmless
-    def ended(
-        self, request: Request, reason: FinishReason, now: float, *, continues: bool = False
+    def _finished(
+        self, request: Request, reason: FinishReason, now: float, *, continues: bool
     ) -> None:
-        """A request, or the output of a session that continues, has ended."""
         self._add(
             RequestFinished(
                 now=now,
                 request=request.request_id,
-                job=request.job_id,
+                job=request.options.job_id,
                 reason=reason.name.lower(),
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,

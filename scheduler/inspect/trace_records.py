@@ -12,8 +12,8 @@ TRACE_FORMAT: Final = 1
 
 
 class TraceBegin(msgspec.Struct, tag_field="record", tag="trace_begin", frozen=True, kw_only=True):
-    """The first record. unix_time_offset_s: added to `now`, it gives Unix time; None: the clock is
-    virtual."""
+    """The first record of a trace. unix_time_offset_s: added to `now`, it gives Unix time; None:
+    the clock is virtual."""
 
     format: int
     engine: str
@@ -25,7 +25,8 @@ class TraceBegin(msgspec.Struct, tag_field="record", tag="trace_begin", frozen=T
 
 
 class Record(msgspec.Struct, tag_field="record", frozen=True, kw_only=True):
-    """Any other line. Readers ignore unknown fields. now: the scheduler's time, in seconds."""
+    """Any record after the first one. Readers ignore unknown fields. now: the scheduler's time, in
+    seconds."""
 
     now: float
 

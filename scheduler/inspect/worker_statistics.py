@@ -22,5 +22,5 @@ class WorkerStatistics:
             self._by_rank[rank] = stats
 
     def latest(self) -> tuple[WorkerStats, ...]:
-        """By rank; only of ranks that have reported."""
+        """The latest statistics by rank, of the ranks that have reported."""
         return tuple(self._by_rank[rank] for rank in sorted(self._by_rank))

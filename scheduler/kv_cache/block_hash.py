@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
+from xxhash import xxh3_128_digest
+
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.requests import MultimodalFeature, PromptEmbeds
@@ -145,21 +147,12 @@ class _Sha256:
 
 
 class _Xxh3:
-    def __init__(self) -> None:
-        try:
-            from xxhash import xxh3_128_digest
-        except ImportError:
-            raise ConfigError(
-                "hash_algorithm=xxh3-128 needs the package xxhash; install it, or use sha256"
-            ) from None
-        self._digest = xxh3_128_digest
-
     def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
-        digest = self._digest
+        digest = xxh3_128_digest
         return [parent := digest(parent + data) for (data,) in blocks]
 
     def each(self, parents: Iterable[bytes], blocks: _Blocks) -> list[bytes]:
-        digest = self._digest
+        digest = xxh3_128_digest
         return [digest(parent + data) for parent, (data,) in zip(parents, blocks, strict=True)]
 
 

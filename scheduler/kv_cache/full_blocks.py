@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from longshore.connectors.base import CachedBlocks
+from longshore.connectors.base import StorableBlocks
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.events import BlockStored
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
@@ -27,8 +27,8 @@ class FullBlocks:
 
     caching: their managers.
     events:  receives each hash with its first block.
-    record_cached: keep newly cached blocks for `take_cached`, except those of requests with
-             `no_store`.
+    chunk_blocks: of the connector; 0: it stores none. Otherwise newly cached blocks are kept for
+             `take_cached`, except those of requests with `no_store`.
     recorded: these blocks, some of which may have been evicted.
     """
 
@@ -39,15 +39,15 @@ class FullBlocks:
         hasher: BlockHasher,
         *,
         events: KVEventLog | None,
-        record_cached: bool,
+        chunk_blocks: int,
     ) -> None:
         self._caching = tuple(caching)
         self._pool = pool
         self._hasher = hasher
         self._events = events
-        self._record_cached = record_cached
-        self.recorded: list[CachedBlocks] = []
-        self._has_listeners = record_cached or events is not None
+        self._chunk_blocks = chunk_blocks
+        self.recorded: list[StorableBlocks] = []
+        self._has_listeners = chunk_blocks > 0 or events is not None
 
     def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
         """Rows with a full block, among their first `num_tokens` (max_num_seqs,), that is not
@@ -135,7 +135,7 @@ class FullBlocks:
         if len(request.block_hashes) < len(token_ids) // self._hasher.block_size:
             self._hasher.extend(request.block_hashes, token_ids, request.extra_keys)
 
-    def take_cached(self) -> list[CachedBlocks]:
+    def take_cached(self) -> list[StorableBlocks]:
         """Blocks that were cached since the last call and still are, in order."""
         recorded, self.recorded = self.recorded, []
         cached = []
@@ -143,13 +143,12 @@ class FullBlocks:
             hashes = list(map(self._pool.block_hash, record.block_ids))
             if hashes == record.block_hashes:
                 cached.append(record)
-                continue
-            blocks = zip(record.block_ids, record.block_hashes, record.positions, strict=True)
-            kept = [block for block in blocks if self._pool.block_hash(block[0]) == block[1]]
-            if kept:
-                columns = zip(*kept, strict=True)
-                cached.append(CachedBlocks(record.request_id, record.group, *columns))
+            elif (left := record.only(self._is_cached)) is not None:
+                cached.append(left)
         return cached
+
+    def _is_cached(self, block_id: int, block_hash: bytes) -> bool:
+        return self._pool.block_hash(block_id) == block_hash
 
     def clear(self) -> None:
         """Discard recorded blocks that have not been taken."""
@@ -174,9 +173,14 @@ class FullBlocks:
         for index, is_kept in enumerate(manager.serves_hits(first, num_full)):
             if not is_kept:
                 block_ids[index] = NULL_BLOCK
-        if self._record_cached and not request.no_store:
-            record = CachedBlocks(request.request_id, group, block_ids, hashes, positions)
-            self.recorded.append(record)
+        if self._chunk_blocks and not request.options.no_store:
+            earlier: Sequence[int] = ()
+            if num_earlier := first % self._chunk_blocks:
+                earlier = manager.table[row, first - num_earlier : first].tolist()
+            name = request.request_id
+            self.recorded.append(
+                StorableBlocks(step, name, group, block_ids, hashes, positions, chain, earlier)
+            )
         if self._events is None:
             return
         parents = manager.hashes_of_blocks(chain, first - 1, first) if first else [None]

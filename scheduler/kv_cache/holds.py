@@ -15,8 +15,8 @@ from longshore.scheduler.request import Hold, HoldKind, Request
 
 
 class Holds:
-    """All holds. holders: the holding requests, oldest hold first; num_loaded_blocks: blocks of
-    loaded requests."""
+    """The blocks that requests hold without a row. holders: the holding requests, oldest hold
+    first; num_loaded_blocks: blocks of loaded requests."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache

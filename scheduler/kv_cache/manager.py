@@ -62,7 +62,7 @@ class KVCacheManager:
     longest:   the longest request; what it has in flight bounds what a windowed group holds.
     hash_seed: the deployment's seed of block hashes.
     metrics:   receives what happens to blocks.
-    record_cached: keep newly cached blocks for `full_blocks.take_cached`.
+    chunk_blocks: of the connector, see `FullBlocks`.
 
     pool:        the blocks, to look at; the scheduler changes them by the methods here.
     full_blocks: hashes and caches blocks that are full.
@@ -70,6 +70,7 @@ class KVCacheManager:
     states:      the groups with states, which limit the chunks of a step.
     has_states:  there are some.
     follows_from_tokens: equal tokens have equal KV in all groups.
+    num_yieldable: blocks that features release when others need them.
     can_fork:  a request can begin with any part of another one's KV: no group frees blocks early.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything that
@@ -85,7 +86,7 @@ class KVCacheManager:
         max_num_seqs: int,
         hash_seed: bytes,
         metrics: BlockMetrics | None = None,
-        record_cached: bool = False,
+        chunk_blocks: int = 0,
     ) -> None:
         self._events = KVEventLog() if cache.enable_kv_cache_events else None
         self.pool = BlockPool(
@@ -107,6 +108,7 @@ class KVCacheManager:
         self._windowed = [m for m in self._managers if isinstance(m, WindowedManager)]
         self._settled = SettledCounts()
         self.num_blocks, self.num_usable_blocks = kv_cache.num_blocks, self.pool.num_usable
+        self.num_yieldable = 0
         self.num_groups = len(self._managers)
         self.block_sizes = tuple(manager.block_size for manager in self._managers)
         self.frees_skipped = bool(self._windowed)
@@ -117,7 +119,7 @@ class KVCacheManager:
         self._free_order = FreeOrder(self.block_sizes, [m.frees_skipped for m in self._managers])
         hasher = BlockHasher(cache.tokens_per_hash, hash_seed, cache.hash_algorithm)
         self.full_blocks = FullBlocks(
-            self._caching, self.pool, hasher, events=self._events, record_cached=record_cached
+            self._caching, self.pool, hasher, events=self._events, chunk_blocks=chunk_blocks
         )
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
@@ -138,7 +140,7 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix of a waiting request, without its last token (one token must be
         computed to sample from). Takes no reference yet."""
-        if not self._caching or request.skip_reading_prefix_cache:
+        if not self._caching or request.skips_prefix_cache:
             return self._nothing_computed
         self.full_blocks.extend_hashes(request, request.token_ids)
         hits, num_hit_tokens = self._coordinator.find_longest_hit(
@@ -148,13 +150,13 @@ class KVCacheManager:
 
     def extend_hashes(self, request: Request) -> None:
         """Compute the block hashes of a waiting request that `get_computed_blocks` needs."""
-        if self._caching and not request.skip_reading_prefix_cache:
+        if self._caching and not request.skips_prefix_cache:
             self.full_blocks.extend_hashes(request, request.token_ids)
 
     def find_junction(self, request: Request) -> int:
         """Where the prefix of a request that starts ends, as far as the groups without states have
         it cached. Later requests that share it can begin there if they find a state."""
-        if request.skip_reading_prefix_cache:
+        if request.skips_prefix_cache:
             return 0
         return self._coordinator.find_junction(request.block_hashes, len(request.token_ids) - 1)
 
@@ -167,7 +169,7 @@ class KVCacheManager:
         stats, num_tokens = self.stats, len(request.token_ids)
         if not request.num_preemptions:
             stats.num_prompt_tokens += num_tokens
-        if not self._caching or request.skip_reading_prefix_cache:
+        if not self._caching or request.skips_prefix_cache:
             return
         if request.num_preemptions:
             stats.num_preempted_queried_tokens += num_tokens
@@ -514,7 +516,8 @@ class KVCacheManager:
         return [manager.blocks_in_use(row) for manager in self._managers]
 
     def num_blocks_of_rows(self, rows: Int64Array) -> list[int]:
-        """By group, blocks in the tables of these rows; shared ones count in each."""
+        """Number of blocks in the tables of these rows, by group; shared blocks count in each
+        row."""
         return [manager.num_blocks_of_rows(rows) for manager in self._managers]
 
     # Everything

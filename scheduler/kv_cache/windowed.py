@@ -23,8 +23,8 @@ Tokens = TypeVar("Tokens", int, Int64Array)
 
 
 class WindowedManager(SingleTypeManager):
-    """What the kinds have in common. num_freed: (max_num_seqs,) int64, leading entries that have
-    been searched for blocks to free."""
+    """What sliding windows and chunks have in common. num_freed: (max_num_seqs,) int64, leading
+    entries that have been searched for blocks to free."""
 
     frees_skipped = True
 

@@ -70,13 +70,13 @@ class EventStream:
     ) -> None:
         self.publisher_id = publisher_id
         self._engine_number = config.engine_number
-        self._encoder = BatchEncoder(config.format)
-        self._has_int_hashes = config.hashes == "int"
+        self._encoder = BatchEncoder(config.kv_events_format)
+        self._has_int_hashes = config.kv_events_hashes == "int"
         self._context_parallel_size = context_parallel_size
         self._specs = [group.spec for group in kv_cache.groups]
         self._index: dict[Place, dict[bytes, BlockStored]] = {}
         self._buffer: deque[NumberedBatch] = deque()
-        self._max_buffered, self._max_buffer_bytes = config.num_buffered, max_buffer_bytes
+        self._max_buffered, self._max_buffer_bytes = config.kv_events_buffer, max_buffer_bytes
         self._num_buffer_bytes = 0
         self._next_number = 0
 
@@ -102,7 +102,8 @@ class EventStream:
         return number, (self._encode(events, now_s) for events in batches)
 
     def snapshot_events(self) -> tuple[int, Iterator[list[WireEvent]]]:
-        """The same, not encoded."""
+        """The number of the last batch, and the index as lists of events that are not encoded
+        yet."""
         blocks = list(chain.from_iterable(each.values() for each in self._index.values()))
         batches = _batches(_runs(blocks, SNAPSHOT_PAYLOAD_BLOCKS), SNAPSHOT_PAYLOAD_BLOCKS)
         return self._next_number - 1, (list(map(self._wire_event, runs)) for runs in batches)

@@ -60,13 +60,14 @@ from longshore.protocol.transport.lifeline import (
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.stall_log import StallLog
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
-from longshore.scheduler.kv_events.publisher import EventPublisher
 from longshore.scheduler.process.clients import Clients
+from longshore.scheduler.process.kv_event_publisher import EventPublisher
 from longshore.scheduler.process.operator_commands import (
     ASLEEP,
     WORK_PER_TURN,
     OperatorCommands,
 )
+from longshore.scheduler.process.structured_output.client import GrammarProcess
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -74,7 +75,6 @@ from longshore.scheduler.process.worker_handshake import (
 )
 from longshore.scheduler.recorder.recorder import Recorder
 from longshore.scheduler.scheduler import Scheduler
-from longshore.scheduler.structured_output.client import GrammarProcess
 
 logger = logging.getLogger(__name__)
 
@@ -507,7 +507,8 @@ class Engine:
         self._scheduler.reject_message(malformed, reason, client=index, now=time.monotonic())
 
     def _greet(self, index: int) -> None:
-        """The client gets the engine's state, and soon the statistics."""
+        """The client gets the engine's state, and at once the statistics, so that a gateway that
+        is ready has its metrics."""
         scheduler = self._scheduler
         ready = EngineReady(
             self._engine_id,
@@ -516,11 +517,11 @@ class Engine:
             scheduler.capacity,
         )
         self._send(index, ready)
+        self._report(self._statistics.latest())
         if not self.is_awake:
             self._send(index, self._pause)
         if self._commands.closed_reason is not None:
             self._send(index, AdmissionChanged(self._commands.closed_reason))
-        self._reported_state = ()
 
     def _send_outputs_and_plans(self) -> None:
         """Send plans first if no step is in flight, because the device is idle; otherwise send
@@ -637,11 +638,14 @@ class Engine:
             if state == self._reported_state:
                 continue
             self._reported_state = state
-            num_bad = self._clients.num_bad
-            num_bad += sum(worker.num_bad.total() for worker in self._workers)
-            num_bad += self._statistics.num_dropped
-            num_bad += 0 if self._events is None else self._events.num_bad.total()
-            stats = self._scheduler.make_stats(num_bad, workers)
-            self._tell_clients(EngineOutputs(stats=stats))
+            self._report(workers)
             # Sending may have consumed the socket event that announced a request.
             self._check_sockets()
+
+    def _report(self, workers: tuple[WorkerStats, ...]) -> None:
+        """Send the statistics to all clients."""
+        num_bad = self._clients.num_bad
+        num_bad += sum(worker.num_bad.total() for worker in self._workers)
+        num_bad += self._statistics.num_dropped
+        num_bad += 0 if self._events is None else self._events.num_bad.total()
+        self._tell_clients(EngineOutputs(stats=self._scheduler.make_stats(num_bad, workers)))

@@ -10,6 +10,8 @@ from typing import Any, Final, Protocol, assert_never
 import msgspec
 
 from longshore.protocol.commands import (
+    DRAINED,
+    DRAINING,
     CommandAnswer,
     DescribeState,
     DrainEngine,
@@ -22,7 +24,7 @@ from longshore.protocol.commands import (
     Wake,
     WriteKVSnapshot,
 )
-from longshore.scheduler.kv_events.publisher import EventPublisher
+from longshore.scheduler.process.kv_event_publisher import EventPublisher
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.planner import PauseState
 
@@ -34,9 +36,7 @@ WORK_PER_TURN: Final = 256
 loop. Other sockets, steps and the sign of life come in between."""
 
 PAUSED: Final = "paused by the operator"
-DRAINING: Final = "draining for a restart by the operator"
-DRAINED: Final = "drained by the operator"
-ASLEEP: Final = "put to sleep by the operator"
+ASLEEP: Final = "put to sleep"
 
 
 class Sleeper(Protocol):
@@ -49,10 +49,10 @@ class Sleeper(Protocol):
     def is_asleep(self) -> bool: ...
 
     def fall_asleep(self) -> None:
-        """Only if they are awake and all plans are answered."""
+        """Free the workers' memory. Call it only if they are awake and all plans are answered."""
 
     def wake(self) -> None:
-        """Only if they are asleep."""
+        """Have the workers allocate their memory again. Call it only if they are asleep."""
 
 
 class OperatorCommands:

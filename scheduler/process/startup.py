@@ -24,8 +24,9 @@ from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
 from longshore.scheduler.features.tool_calls import load_decoder
 from longshore.scheduler.inspect.trace import SchedulerTrace
-from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
 from longshore.scheduler.process.engine_loop import Engine
+from longshore.scheduler.process.kv_event_publisher import EventPublisher, EventSockets
+from longshore.scheduler.process.structured_output.client import GrammarProcess
 from longshore.scheduler.process.trace_file import open_trace
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
@@ -34,7 +35,6 @@ from longshore.scheduler.process.worker_handshake import (
 )
 from longshore.scheduler.recorder.recorder import RecordedScheduler, Recorder
 from longshore.scheduler.scheduler import Scheduler
-from longshore.scheduler.structured_output.client import GrammarProcess
 
 logger = logging.getLogger(__name__)
 

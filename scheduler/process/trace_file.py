@@ -14,13 +14,14 @@ import msgspec
 
 from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.inspect.trace_records import RecordsDropped
+from longshore.scheduler.process.settings import InspectionSettings
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.05
 MAX_QUEUED_BYTES: Final = 64 << 20
 CLOSE_TIMEOUT_S: Final = 2.0
-MAX_BYTES: Final = 4 << 30
+MAX_BYTES: Final = InspectionSettings.sched_trace_mib << 20
 
 
 class TraceFile:

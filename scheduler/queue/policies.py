@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
-from longshore.protocol.requests import Tenant
+from longshore.protocol.requests import RequestOptions
 from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.queue.shares import Shares
 
@@ -24,26 +24,19 @@ class PolicyRequest(Protocol):
 
     arrival_time: seconds on the scheduler's clock; when the request first arrived at any process.
     client_index: the connection that the request came from.
-    tenant:       the API key that it was sent with, and its weight.
-    job_id:       the agent's job of which the request is a turn; None outside jobs.
-    is_last_step: it is the last turn of its job.
+    options:      what its client asks for: its priority, its tenant (the API key that it was sent
+                  with), the agent's job of which it is a turn, and more.
     max_total_tokens: the request ends when prompt and output together have this many tokens.
     """
 
     @property
     def request_id(self) -> str: ...
     @property
-    def priority(self) -> int: ...
-    @property
     def arrival_time(self) -> float: ...
     @property
     def client_index(self) -> int: ...
     @property
-    def tenant(self) -> Tenant: ...
-    @property
-    def job_id(self) -> str | None: ...
-    @property
-    def is_last_step(self) -> bool: ...
+    def options(self) -> RequestOptions: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -137,9 +130,9 @@ class FairQueue(Generic[RequestT]):
         self._length = 0
 
     def add(self, request: RequestT) -> None:
-        queue = self._queues.get(request.tenant.name)
+        queue = self._queues.get(request.options.tenant.name)
         if queue is None:
-            queue = self._queues[request.tenant.name] = PriorityQueue(self._order)
+            queue = self._queues[request.options.tenant.name] = PriorityQueue(self._order)
         queue.add(request)
         self._length += 1
 
@@ -160,7 +153,7 @@ class FairQueue(Generic[RequestT]):
         self.add(request)
 
     def remove(self, request: RequestT) -> None:
-        name = request.tenant.name
+        name = request.options.tenant.name
         if name not in self._queues:
             raise LookupError(f"{request.request_id} is not in the queue")
         self._queues[name].remove(request)
@@ -261,7 +254,7 @@ class PriorityPolicy(OrderedPolicy):
     """The smallest (priority, arrival, id) is served first, the largest is preempted first."""
 
     def order(self, request: PolicyRequest) -> Order:
-        return request.priority, request.arrival_time
+        return request.options.priority, request.arrival_time
 
 
 class FairPolicy(PriorityPolicy):
@@ -278,16 +271,16 @@ class FairPolicy(PriorityPolicy):
         return FairQueue(self.shares, self.order)
 
     def arrived(self, request: PolicyRequest) -> None:
-        self.shares.arrived(request, request.tenant)
+        self.shares.arrived(request, request.options.tenant)
 
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        ranks = [self.shares.rank(request.tenant.name) for request in (waiting, skipped)]
+        ranks = [self.shares.rank(request.options.tenant.name) for request in (waiting, skipped)]
         return (ranks[1], self._position(skipped)) < (ranks[0], self._position(waiting))
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
-        over = self.shares.pick_over([request.tenant.name for request in running])
+        over = self.shares.pick_over([request.options.tenant.name for request in running])
         return max(
-            (index for index, request in enumerate(running) if request.tenant.name in over),
+            (index for index, request in enumerate(running) if request.options.tenant.name in over),
             key=lambda index: self._position(running[index]),
         )
 
@@ -321,21 +314,22 @@ class ContinuumPolicy(OrderedPolicy):
         self._sweep_at = _MIN_SWEEP
 
     def arrived(self, request: PolicyRequest) -> None:
-        if request.job_id is None:
+        job_id = request.options.job_id
+        if job_id is None:
             return
-        job = self._jobs.get(request.job_id)
-        if job is None or not self._is_remembered(request.job_id, job):
+        job = self._jobs.get(job_id)
+        if job is None or not self._is_remembered(job_id, job):
             job = _Job(request.arrival_time)
-        job.is_over = request.is_last_step
+        job.is_over = request.options.is_last_step
         job.turns[request] = None
-        self._jobs.pop(request.job_id, None)
-        self._jobs[request.job_id] = job  # the jobs whose last turn is the newest come last
+        self._jobs.pop(job_id, None)
+        self._jobs[job_id] = job  # the jobs whose last turn is the newest come last
         if len(self._jobs) >= self._sweep_at:  # amortised: half of them are new since the last
             self._sweep()
             self._sweep_at = max(_MIN_SWEEP, 2 * len(self._jobs))
 
     def ended(self, request: PolicyRequest) -> None:
-        if (job := self._jobs.get(request.job_id or "")) is not None:
+        if (job := self._jobs.get(request.options.job_id or "")) is not None:
             job.turns.pop(request, None)
 
     def turns_of(self, job_id: str) -> Collection[PolicyRequest]:
@@ -355,21 +349,21 @@ class ContinuumPolicy(OrderedPolicy):
 
     def first_arrival_s(self, request: PolicyRequest) -> float:
         """When the first turn of a live request's job arrived; without a job, the request."""
-        if request.job_id is None:
-            return request.arrival_time
-        return self._jobs[request.job_id].first_arrival_s
+        job_id = request.options.job_id
+        return request.arrival_time if job_id is None else self._jobs[job_id].first_arrival_s
 
     def update_pinned_state(self, job_ids: Collection[str]) -> Collection[PolicyRequest]:
         previous, self._pinned = self._pinned, frozenset(job_ids)
         return [turn for job_id in self._pinned ^ previous for turn in self.turns_of(job_id)]
 
     def order(self, request: PolicyRequest) -> Order:
-        is_pinned = request.job_id is not None and request.job_id in self._pinned
+        job_id = request.options.job_id
+        is_pinned = job_id is not None and job_id in self._pinned
         return not is_pinned, self.first_arrival_s(request), request.arrival_time
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
         last = len(running) - 1
-        unpinned = (i for i in range(last, -1, -1) if running[i].job_id not in self._pinned)
+        unpinned = (i for i in range(last, -1, -1) if running[i].options.job_id not in self._pinned)
         return next(unpinned, last)
 
 

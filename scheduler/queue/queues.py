@@ -56,6 +56,8 @@ class WaitingRequests:
     (`unpark`); those with a shared event, after which they are tried again in turn, a limited
     number per step; and those that wait until other loads have ended, of which the first is tried
     in each step.
+
+    loads_are_full: in this step, a load was delayed.
     """
 
     def __init__(self, policy: SchedulingPolicy, polled: Collection[SharedEvent] = ()) -> None:
@@ -66,6 +68,8 @@ class WaitingRequests:
         self._skipped = self._make_queue_of_skipped()
         self._for_loads = self._make_queue_of_skipped()
         self._next_load: Request | None = None  # of these, the one that is to be tried
+        self._has_tried_load = False  # one of these in this step
+        self.loads_are_full = False
         self._set_aside: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
         self._groups = {event: _Group() for event in SharedEvent}
@@ -84,9 +88,11 @@ class WaitingRequests:
     @property
     def _num_skipped(self) -> int:
         """All that have been tried, or wait for an event."""
-        num_tried = len(self._skipped) + len(self._set_aside)
-        num_in_groups = sum(len(group.requests) for group in self._groups.values())
-        return num_tried + len(self._parked) + len(self._for_loads) + num_in_groups
+        num_skipped = len(self._skipped) + len(self._set_aside)
+        num_skipped += len(self._parked) + len(self._for_loads)
+        for group in self._groups.values():
+            num_skipped += len(group.requests)
+        return num_skipped
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests, in the order in which they are tried: first those that this step
@@ -155,13 +161,13 @@ class WaitingRequests:
     def _announce(self, request: Request) -> None:
         """Notify the policy of a new request."""
         self._policy.arrived(request)
-        if request.priority and self._policy.ignores_priority and not self._has_warned:
+        if request.options.priority and self._policy.ignores_priority and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "request %s has priority %d, which the scheduling policy ignores (logged once); "
                 "use a policy that supports priorities, such as 'priority'",
                 request.request_id,
-                request.priority,
+                request.options.priority,
                 extra=fields(request_id=request.request_id),
             )
 
@@ -194,6 +200,7 @@ class WaitingRequests:
 
     def _pop_head(self) -> Request:
         request = self._head.pop()
+        self._has_tried_load |= request is self._next_load
         self._forget_next_load(request)
         return request
 
@@ -213,33 +220,36 @@ class WaitingRequests:
         self._groups[event].requests[request.request_id] = request
 
     def delay_load(self) -> None:
-        """Park the request that `peek` returned until other loads have ended."""
+        """Park the request that `peek` returned until other loads have ended. In this step, no
+        load begins from now on: a smaller one must not go first."""
+        self.loads_are_full = True
         request = self._pop_head()
         self._give_position(request)
         self._for_loads.add(request)
+        if self._has_tried_load:
+            self._park_next_load()
 
     @property
     def has_retries(self) -> bool:
         """Whether `begin_step` lets requests be tried again."""
-        return self._for_loads.peek() is not None or any(
-            group.requests and (group.num_due or event in self._polled)
-            for event, group in self._groups.items()
-        )
+        for event, group in self._groups.items():
+            if group.requests and (group.num_due or event in self._polled):
+                return True
+        return self._for_loads.peek() is not None
 
     def begin_step(self) -> None:
         """Let those be tried again whose shared event has happened, as many as a step may try."""
         for event in self._polled:
             self.happened(event)
         self._num_retries_left = RETRY_BLOCKS
+        self.loads_are_full = False
+        self._has_tried_load = False
         self.unpark_due()
-        if self._next_load is not None:  # it was not tried, and another one may be first by now
-            self._skipped.remove(self._next_load)
-            self._for_loads.add(self._next_load)
-            self._next_load = None
+        self._park_next_load()  # it was not tried, and another one may be first by now
         self.unpark_load()
 
     def unpark_due(self) -> None:
-        """The same, for events of this step."""
+        """Unpark requests whose event has happened in this step."""
         for group in self._groups.values():
             while group.num_due and group.requests and self._num_retries_left > 0:
                 group.num_due -= 1
@@ -253,9 +263,18 @@ class WaitingRequests:
             self._next_load = self._for_loads.pop()
             self._skipped.add(self._next_load)
 
+    def _park_next_load(self) -> None:
+        if self._next_load is not None:
+            self._skipped.remove(self._next_load)
+            self._for_loads.add(self._next_load)
+            self._next_load = None
+
     def _forget_next_load(self, request: Request) -> None:
+        """It is no longer queued. The next one of its kind may be tried, unless loads are full."""
         if request is self._next_load:
             self._next_load = None
+            if not self.loads_are_full:
+                self.unpark_load()
 
     def end_step(self) -> None:
         """Requests that were set aside are tried first in the next step."""
@@ -298,7 +317,7 @@ class WaitingRequests:
 
 
 def try_cost(request: Request) -> int:
-    """Of trying a request, in blocks; see RETRY_BLOCKS."""
+    """The cost of trying a request, in blocks; see RETRY_BLOCKS."""
     return max(len(request.block_hashes), MIN_TRY_BLOCKS)
 
 

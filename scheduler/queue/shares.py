@@ -18,7 +18,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from longshore.protocol.arrays import Int64Array
-from longshore.protocol.requests import Tenant
+from longshore.protocol.requests import RequestOptions, Tenant
 
 QUANTUM: Final = 256
 """Tokens per round and weight: a few short prompts."""
@@ -34,7 +34,7 @@ class SharedRequest(Protocol):
     """The fields of a request that are read here."""
 
     @property
-    def tenant(self) -> Tenant: ...
+    def options(self) -> RequestOptions: ...
     @property
     def row(self) -> int: ...
     @property
@@ -100,7 +100,7 @@ class Shares:
 
     def admitted(self, request: SharedRequest, num_computed: int) -> None:
         """A request has got its row and must compute its tokens after the first `num_computed`."""
-        account = self._accounts[request.tenant.name]
+        account = self._accounts[request.options.tenant.name]
         num_rounds = account.num_rounds()
         if num_rounds:
             for each in self._accounts.values():
@@ -118,11 +118,11 @@ class Shares:
 
     def ended(self, request: SharedRequest) -> None:
         """A request has ended; it has no row any more."""
-        account = self._accounts[request.tenant.name]
+        account = self._accounts[request.options.tenant.name]
         self._pay(account, request, request.num_tokens)
         del account.paid[request]
         if not account.paid:
-            del self._accounts[request.tenant.name]
+            del self._accounts[request.options.tenant.name]
             self._free_numbers.append(account.number)
             self._total_weight -= account.weight
 

@@ -22,8 +22,9 @@ from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import RowStart, SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.transport.codec import Decoder
+from longshore.scheduler.recorder.structure import structure_digest
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 MAGIC: Final = b"longshore record\n"
 MAX_FRAME_BYTES: Final = 1 << 30
 _FRAME: Final = struct.Struct("<QI")
@@ -39,11 +40,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run:          identifies the process that wrote it.
     first_entry:  number of its first entry, counted from the start of the process.
     policy:       the scheduling policy; is_outside: it is from another package.
+    structure:    of the snapshot; see `structure_digest`.
     """
 
     run: str
     first_entry: int
     policy: str
+    structure: str
     is_outside: bool = False
     format_version: int = FORMAT_VERSION
     protocol_version: int = PROTOCOL_VERSION
@@ -221,16 +224,16 @@ class Segment:
         data = self._read_frame(file)
         try:
             versions = msgspec.msgpack.decode(data or b"", type=_Versions)
-            ours = _Versions(FORMAT_VERSION, PROTOCOL_VERSION, longshore.__version__)
+            ours = _Versions(
+                FORMAT_VERSION, PROTOCOL_VERSION, longshore.__version__, structure_digest()
+            )
             if versions == ours:
                 return msgspec.msgpack.decode(data or b"", type=Header)
         except msgspec.MsgspecError as error:
             raise RecordError(f"{self._path}: the header is damaged: {error}") from error
         raise RecordError(
-            f"{self._path} was recorded by Longshore {versions.version} (record format "
-            f"{versions.format_version}, protocol {versions.protocol_version}); this is "
-            f"{ours.version} ({ours.format_version}, {ours.protocol_version}). Replay it with the "
-            "version that recorded it, because another one may plan otherwise."
+            f"{self._path} was recorded by {versions}; this is {ours}. Replay it with the version "
+            "that recorded it, because another one may plan otherwise."
         )
 
     def entries(self) -> Iterator[Entry]:
@@ -265,6 +268,15 @@ class Segment:
 
 
 class _Versions(msgspec.Struct, frozen=True):
+    """structure: format 2 has none."""
+
     format_version: int
     protocol_version: int
     version: str
+    structure: str = "unknown"
+
+    def __str__(self) -> str:
+        return (
+            f"Longshore {self.version} (record format {self.format_version}, protocol "
+            f"{self.protocol_version}, structure of the state {self.structure})"
+        )

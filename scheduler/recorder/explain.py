@@ -46,7 +46,7 @@ class Explainer:
             }
 
     def after(self, call: Call) -> None:
-        """It has been repeated."""
+        """The call has been repeated."""
         scheduler = call.scheduler
         self._now = self._now if call.now is None else call.now
         if scheduler is not self._scheduler:

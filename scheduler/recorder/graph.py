@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import struct
+import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -34,21 +35,19 @@ on every row, and most of it was never written."""
 MAX_ARRAY_BYTES: Final = 64 << 30
 """Of all arrays of a graph. Memory is used only for pages that the graph contains."""
 
-_PACKAGES: Final = ("longshore.scheduler.", "longshore.protocol.", "longshore.connectors.base.")
+PACKAGES: Final = ("longshore.scheduler.", "longshore.protocol.", "longshore.connectors.base.")
 _CLOSED: Final = (  # they open files and sockets, or import what a name says
     "longshore.protocol.transport.",
     "longshore.scheduler.kv_events.",
     "longshore.scheduler.process.",
     "longshore.scheduler.queue.outside_policies.",
     "longshore.scheduler.recorder.",
-    "longshore.scheduler.structured_output.",
 )
 _ALSO_ALLOWED: Final = frozenset(
     {
         "longshore.scheduler.queue.queues:_position",
         "longshore.scheduler.queue.outside_policies:CheckedPolicy",
         "time:monotonic",
-        "xxhash:xxh3_128_digest",
     }
 )
 _SHARED: Final = {  # compared by identity
@@ -84,7 +83,7 @@ def is_allowed(path: str) -> bool:
     module = path.partition(":")[0] + "."
     if path in _ALSO_ALLOWED:
         return True
-    return module.startswith(_PACKAGES) and not module.startswith(_CLOSED)
+    return module.startswith(PACKAGES) and not module.startswith(_CLOSED)
 
 
 def encode_graph(root: Any, *, allows: Callable[[str], bool] = is_allowed) -> bytes:
@@ -324,18 +323,7 @@ _BUILTIN_NAMES: Final = {f"builtins:{each.__name__}": each for each in _CONTAINE
 }
 
 
-def _named_functions() -> dict[str, Any]:
-    import time
-
-    found: dict[str, Any] = {"time:monotonic": time.monotonic}
-    try:
-        import xxhash
-    except ImportError:
-        return found
-    return found | {"xxhash:xxh3_128_digest": xxhash.xxh3_128_digest}
-
-
-_OUTSIDE: Final = _named_functions()
+_OUTSIDE: Final[dict[str, Any]] = {"time:monotonic": time.monotonic}
 _BY_ID: Final = {id(function): path for path, function in _OUTSIDE.items()}
 
 

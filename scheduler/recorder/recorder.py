@@ -12,6 +12,7 @@ import msgspec
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.requests import AddRequest
+from longshore.scheduler.process.record_files import SegmentWriter
 from longshore.scheduler.queue.outside_policies import CheckedPolicy, checked, load_policy
 from longshore.scheduler.recorder import surroundings
 from longshore.scheduler.recorder.entries import (
@@ -24,7 +25,7 @@ from longshore.scheduler.recorder.entries import (
     Planned,
 )
 from longshore.scheduler.recorder.graph import encode_graph
-from longshore.scheduler.recorder.segments import SegmentWriter
+from longshore.scheduler.recorder.structure import structure_digest
 from longshore.scheduler.recorder.surroundings import PolicyRecorder, Tape, encode_argument
 from longshore.scheduler.scheduler import Scheduler
 
@@ -87,7 +88,9 @@ class Recorder:
         self._segments.begin(self._header(), self._snapshot)
 
     def _header(self) -> Header:
-        return Header(self._run, self._num_entries, self._policy, self._is_outside)
+        return Header(
+            self._run, self._num_entries, self._policy, structure_digest(), self._is_outside
+        )
 
     def _snapshot(self) -> bytes:
         state = dict(vars(self._scheduler))
@@ -162,10 +165,8 @@ class RecordedScheduler(Scheduler):
         recorder.begin(self, name, is_outside=is_outside)
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        recorder, grammars = self.recorder, self._grammars
-        if len(self._in_flight.steps) >= self.config.max_steps_in_flight and (
-            grammars is None or not grammars.has_ends
-        ):
+        recorder = self.recorder
+        if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             recorder.all_plans_sent()
             return None  # nothing changes
         tape = recorder.tape
@@ -193,9 +194,10 @@ class RecordedScheduler(Scheduler):
         recorder = self.recorder
         tape = recorder.tape
         noted = message
-        if message.kv_transfer_params is not None:  # a connector may change them
-            params = copy.deepcopy(message.kv_transfer_params)
-            noted = msgspec.structs.replace(message, kv_transfer_params=params)
+        if (params := message.options.kv_transfer_params) is not None:
+            params = copy.deepcopy(params)  # a connector may change them
+            options = msgspec.structs.replace(message.options, kv_transfer_params=params)
+            noted = msgspec.structs.replace(message, options=options)
         tape.is_open = True
         try:
             Scheduler.add_request(self, message, client=client, now=now)

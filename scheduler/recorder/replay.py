@@ -159,10 +159,10 @@ class Replay:
 
     def _note_what_is_not_compared(self, scheduler: Scheduler) -> None:
         """Of the features that this scheduler has."""
-        lifecycle = getattr(scheduler, "_lifecycle", None)
+        attached = getattr(scheduler, "_attached", None)
         missing = {
             "masks of structured output": getattr(scheduler, "_grammars", None),
-            "experts of tokens": getattr(lifecycle, "experts", None),
+            "experts of tokens": getattr(attached, "experts", None),
         }
         found = " and ".join(what for what, feature in missing.items() if feature is not None)
         note = f"{found} are not in the record; they decide nothing of a plan"

@@ -83,6 +83,8 @@ CONNECTOR_VALUES: Final = (
     "reads_ahead",
     "names_answers",
     "num_leasable_blocks",
+    "chunk_blocks",
+    "min_wait_s",
 )
 ENCODER_HOOKS: Final = (
     "has_caches",
@@ -172,6 +174,12 @@ class _HoldsRecorder:
     def release(self, hold_id: int) -> None:
         self._holds.release(hold_id)
         self._note("release", hold_id)
+
+    def release_rank(self, hold_id: int, rank: int) -> bool:
+        is_released = self._holds.release_rank(hold_id, rank)
+        if is_released:
+            self._note("release", hold_id)
+        return is_released
 
     def _note(self, method: str, argument: Any) -> None:
         if self._tape.is_open:
@@ -383,7 +391,7 @@ def record_decoder(decode: Decoder, tape: Tape) -> Decoder:
 
 
 def silence(given: Any, tape: Tape, kind: str) -> Any:
-    """For an object whose answers do not decide what is planned."""
+    """A stand-in for an object whose answers do not decide what is planned."""
     return _Silent(given, tape, kind)
 
 

@@ -72,7 +72,7 @@ class SamplingRows:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """An unanswered plan. It does not change once it is in flight.
+    """An unanswered plan. It does not change once it is in flight; before, features complete it.
 
     sampling:   rows that sample in it, and their occupants.
     num_scheduled: (max_num_seqs,) tokens that each row computes.
@@ -91,6 +91,19 @@ class PlannedStep:
     is_masked: BoolArray | None = None
     loads: tuple[tuple[int, int], ...] = ()
     scored: ScoredRows | None = None
+
+    @classmethod
+    def of(
+        cls,
+        running: RunningTable,
+        step: int,
+        sampling: SamplingRows,
+        num_scheduled: Int64Array,
+        loads: tuple[tuple[int, int], ...],
+    ) -> "PlannedStep":
+        """A plan that was just built; the rows have advanced."""
+        scored = ScoredRows(running, num_scheduled) if running.scored else None
+        return cls(step, sampling, num_scheduled, loads=loads, scored=scored)
 
     def draft_token_ids(self, index: int) -> list[int]:
         """Drafts of the row at `index` of `sampling.rows`."""

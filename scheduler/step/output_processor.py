@@ -11,12 +11,13 @@ from longshore.protocol.arrays import Float32Array, Int32Array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.repetition import is_repeating
+from longshore.scheduler.hooks import Hooks
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.client_outputs import ClientOutputs
-from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
 from longshore.scheduler.step.output_validator import OutputValidator
+from longshore.scheduler.step.running import RunningTable
 
 _STOPPED: Final = Outcome(FinishReason.STOPPED, ends_output=True)
 _LENGTH_CAPPED: Final = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
@@ -24,13 +25,16 @@ _REPETITION: Final = Outcome(FinishReason.REPETITION, ends_output=True)
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputProcessor(SchedulerPart):
+class OutputProcessor:
     """Applies outputs in the order of the plans.
 
     num_stale_tokens: tokens dropped, because their request had ended or was rewound, or because
                       they are of another epoch.
     """
 
+    running: RunningTable
+    in_flight: StepsInFlight
+    hooks: Hooks
     outputs: ClientOutputs
     lifecycle: Lifecycle
     recovery: Recovery
@@ -42,8 +46,13 @@ class OutputProcessor(SchedulerPart):
     def apply(self, output: ModelRunnerOutput, now: float) -> None:
         """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`."""
         planned = self.validator.plan_of(output)
-        if self.trace is not None:
-            self.trace.answered(output.epoch, planned.step, len(output.sampled_tokens), now)
+        for feature in self.hooks.received:
+            feature.received(output, planned, now)
+        self._apply(planned, output, now)
+        for feature in self.hooks.answered:
+            feature.answered(output, planned, now)
+
+    def _apply(self, planned: PlannedStep, output: ModelRunnerOutput, now: float) -> None:
         if len(output.failed_block_ids):
             self.recovery.fail_loads(output.failed_block_ids, planned, now)
         if output.is_out_of_memory:
@@ -61,8 +70,6 @@ class OutputProcessor(SchedulerPart):
             ending, self._ending = self._ending, []
             ending.sort(key=itemgetter(0))  # blocks are freed in admission order
             self.lifecycle.end_all(list(map(itemgetter(1, 2), ending)), now)
-        if self.drafts is not None:
-            self.drafts.receive(output.draft_rows, output.draft_tokens, planned)
 
     def _apply_scored(self, planned: PlannedStep, output: ModelRunnerOutput) -> None:
         """Tokens with log probabilities. The valid rows are determined before the tokens are
@@ -129,14 +136,14 @@ class OutputProcessor(SchedulerPart):
         request = occupant.request
         if not occupant.expects_output_of(planned.step):
             self.num_stale_tokens += len(token_ids)
-        elif request.pooling is not None:
+        elif request.options.pooling is not None:
             assert pooled is not None, "OutputValidator has checked it"
             outcome = Outcome(FinishReason.STOPPED, pooled=pooled)
             self._ending.append((generation, request, outcome))
         else:
-            if request.row >= 0 and planned.num_drafts is not None and self.drafts is not None:
+            if request.row >= 0 and planned.num_drafts is not None:
                 num_drafts = int(planned.num_drafts[index])
-                self.drafts.settle(request, num_drafts, len(token_ids) - 1)
+                self.running.settle_drafts(request, num_drafts, len(token_ids) - 1)
             self._append(request, generation, token_ids)
 
     def _append(self, request: Request, generation: int, token_ids: list[int]) -> None:
@@ -152,12 +159,12 @@ class OutputProcessor(SchedulerPart):
                 request.append_token(token_id)
                 tokens = request.token_ids
             self.outputs.add_client_tokens(client, handle, token)
-            if self.grammars is not None and not self.grammars.accept(request, token_id):
-                text = f"token {token_id} was sampled against the grammar"
-                outcome = Outcome(FinishReason.ERROR, text)
-            elif self._is_over(request, token_id, tokens):
+            outcome = None
+            for feature in self.hooks.appended:
+                outcome = feature.appended(request, token_id) or outcome
+            if outcome is None and self._is_over(request, token_id, tokens):
                 outcome = self._outcome(request, token_id, len(tokens))
-            else:
+            if outcome is None:
                 continue
             self._ending.append((generation, request, outcome))
             self.num_stale_tokens += len(token_ids) - position - 1

@@ -96,7 +96,7 @@ class OutputValidator:
             if row in answered:
                 continue
             request = self.in_flight.occupant(row, generation).request
-            if request.pooling is not None and not request.is_finished:
+            if request.options.pooling is not None and not request.is_finished:
                 return int(row)
         return None
 

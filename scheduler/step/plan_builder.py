@@ -4,7 +4,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from longshore.connectors.base import AdmittedRequest, EncoderConnector, StepView
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
@@ -14,9 +13,7 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     digest_changes,
 )
-from longshore.scheduler.features.drafts import Drafts
-from longshore.scheduler.features.encoder import EncoderCache
-from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.hooks import Hooks
 from longshore.scheduler.kv_cache.blocks import BlockCopy
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
@@ -38,25 +35,19 @@ class PlanBuilder:
         self,
         running: RunningTable,
         kv_cache: KVCacheManager,
+        hooks: Hooks,
         *,
         epoch: int,
-        encoder: EncoderCache | None = None,
-        encoder_connector: EncoderConnector | None = None,
-        drafts: Drafts | None = None,
-        transfers: Transfers | None = None,
         feed_back_tokens: bool = False,
-        has_grammars: bool = False,
+        has_drafts: bool = False,
         verify_plan: bool = False,
     ) -> None:
         self._running = running
         self._kv_cache = kv_cache
-        self._encoder, self._encoder_connector = encoder, encoder_connector
-        self._drafts = drafts
-        self._transfers = transfers
+        self._hooks = hooks
         self._feed_back_tokens = feed_back_tokens
-        self._has_grammars = has_grammars
         self._verify_plan = verify_plan
-        self.allows_steady = not (verify_plan or feed_back_tokens or drafts is not None)
+        self.allows_steady = not (verify_plan or feed_back_tokens or has_drafts)
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -72,15 +63,13 @@ class PlanBuilder:
         self.finished: dict[int, str] = {}
         self.preempted: dict[int, str] = {}
         self.rewound: dict[int, Rewind] = {}  # by row: a later rewind replaces an earlier one
-        self._added: list[RowStart] = []
+        self.added: list[RowStart] = []
         self._num_added_bytes = self._num_added_arrays = 0
         self.appended: list[AppendedBlocks] = []
         self.copies: list[BlockCopy] = []
         self.zero_block_ids: list[int] = []
         self.uncached: list[int] = []
         self.loads: list[tuple[int, int]] = []  # (row, generation)
-        if self._drafts is not None:
-            self._drafts.num_invalid_in_step = 0
         self.has_new_loads = False
 
     # Changes
@@ -89,16 +78,16 @@ class PlanBuilder:
         """Whether the plan can add one more row, because the frames and bytes of a message are
         limited. The first row always fits: `RequestValidator` has checked it."""
         num_bytes = 4 * len(request.token_ids) + request.num_input_bytes
-        num_arrays = 3 + len(request.multimodal)
+        num_arrays = 3 + len(request.options.multimodal)
         fits = (
             self._num_added_bytes + num_bytes <= MAX_ADDED_BYTES
             and self._num_added_arrays + num_arrays <= MAX_ADDED_ARRAYS
         )
-        return fits or not self._added
+        return fits or not self.added
 
     def add(self, request: Request, start: RowStart) -> None:
         """A request gets a row in this plan."""
-        self._added.append(start)
+        self.added.append(start)
         self._num_added_bytes += 4 * len(request.token_ids) + request.num_input_bytes
         self._num_added_arrays += 3 + len(start.multimodal)
 
@@ -110,13 +99,13 @@ class PlanBuilder:
     @property
     def must_be_sent(self) -> bool:
         """Whether the workers need a plan even if no row computes a token."""
-        return (
-            self.has_drops
-            or bool(self.rewound)
-            or self.has_new_loads
-            or (self._transfers is not None and self._transfers.hooks.has_pending_work)
-            or (self._encoder_connector is not None and self._encoder_connector.has_pending_work)
-        )
+        has_changes = self.has_drops or bool(self.rewound) or self.has_new_loads
+        return has_changes or self.features_have_work
+
+    @property
+    def features_have_work(self) -> bool:
+        """Whether a feature has instructions for the workers, which the next plan takes."""
+        return any(feature.has_work() for feature in self._hooks.has_work)
 
     # The plan
 
@@ -133,7 +122,7 @@ class PlanBuilder:
         # Empty arrays keep their defaults, which are not sent.
         changes: dict[str, Any] = {
             "rewound": tuple(self.rewound.values()),
-            "added": tuple(self._added),
+            "added": tuple(self.added),
             "appended": tuple(self.appended),
         }
         if self.finished:
@@ -159,56 +148,35 @@ class PlanBuilder:
             answered_step=answered_step,
             **changes,
             common_prefix_blocks=self._common_prefix(),
-            **self._of_features(num_scheduled, answered_step),
+            **self._rare_fields(num_scheduled, answered_step),
         )
         loads = tuple(self.loads)
         self._clear_changes()
         return plan, loads
 
-    def _of_features(self, num_scheduled: Int64Array, answered_step: int) -> dict[str, Any]:
-        """Fields of the plan that only configured features use."""
+    def _rare_fields(self, num_scheduled: Int64Array, answered_step: int) -> dict[str, Any]:
+        """Fields that most plans do not have."""
         fields: dict[str, Any] = {}
         if self.zero_block_ids:
             fields["zero_block_ids"] = int32_array(self.zero_block_ids)
         if self._feed_back_tokens:
             rows, token_ids = self._tokens_to_feed_back(num_scheduled)
             fields |= {"sampled_rows": rows, "sampled_tokens": token_ids}
-        if self._drafts is not None:
-            rows, token_ids = self._drafts.in_plan(num_scheduled)
-            fields |= {"draft_rows": rows, "draft_tokens": token_ids}
-            fields["num_invalid_draft_tokens"] = self._drafts.num_invalid_in_step
-        if self._encoder is not None:
-            fields["encoder_inputs"] = self._encoder.take_encoder_inputs()
-            fields["freed_encoder_hashes"] = self._encoder.take_freed()
-        if (connector := self._encoder_connector) is not None:
-            metadata = connector.build_connector_meta(self.step, answered_step)
-            fields["ec_connector_metadata"] = metadata
-        if self._has_grammars:
-            fields["has_structured_output"] = self._samples_masked(num_scheduled)
-        if self._transfers is not None:
-            fields["connector_metadata"] = self._connector_metadata(self._transfers, answered_step)
-            if self.loads:
-                fields["has_loads"] = True
-                self._transfers.step_loads.begin(self.step)
+        for feature in self._hooks.fields:
+            fields |= feature.fields(self, num_scheduled, answered_step)
         if self._verify_plan:
             fields["full_state"] = self._full_state(num_scheduled)
         return fields
 
     def build_steady(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
         """The plan of a steady decode step, in which all rows compute `num_tokens` tokens as
-        expected. It contains only appended blocks and metadata of the connector, if any. Not with
-        full state."""
+        expected. It contains only appended blocks and what features add. Not with full state."""
         appended, self.appended = tuple(self.appended), []
         self._digest = digest_changes(self._digest, appended=appended)
         self.step += 1
-        transfers, metadata = self._transfers, b""
-        if transfers is not None and (
-            self._kv_cache.full_blocks.recorded
-            or self.uncached
-            or (transfers.hooks.may_have_work and transfers.hooks.wants_next_plan())
-        ):
-            metadata = self._connector_metadata(transfers, answered_step)
-            self.uncached = []
+        fields: dict[str, Any] = {}
+        for feature in self._hooks.steady_fields:
+            fields |= feature.steady_fields(self, answered_step)
         return SchedulerOutput(
             epoch=self.epoch,
             step=self.step,
@@ -218,8 +186,7 @@ class PlanBuilder:
             digest=self._digest,
             answered_step=answered_step,
             appended=appended,
-            freed_encoder_hashes=() if self._encoder is None else self._encoder.take_freed(),
-            connector_metadata=metadata,
+            **fields,
         )
 
     def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
@@ -235,35 +202,17 @@ class PlanBuilder:
         rows = is_fed.nonzero()[0]
         return int32_array(rows), int32_array(running.token_ids[rows, positions[rows]])
 
-    def _samples_masked(self, num_scheduled: Int64Array) -> bool:
-        running = self._running
-        ends = running.num_computed + num_scheduled >= running.num_known
-        return bool((running.has_grammar & (num_scheduled > 0) & ends).any())
-
     def _common_prefix(self) -> tuple[int, ...]:
         """The number of leading blocks that all running rows share, if it has changed; it changes
         only with membership. For cascade attention (FlashInfer's term for attending to a shared
         prefix once)."""
-        if not (self._added or self.has_drops or self.rewound):
+        if not (self.added or self.has_drops or self.rewound):
             return ()
         common = self._kv_cache.num_common_prefix_blocks(self._running.order)
         if common == self._common_prefix_blocks:
             return ()
         self._common_prefix_blocks = common
         return common
-
-    def _connector_metadata(self, transfers: Transfers, answered_step: int) -> bytes:
-        admitted = [AdmittedRequest(start.request_id, start.block_ids) for start in self._added]
-        step = StepView(
-            step=self.step,
-            answered_step=answered_step,
-            admitted=admitted,
-            uncached=self.uncached,
-            cached=self._kv_cache.full_blocks.take_cached(),
-            preempted=list(self.preempted.values()),
-            finished=list(self.finished.values()),
-        )
-        return transfers.hooks.call(transfers.connector.build_connector_meta, step)
 
     def _full_state(self, num_scheduled: Int64Array) -> tuple[RowState, ...]:
         running = self._running

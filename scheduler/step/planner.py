@@ -13,13 +13,16 @@ import numpy as np
 
 from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.plan import AppendedBlocks, SchedulerOutput
-from longshore.scheduler.features.logprobs import ScoredRows
-from longshore.scheduler.features.swap import Swaps
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.hooks import Hooks, Yielded
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.policies import SchedulingPolicy
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.step.admission import Admission
-from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
+from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
 from longshore.scheduler.step.token_budget import TokenBudget
@@ -35,17 +38,23 @@ class PauseState(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class StepPlanner(SchedulerPart):
+class StepPlanner:
     """Plans the steps.
 
-    swaps: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
+    config: SchedulerConfig
+    running: RunningTable
+    waiting: WaitingRequests
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    plan: PlanBuilder
+    hooks: Hooks
     policy: SchedulingPolicy
     lifecycle: Lifecycle
     admission: Admission
-    swaps: Swaps | None
     budget: TokenBudget
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
@@ -61,14 +70,10 @@ class StepPlanner(SchedulerPart):
         if (plan := self._plan_steady_step()) is not None:
             return plan
         budget = 0 if self.pause is PauseState.PAUSED_ALL else self.budget.num_tokens
-        if self.encoder is not None:
-            self.encoder.begin_step()
         if self.kv_cache.frees_skipped:
             self._free_skipped_blocks()
-        if self.swaps is not None and budget:
-            self.swaps.begin_step(self.plan.step + 1, now)
-        if self.shares is not None:
-            self.count_shares()
+        for feature in self.hooks.begin_step:
+            feature.begin_step(self.plan.step + 1, budget, now)
         is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
             num_scheduled, is_short = self._schedule_running(budget, now)
@@ -79,11 +84,7 @@ class StepPlanner(SchedulerPart):
         assert num_tokens <= budget
         if not num_tokens and not self.plan.must_be_sent:
             return None
-        plan = self._build_plan(num_scheduled, num_tokens)
-        if self.prefill_rate is not None:
-            num_rows = int(np.count_nonzero(num_scheduled))
-            self.prefill_rate.planned(plan.step, plan.num_scheduled_tokens, num_rows, now)
-        return plan
+        return self._build_plan(num_scheduled, num_tokens, now)
 
     # A steady decode step
 
@@ -96,12 +97,12 @@ class StepPlanner(SchedulerPart):
             return None
         if self.pause is not PauseState.UNPAUSED:
             return None
-        if running.num_rows < running.max_num_seqs:
-            if self.shares is not None and len(self.waiting):
-                self.count_shares()  # a row may have become free since the last step
-            if self.waiting.peek() is not None or self.waiting.has_retries:
+        for feature in self.hooks.is_eventful:
+            if feature.is_eventful():
                 return None
-        if self.swaps is not None and self.swaps.may_act:
+        if running.num_rows < running.max_num_seqs and (
+            self.waiting.peek() is not None or self.waiting.has_retries
+        ):
             return None
         needs_no_block = steady.needs_no_block(step)
         if not needs_no_block:
@@ -128,11 +129,6 @@ class StepPlanner(SchedulerPart):
         self.in_flight.steps.append(planned)
         return plan
 
-    def count_shares(self) -> None:
-        """Let the fair policy know which rows are held now."""
-        if self.shares is not None:
-            self.shares.begin_step(self.running.generation, self.running.num_computed)
-
     # Running requests
 
     def _schedule_running(self, budget: int, now: float) -> tuple[Int64Array, bool]:
@@ -140,48 +136,22 @@ class StepPlanner(SchedulerPart):
         preempted or waits."""
         running = self.running
         wanted = running.wanted()
-        if self.swaps is not None:
-            self.swaps.withhold(wanted)
-        if self.config.long_prefill_token_threshold:
-            wanted = np.minimum(wanted, self.config.long_prefill_token_threshold)
-        if self.shares is not None and (limit := self.shares.chunk_limit(budget)) is not None:
-            wanted = np.minimum(wanted, limit)
+        for limit in (self.config.long_prefill_token_threshold, self.budget.max_chunk):
+            if limit:
+                wanted = np.minimum(wanted, limit)
         if self.config.feed_back_tokens:
             wanted = share_of_step(wanted, running, self.config.max_steps_in_flight)
-        before = None
-        if self.encoder is not None and self.encoder.pending:
-            before = self.encoder.checkpoint()
         num_scheduled = running.grant(wanted, budget)
-        if before is not None:
-            num_scheduled = self._limit_to_encoder(wanted, num_scheduled, budget)
+        for feature in self.hooks.grant:
+            num_scheduled = feature.grant(wanted, num_scheduled, budget)
         if self.kv_cache.has_states:
             states = self.kv_cache.states
             num_scheduled = states.aligned_chunks(running.num_computed, num_scheduled)
         appended = self.kv_cache.grow(self._num_slots(num_scheduled), running.generation)
         if appended is None:
-            if before is not None and self.encoder is not None:
-                self.encoder.restore(before)
             return self._schedule_under_pressure(wanted, budget, now)
         self.plan.appended += appended
         return num_scheduled, False
-
-    def _limit_to_encoder(
-        self, wanted: Int64Array, num_scheduled: Int64Array, budget: int
-    ) -> Int64Array:
-        """`num_scheduled`, reduced for requests with an item that cannot be encoded yet, which
-        leaves more tokens for requests admitted later."""
-        running, encoder = self.running, self.encoder
-        assert encoder is not None
-        pending = encoder.pending.values()
-        for request in sorted(pending, key=lambda request: int(running.generation[request.row])):
-            row = request.row
-            num_computed, num_tokens = int(running.num_computed[row]), int(num_scheduled[row])
-            allowed = encoder.limit(request, num_computed, num_tokens)
-            if allowed < num_tokens:
-                wanted = wanted.copy()
-                wanted[row] = allowed
-                num_scheduled = running.grant(wanted, budget)
-        return num_scheduled
 
     def _free_skipped_blocks(self) -> None:
         """Free the blocks that windowed groups no longer need, before rows get blocks."""
@@ -205,8 +175,9 @@ class StepPlanner(SchedulerPart):
     def _schedule_under_pressure(
         self, wanted: Int64Array, num_left: int, now: float
     ) -> tuple[Int64Array, bool]:
-        """`_schedule_running` when blocks are short, one request after the other: pins and holds
-        are released, then the policy's victims are preempted, until the blocks suffice.
+        """`_schedule_running` when blocks are short, one request after the other: what features
+        yield and holds are released, then the policy's victims are preempted, until the blocks
+        suffice.
 
         The last one is not preempted while transfers own blocks, but waits for their end: without
         its own blocks it would be admitted and preempted again and again.
@@ -221,12 +192,8 @@ class StepPlanner(SchedulerPart):
             request = requests[index]
             row, num_computed = request.row, int(running.num_computed[request.row])
             count = min(int(wanted[row]), num_left)
-            has_items = self.encoder is not None and request.request_id in self.encoder.pending
-            if self.encoder is not None and has_items:
-                wanted_count = count
-                count = self.encoder.would_limit(request, num_computed, wanted_count)
-                if not count and self.encoder.release_passed(request, num_computed):
-                    count = self.encoder.would_limit(request, num_computed, wanted_count)
+            for feature in self.hooks.allowed:
+                count = feature.allowed(request, num_computed, count)
             if count and self.kv_cache.has_states:
                 states = self.kv_cache.states
                 count = states.aligned_chunk(num_computed, count, int(states.junctions[row]))
@@ -235,15 +202,9 @@ class StepPlanner(SchedulerPart):
                 continue
             num_tokens = num_computed + count + self.config.num_lookahead_tokens
             while (block_ids := self.kv_cache.grow_row(row, num_tokens)) is None:
-                if self.pins is not None and self.pins.yield_one():
+                if self._release_unneeded(is_last=len(requests) == 1):
                     continue
-                if self.holds.holders and (
-                    self.holds.release_youngest(loaded=False)
-                    or (len(requests) == 1 and self.holds.release_youngest(loaded=True))
-                ):
-                    continue
-                if len(requests) == 1 and self.transfers is not None and len(self.transfers):
-                    self.waits_for_transfers = True
+                if self.waits_for_transfers:
                     return num_scheduled, True
                 victim_index = self.policy.pick_victim(requests)
                 victim = requests.pop(victim_index)
@@ -258,14 +219,31 @@ class StepPlanner(SchedulerPart):
                     break
             if block_ids is None:
                 continue
-            if self.encoder is not None and has_items:
-                self.encoder.limit(request, num_computed, count)
+            for feature in self.hooks.scheduled:
+                feature.scheduled(request, num_computed, count)
             grown[row] = block_ids
             num_scheduled[row] = count
             num_left -= count
             index += 1
         self.plan.appended += _appended_blocks(grown)
         return num_scheduled, was_preempted
+
+    def _release_unneeded(self, *, is_last: bool) -> bool:
+        """Release blocks of which no request needs the content; False if there are none. is_last:
+        only one request is left that runs; then it waits if transfers own blocks."""
+        are_owned = False
+        for feature in self.hooks.yield_blocks:
+            yielded = feature.yield_blocks(None, None)
+            if yielded is Yielded.BLOCKS:
+                return True
+            are_owned |= yielded is Yielded.LATER
+        if self.holds.holders and (
+            self.holds.release_youngest(loaded=False)
+            or (is_last and self.holds.release_youngest(loaded=True))
+        ):
+            return True
+        self.waits_for_transfers = is_last and are_owned
+        return False
 
     def _cache_full_blocks(self, num_scheduled: Int64Array) -> bool:
         """Cache the blocks that this plan completes; False if there are none. Not before all rows
@@ -283,9 +261,10 @@ class StepPlanner(SchedulerPart):
 
     # The plan
 
-    def _build_plan(self, num_scheduled: Int64Array, num_tokens: int) -> SchedulerOutput:
+    def _build_plan(
+        self, num_scheduled: Int64Array, num_tokens: int, now: float
+    ) -> SchedulerOutput:
         running = self.running
-        num_drafts = None if self.drafts is None else running.num_drafts_in(num_scheduled)
         answered_step = self.in_flight.last_answered_step
         plan, loads = self.plan.build(num_scheduled, num_tokens, answered_step=answered_step)
         running.advance(num_scheduled)
@@ -293,18 +272,9 @@ class StepPlanner(SchedulerPart):
         running.num_placeholders[rows] += 1
         if not self._sampling.serves(running, rows):
             self._sampling = SamplingRows(running, rows)
-        planned = PlannedStep(plan.step, self._sampling, num_scheduled, loads=loads)
-        if plan.has_structured_output:
-            planned.is_masked = running.has_grammar[rows]
-        if running.scored:
-            planned.scored = ScoredRows(running, num_scheduled)
-        if self.drafts is not None and num_drafts is not None:
-            if len(plan.draft_rows):
-                planned.num_drafts, planned.drafts = num_drafts[rows], plan.draft_tokens
-            self.drafts.consume(num_scheduled, rows, num_drafts)
-        if self.encoder is not None:
-            for request in list(self.encoder.pending.values()):
-                self.encoder.advanced(request, int(running.num_computed[request.row]))
+        planned = PlannedStep.of(running, plan.step, self._sampling, num_scheduled, loads)
+        for feature in self.hooks.built:
+            feature.built(plan, planned, now)
         self._steady = self._steady_after(plan, planned, num_scheduled)
         self.in_flight.steps.append(planned)
         return plan
@@ -320,7 +290,6 @@ class StepPlanner(SchedulerPart):
             or plan.num_scheduled_tokens != running.num_rows
             or not running.num_rows
             or not planned.sampling.is_plain
-            or (self.encoder is not None and self.encoder.pending)
         ):
             return None
         if last is not None and last.holds(running, plan.step):

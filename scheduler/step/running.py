@@ -81,6 +81,8 @@ class RunningTable(RowTable):
     version:     changes when a request is admitted, ends, is preempted or rewound.
     fewest_left: lower bound of the tokens that a row has left; at 0, `stopped` finds the rows.
     num_of_width: rows with stop ids, by how many they have.
+    num_draft_tokens, num_accepted_tokens: drafts verified, and those accepted, of all requests.
+    withheld:    a row that gets no tokens; -1: none.
 
     Generations increase with every admission and define the admission order; rows have no order.
     """
@@ -117,6 +119,8 @@ class RunningTable(RowTable):
         self.version = 0
         self.fewest_left = _NEVER
         self.num_of_width: Counter[int] = Counter()
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.withheld = -1
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
         self._order: Int64Array | None = None
@@ -163,7 +167,7 @@ class RunningTable(RowTable):
         self.token_ids[row, :num_tokens] = token_ids
         if request.is_special:
             self.is_special[row] = True
-            self.has_grammar[row] = request.structured_output is not None
+            self.has_grammar[row] = request.options.structured_output is not None
         if request.is_scored:
             self.scored[row] = request
         if request.stop_ids:
@@ -183,11 +187,11 @@ class RunningTable(RowTable):
             block_ids=block_ids,
             sampling=sampling,
             resumed=resumed,
-            lora=request.lora,
-            multimodal=request.multimodal,
-            prompt_embeds=request.prompt_embeds,
-            pooling=request.pooling,
-            has_structured_output=request.structured_output is not None,
+            lora=request.options.lora,
+            multimodal=request.options.multimodal,
+            prompt_embeds=request.options.prompt_embeds,
+            pooling=request.options.pooling,
+            has_structured_output=request.options.structured_output is not None,
         )
 
     def release(self, requests: Sequence[Request]) -> None:
@@ -197,6 +201,7 @@ class RunningTable(RowTable):
             row = request.row
             rows.append(row)
             request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
+            request.has_new_token = bool(self.num_tokens[row] > self.num_known[row])
             request.row = -1
             self.requests[row] = None
             heapq.heappush(self._free_rows, row)
@@ -255,13 +260,14 @@ class RunningTable(RowTable):
 
     def requests_in_order(self) -> list[Request]:
         """All running requests in admission order."""
-        requests = map(self.requests.__getitem__, self.order.tolist())
-        return [request for request in requests if request is not None]
+        return list(filter(None, map(self.requests.__getitem__, self.order.tolist())))
 
     def wanted(self) -> Int64Array:
         """(max_num_seqs,) tokens that each row could compute now."""
         known = self.num_tokens + self.num_placeholders + self.num_drafts
         wanted: Int64Array = np.minimum(known, self.last_computed) - self.num_computed
+        if self.withheld >= 0:
+            wanted[self.withheld] = 0
         return wanted
 
     def grant(self, wanted: Int64Array, num_tokens: int) -> Int64Array:
@@ -287,6 +293,16 @@ class RunningTable(RowTable):
         self.drafts[row, : len(kept)] = kept
         self.num_drafts[row] = len(kept)
 
+    def settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """So many of the drafts that a step has verified for a running request were accepted."""
+        num_rejected = num_drafts - num_accepted
+        self.num_computed[request.row] -= num_rejected
+        self.num_placeholders[request.row] -= num_rejected
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+
     def append_tokens(self, rows: Int64Array | slice, token_ids: Int32Array) -> None:
         """Append one verified token to each of `rows`, all different."""
         self._token_slots[self._first_slot[rows] + self.num_tokens[rows]] = token_ids
@@ -306,8 +322,8 @@ class RunningTable(RowTable):
         return rewind
 
     def stopped(self, rows: Int64Array, token_ids: Int32Array | None) -> Int64Array:
-        """Those of `rows` that end with the tokens they just got, in admission order. `token_ids`
-        may be None if none of them is a stop id."""
+        """The rows of `rows` that end with the tokens they just got, in admission order.
+        `token_ids` may be None if none of them is a stop id."""
         num_tokens = self.num_tokens[rows]
         ended = num_tokens >= self.max_total[rows]
         if token_ids is not None:

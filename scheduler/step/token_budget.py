@@ -10,10 +10,11 @@ MIN_TOKENS: Final = 16
 @dataclass(slots=True)
 class TokenBudget:
     """can_shrink: False if a step must have room for a whole prompt, encoder input or block of
-    states."""
+    states. max_chunk: what each running request gets at most; 0: no limit."""
 
     num_tokens: int
     can_shrink: bool
+    max_chunk: int = 0
 
     def halve(self) -> bool:
         """Lower it for all later steps. Returns False if it cannot be lower."""

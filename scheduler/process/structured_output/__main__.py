@@ -1,5 +1,5 @@
-"""`python -m longshore.scheduler.structured_output`: the grammar process of a scheduler, which
-starts it and writes its configuration to its standard input."""
+"""`python -m longshore.scheduler.process.structured_output`: the grammar process of a scheduler,
+which starts it and writes its configuration to its standard input."""
 
 import ctypes
 import logging
@@ -17,11 +17,12 @@ from longshore.protocol.transport.channel import Channel, open_socket
 from longshore.protocol.transport.lifeline import Lifeline, stop_signals
 from longshore.scheduler.config import GrammarProcessConfig
 from longshore.scheduler.features.grammar import GrammarError
-from longshore.scheduler.structured_output.backends import Backends, CompiledGrammar
-from longshore.scheduler.structured_output.process import Compiler, GrammarServer
-from longshore.scheduler.structured_output.schema_support import installed_backends
-from longshore.scheduler.structured_output.vocabulary import load_vocabulary
-from longshore.scheduler.structured_output.work_page import WorkPage
+from longshore.scheduler.process.structured_output.backends import Backends
+from longshore.scheduler.process.structured_output.matcher import CompiledGrammar
+from longshore.scheduler.process.structured_output.process import Compiler, GrammarServer
+from longshore.scheduler.process.structured_output.schema_support import installed_backends
+from longshore.scheduler.process.structured_output.vocabulary import load_vocabulary
+from longshore.scheduler.process.structured_output.work_page import WorkPage
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ def main() -> int:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
-        compiler = backends = Backends(installed_backends(settings.backend), vocabulary)
+        compiler = backends = Backends(
+            installed_backends(settings.structured_output_backend), vocabulary
+        )
         backends.load_first()
     except GrammarError as error:
         compiler = Unusable(str(error))

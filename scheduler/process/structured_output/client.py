@@ -22,6 +22,7 @@ import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar, assert_never
 
@@ -55,11 +56,11 @@ from longshore.scheduler.features.grammar import (
     InvalidGrammar,
     TokenMasks,
 )
-from longshore.scheduler.structured_output.work_page import WorkPage, new_page
+from longshore.scheduler.process.structured_output.work_page import WorkPage, new_page
 
 logger = logging.getLogger(__name__)
 
-MODULE: Final = "longshore.scheduler.structured_output"
+MODULE: Final = "longshore.scheduler.process.structured_output"
 
 MAX_COMPILING: Final = 8
 """Grammars that the process may have to compile; more wait here."""
@@ -681,7 +682,7 @@ class _Connection:
         page_fd = new_page()
         self.page = WorkPage(page_fd)
         process_config = GrammarProcessConfig(
-            structured_output=msgspec.structs.replace(settings, endpoint=endpoint),
+            structured_output=replace(settings, endpoint=endpoint),
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             engine=f"{config.engine_id}.{config.epoch}",

@@ -35,8 +35,8 @@ from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import GrammarProcessConfig
 from longshore.scheduler.features.grammar import GrammarError
-from longshore.scheduler.structured_output.backends import CompiledGrammar, Matcher
-from longshore.scheduler.structured_output.work_page import NUM_COMPILERS, WorkPage
+from longshore.scheduler.process.structured_output.matcher import CompiledGrammar, Matcher
+from longshore.scheduler.process.structured_output.work_page import NUM_COMPILERS, WorkPage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Compiler(Protocol):
     def is_loaded(self) -> bool: ...
 
     def compile(self, spec: StructuredOutput) -> CompiledGrammar:
-        """Raises GrammarError."""
+        """The compiled grammar. Raises GrammarError."""
 
 
 @dataclass

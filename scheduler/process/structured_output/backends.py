@@ -17,13 +17,16 @@ from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import CONSTRAINT_TOO_COMPLEX, StructuredOutput
 from longshore.scheduler.features.grammar import GrammarError
-from longshore.scheduler.structured_output.schema_support import (
+from longshore.scheduler.process.structured_output.free_text import PartialGrammar
+from longshore.scheduler.process.structured_output.matcher import CompiledGrammar, allow
+from longshore.scheduler.process.structured_output.schema_support import (
     NOT_INSTALLED,
     BackendName,
-    read_schema,
+    read_schemas,
     supporting_backends,
+    with_options,
 )
-from longshore.scheduler.structured_output.vocabulary import Vocabulary
+from longshore.scheduler.process.structured_output.vocabulary import Vocabulary
 
 MAX_ERROR_CHARACTERS: Final = 500
 
@@ -36,41 +39,22 @@ _MAX_INDENT: Final = 32
 """Limit of white space between two tokens of JSON: a model that has begun to write some often goes
 on without end."""
 
+_JSON_OPTIONS: Final[Any] = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_pattern": rf"[ \t]|\r?\n[ \t]{{0,{_MAX_INDENT}}}",
+}
 _MAX_LEXER_STATES: Final = 50_000  # of 1 to 2 kB each
 _MAX_ROW_ITEMS: Final = 20_000  # an optional property is four; the library's default is 2000
 _LIMIT_EXCEEDED: Final = re.compile(r"too many (?:states|expressions)|\d+ items; max is")
 _NUM_COMPILE_THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
-class Matcher(Protocol):
-    """The state of one request's grammar."""
-
-    def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, without advancing, if it is not allowed. Raises
-        GrammarError."""
-
-    def fill(self, mask: Int32Array) -> None:
-        """Set the bits of the tokens allowed next in `mask`, (cdiv(vocabulary, 32),) zeros. Raises
-        GrammarError."""
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the latest tokens."""
-
-
-class CompiledGrammar(Protocol):
-    """num_bytes: estimate of its memory."""
-
-    num_bytes: int
-
-    def matcher(self) -> Matcher:
-        """A new state, before the first token."""
-
-
 class Backend(Protocol):
-    """May be called by several threads."""
+    """A library that compiles grammars. It may be called by several threads."""
 
     def compile(self, spec: StructuredOutput) -> CompiledGrammar:
-        """Raises GrammarError."""
+        """The compiled grammar. Raises GrammarError."""
 
 
 class Backends:
@@ -105,22 +89,30 @@ class Backends:
         return backend
 
     def compile(self, spec: StructuredOutput) -> CompiledGrammar:
-        """By the first backend that supports all of it. Raises GrammarError."""
+        """The grammar, compiled by the first backend that supports all of it. Raises
+        GrammarError."""
         names = tuple(self._makers)
         if not names:
             raise GrammarError(NOT_INSTALLED)
-        if spec.kind == "json_schema":
-            names = supporting_backends(read_schema(spec), names)
+        for schema in read_schemas(spec):
+            names = supporting_backends(schema, names)
         problems = []
         for name in names:
             backend = self._load(name)
             try:
                 grammar = backend.compile(spec)
                 self._check_first_token(grammar)
-                return grammar
+                return self._after_free_text(grammar, spec)
             except GrammarError as error:
                 problems.append(f"{name}: {error}")
         raise GrammarError(f"the {spec.kind} cannot be compiled ({'; '.join(problems)})")
+
+    def _after_free_text(self, grammar: CompiledGrammar, spec: StructuredOutput) -> CompiledGrammar:
+        if spec.free is None:
+            return grammar
+        vocabulary = self._vocabulary
+        size, ends = len(vocabulary.tokens), vocabulary.eos_token_ids
+        return PartialGrammar(grammar, spec.free, vocab_size=size, ends=ends)
 
     def _check_first_token(self, grammar: CompiledGrammar) -> None:
         """Raise GrammarError if no token can begin an output, as with a schema that refers to
@@ -151,7 +143,7 @@ def is_lark(text: str) -> bool:
 
 
 class LLGuidance:
-    """https://github.com/guidance-ai/llguidance"""
+    """The backend `llguidance` (https://github.com/guidance-ai/llguidance)."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -187,20 +179,15 @@ class LLGuidance:
         match spec.kind:
             case "json_schema":
                 # A schema must not switch off what it asks for.
-                return LLMatcher.grammar_from_json_schema(
-                    spec.text,
-                    overrides={
-                        "lenient": False,
-                        "coerce_one_of": False,
-                        "whitespace_pattern": rf"[ \t]|\r?\n[ \t]{{0,{_MAX_INDENT}}}",
-                    },
-                )
+                return LLMatcher.grammar_from_json_schema(spec.text, overrides=_JSON_OPTIONS)
             case "regex":
                 # Classes such as \d are of ASCII, as in xgrammar.
                 regex = regex_to_lark(_unanchored(spec.text), "dw")
                 return LLMatcher.grammar_from_lark(f"start: /{regex}/")
             case "choice":
                 return grammar_from("choice", json.dumps(choices_of(spec.text)))
+            case "tool_calls":
+                return LLMatcher.grammar_from_lark(with_options(spec.text, _JSON_OPTIONS))
             case "grammar":
                 return grammar_from("lark" if is_lark(spec.text) else "gbnf", spec.text)
 
@@ -240,7 +227,7 @@ class _LLMatcher:
         self._num_ends = 0  # accepted after the end, which the library does not count
 
     def accept(self, token_id: int) -> bool:
-        if self._is_over():
+        if self.is_over():
             is_end = token_id in self._eos_token_ids
             self._num_ends += is_end
             return is_end
@@ -250,7 +237,7 @@ class _LLMatcher:
         return num_consumed == 1
 
     def fill(self, mask: Int32Array) -> None:
-        if self._is_over():
+        if self.is_over():
             allow(mask, self._eos_token_ids)
             return
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -261,7 +248,7 @@ class _LLMatcher:
         self._num_ends -= num_ends
         self._matcher.rollback(num_tokens - num_ends)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def _raise_error(self) -> None:
@@ -273,7 +260,7 @@ class _LLMatcher:
 
 
 class XGrammar:
-    """https://github.com/mlc-ai/xgrammar"""
+    """The backend `xgrammar` (https://github.com/mlc-ai/xgrammar)."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -311,6 +298,8 @@ class XGrammar:
                 )
             case "regex":
                 return self._compiler.compile_regex(_unanchored(spec.text))
+            case "tool_calls":
+                raise GrammarError("it does not support tool calls; install llguidance")
             case "choice":
                 options = (json.dumps(one, ensure_ascii=False) for one in choices_of(spec.text))
                 return self._compiler.compile_grammar(f"root ::= {' | '.join(options)}")
@@ -339,15 +328,18 @@ class _XGMatcher:
         self._num_bits: int = info.vocab_size
         self._num_ends = 0  # accepted after the end, which the library does not count
 
+    def is_over(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
     def accept(self, token_id: int) -> bool:
-        if self._matcher.is_terminated():
+        if self.is_over():
             is_end = token_id in self._eos_token_ids
             self._num_ends += is_end
             return is_end
         return bool(self._matcher.accept_token(token_id))
 
     def fill(self, mask: Int32Array) -> None:
-        if self._matcher.is_terminated():
+        if self.is_over():
             allow(mask, self._eos_token_ids)
             return
         self._matcher.fill_next_token_bitmask(mask.reshape(1, -1))
@@ -358,13 +350,6 @@ class _XGMatcher:
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
         self._matcher.rollback(num_tokens - num_ends)
-
-
-def allow(mask: Int32Array, token_ids: Sequence[int]) -> None:
-    """Set the bits of these tokens."""
-    bits = mask.view(np.uint32)
-    for token_id in token_ids:
-        bits[token_id // 32] |= np.uint32(1 << (token_id % 32))
 
 
 def _unanchored(regex: str) -> str:

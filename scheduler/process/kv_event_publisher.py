@@ -95,7 +95,7 @@ class EventPublisher:
         context_parallel_size: int = 1,
     ) -> None:
         self._events, self.requests = sockets.events, sockets.requests
-        self._topic = config.topic.encode()
+        self._topic = config.kv_events_topic.encode()
         self._engine_number = config.engine_number
         self._stream = EventStream(
             config,

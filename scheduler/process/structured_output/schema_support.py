@@ -5,16 +5,17 @@ keyword that a backend does not enforce is not given to that backend. This modul
 backend.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import unquote
 
 from longshore.protocol.model_files import parse_json
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.config import StructuredOutputBackend
 from longshore.scheduler.features.grammar import GrammarError
+from longshore.scheduler.process.settings import StructuredOutputBackend
 
 BackendName: TypeAlias = Literal["llguidance", "xgrammar"]
 
@@ -73,6 +74,7 @@ _XGRAMMAR_TOGETHER: Final = {
     "array": ({"items", "minItems", "maxItems"}, {"items", "prefixItems"}),
     "object": ({"properties", "required", "additionalProperties"},),
 }
+_SCHEMA_LINE: Final = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")  # of an array, in a JSON pointer
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "dependentSchemas")
 _SCHEMA_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -83,7 +85,7 @@ _SCHEMAS: Final = (
 
 
 def installed_backends(setting: StructuredOutputBackend = "auto") -> tuple[BackendName, ...]:
-    """Those that the setting allows and whose package is installed. Imports none."""
+    """The backends that the setting allows and whose package is installed. Imports none."""
     names = (name for name in BACKENDS if setting in ("auto", name))
     return tuple(name for name in names if find_spec(name) is not None)
 
@@ -101,12 +103,30 @@ def supporting_backends(schema: object, names: tuple[BackendName, ...]) -> tuple
     )
 
 
-def read_schema(spec: StructuredOutput) -> object:
-    """The schema, whose depth is limited; None for other kinds. Raises GrammarError."""
-    if spec.kind != "json_schema":
-        return None
+def read_schemas(spec: StructuredOutput) -> list[object]:
+    """The schemas of the constraint, whose depth is limited. Raises GrammarError."""
+    match spec.kind:
+        case "json_schema":
+            return [_read_schema(spec.text)]
+        case "tool_calls":
+            return [_read_schema(match[2]) for match in _SCHEMA_LINE.finditer(spec.text)]
+    return []
+
+
+def with_options(grammar: str, options: Mapping[str, object]) -> str:
+    """The grammar of tool calls, whose schemas have llguidance's options."""
+
+    def changed(match: re.Match[str]) -> str:
+        schema = parse_json(match[2].encode())
+        assert isinstance(schema, dict)
+        return match[1] + json.dumps({**schema, "x-guidance": options})
+
+    return _SCHEMA_LINE.sub(changed, grammar)
+
+
+def _read_schema(text: str) -> object:
     try:
-        schema = parse_json(spec.text.encode())
+        schema = parse_json(text.encode())
     except ValueError as error:
         raise GrammarError(f"the JSON schema is not valid JSON: {error}") from error
     if not isinstance(schema, dict | bool):
@@ -201,10 +221,13 @@ def _escaped(name: str) -> str:
 
 
 def _lacks_of_llguidance(node: object) -> list[str]:
-    """It rejects what it does not implement; this says where."""
+    """It rejects what it does not implement; this says where. Beside patterns of names, it takes a
+    name that is written with an escape like \\u0061 for one that matches no pattern."""
     if not isinstance(node, dict):
         return []
     lacks = [keyword for keyword in node if keyword in _LLGUIDANCE_LACKS]
+    if node.get("patternProperties") and node.get("additionalProperties", True) is not False:
+        lacks.append('patternProperties (unless "additionalProperties" is false)')
     text_format = node.get("format")
     if isinstance(text_format, str) and text_format not in _LLGUIDANCE_FORMATS:
         lacks.append("format")

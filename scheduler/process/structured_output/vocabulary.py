@@ -44,12 +44,9 @@ def load_vocabulary(
     except Exception as error:  # the library raises bare Exception
         raise GrammarError(f"the tokenizer cannot be read: {error}") from error
     assert isinstance(settings, dict), "the library has read it"
-    decoders = _decoder_types(settings.get("decoder"))
-    if "ByteLevel" in decoders:
-        to_bytes = _byte_level
-    elif decoders & {"ByteFallback", "Metaspace"}:
-        to_bytes = _sentencepiece
-    else:
+    to_bytes = bytes_of_tokens(settings.get("decoder"))
+    if to_bytes is None:
+        decoders = _decoder_types(settings.get("decoder"))
         raise GrammarError(
             f"structured output does not support tokenizers with the decoder "
             f"{', '.join(sorted(decoders)) or 'none'}; it supports ByteLevel, ByteFallback and "
@@ -72,6 +69,15 @@ def load_vocabulary(
         return ids
 
     return Vocabulary(tuple(tokens), tuple(sorted(special)), eos_token_ids, encode)
+
+
+def bytes_of_tokens(decoder: object) -> Callable[[str], bytes] | None:
+    """What makes bytes of the text by which a vocabulary knows a token. decoder: as tokenizer.json
+    has it. None: it is an unknown one."""
+    decoders = _decoder_types(decoder)
+    if "ByteLevel" in decoders:
+        return _byte_level
+    return _sentencepiece if decoders & {"ByteFallback", "Metaspace"} else None
 
 
 def _decoder_types(decoder: Any) -> set[str]:
