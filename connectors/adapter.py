@@ -73,6 +73,7 @@ class OneClassConnector:
     contract_version: ClassVar[int] = CONTRACT_VERSION
     metadata_type: ClassVar[type[msgspec.Struct] | None] = None
     needs_every_step: bool = True  # as in vLLM, which has no `has_pending_work`
+    chunk_blocks: int = 1
     min_wait_s: float = 0.0
     has_layer_hooks: bool = False
     has_hidden_states_hook: bool = False
@@ -122,7 +123,7 @@ class OneClassConnector:
         """The request no longer waits for its load."""
 
     def load_expired(self, request_id: str) -> None:
-        """In place of `load_abandoned`, if the load has taken too long."""
+        """The load has taken too long; called in place of `load_abandoned`."""
         self.load_abandoned(request_id)
 
     @property
@@ -211,6 +212,7 @@ class OneClassAdapter(SchedulerConnector):
         self.connector = connector
         self.supports_hma = isinstance(connector, SupportsHMA)
         self.needs_every_step = connector.needs_every_step
+        self.chunk_blocks = connector.chunk_blocks
         self.min_wait_s = connector.min_wait_s
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:

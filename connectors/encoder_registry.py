@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from longshore.connectors.base import (
     CONTRACT_VERSION,
+    SUPPORTED_VERSIONS,
     ECRole,
     EncoderConnector,
     EncoderConnectorConfig,
@@ -59,7 +60,7 @@ def _load(name: str, path: str, base: type[T]) -> type[T]:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"--ec-connector {name}: {path} is no {base.__name__}")
     version = getattr(found, "contract_version", None)
-    if version != CONTRACT_VERSION:
+    if version not in SUPPORTED_VERSIONS:
         raise ConfigError(
             f"--ec-connector {name}: {found.__name__} was written for version {version} of the "
             f"connector contract, and this is version {CONTRACT_VERSION}"

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from longshore.connectors import version_1
 from longshore.connectors.adapter import (
     ConnectorRole,
     OneClassAdapter,
@@ -22,6 +23,7 @@ from longshore.connectors.adapter import (
 )
 from longshore.connectors.base import (
     CONTRACT_VERSION,
+    SUPPORTED_VERSIONS,
     ConnectorConfig,
     SchedulerConnector,
     WorkerConnector,
@@ -29,6 +31,7 @@ from longshore.connectors.base import (
 )
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.install_command import install_command
 from longshore.protocol.kv_cache_spec import KVCacheConfig, of_all_ranks
 from longshore.protocol.model_files import read_bytes
 
@@ -88,6 +91,8 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
             connector = OneClassAdapter(chosen(config, ConnectorRole.SCHEDULER), config)
         else:
             connector = chosen(config)
+    if chosen.contract_version == 1:
+        version_1.adapt(connector)
     if config.num_groups > 1 and not connector.supports_hma:
         raise ConfigError(
             f"--kv-connector {name} supports only one KV cache group, but the model has "
@@ -177,6 +182,13 @@ def uses_shared_memory(name: str) -> bool:
     """Whether the worker halves of this connector share memory. Raises ConfigError."""
     found = _scheduler_class(name)
     return issubclass(found, SchedulerConnector) and found.uses_shared_memory
+
+
+def opens_nothing(name: str) -> bool:
+    """Whether building the scheduler half of this connector has no effect outside it. Raises
+    ConfigError."""
+    found = _scheduler_class(name)
+    return issubclass(found, SchedulerConnector) and found.opens_nothing
 
 
 def check_verify_kv(name: str) -> None:
@@ -275,7 +287,7 @@ def _worker_path(name: str, scheduler_class: type[SchedulerConnector]) -> tuple[
 
 
 def _check_version(name: str, found: _SchedulerClass | _WorkerClass) -> None:
-    if found.contract_version != CONTRACT_VERSION:
+    if found.contract_version not in SUPPORTED_VERSIONS:
         raise ConfigError(
             f"--kv-connector {name}: {found.__name__} was written for version "
             f"{found.contract_version} of the connector contract, and this is version "
@@ -315,7 +327,7 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> Confi
         )
     package = missing.partition(".")[0]
     extra = EXTRAS.get(package)
-    command = f"pip install {package}" if extra is None else f'pip install "longshore[{extra}]"'
+    command = f"pip install {package}" if extra is None else install_command(extra)
     return ConfigError(
         f"--kv-connector {name} needs the package {package}, which is not installed. Install it: "
         f"{command}"

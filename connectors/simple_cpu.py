@@ -10,7 +10,7 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -18,7 +18,6 @@ import msgspec
 
 from longshore.connectors.base import (
     BlockHolds,
-    CachedBlocks,
     ConnectorConfig,
     ConnectorOutput,
     ConnectorStats,
@@ -31,6 +30,7 @@ from longshore.connectors.base import (
     RequestView,
     SchedulerConnector,
     StepView,
+    StorableBlocks,
     TransferQueue,
     TransferQueues,
     WorkerConnector,
@@ -169,14 +169,10 @@ class HostSlots:
 
 @dataclass(slots=True)
 class _Store:
-    """Blocks that are held until they are stored. slots: of `keys`, once the store has begun."""
+    """Blocks that are held until they are stored. slots: of `keys`."""
 
-    hold_id: int
-    step: int
     keys: list[Key]
-    block_ids: list[int]
-    slots: list[int] = field(default_factory=list)
-    num_ranks_done: int = 0
+    slots: list[int]
     has_failed: bool = False
 
 
@@ -187,8 +183,9 @@ class SimpleCPUConnector(SchedulerConnector):
     of full attention, the last ones of a window or chunk, one snapshot of a state.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     supports_hma = True
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.simple_cpu:SimpleCPUWorker"
 
     @classmethod
@@ -209,7 +206,6 @@ class SimpleCPUConnector(SchedulerConnector):
         self._host = HostSlots(num_slots(self.config))
         self._num_local: dict[str, int] = {}  # at the last lookup, by request id
         self._loading: dict[str, list[Key]] = {}
-        self._unproven: list[_Store] = []
         self._storing: dict[int, _Store] = {}
         self._storing_keys: set[Key] = set()
         self._commands = Commands()
@@ -272,63 +268,38 @@ class SimpleCPUConnector(SchedulerConnector):
     # Stores
 
     def build_connector_meta(self, step: StepView) -> bytes:
-        self._note_uncached(set(step.uncached))
-        for cached in step.cached:
-            self._hold(step.step, cached)
-        proven = [store for store in self._unproven if store.step <= step.answered_step]
-        self._unproven = [store for store in self._unproven if store.step > step.answered_step]
-        for store in proven:
-            self._begin_store(store)
+        if step.storable:
+            self._begin_store(step.storable)
         if self._commands == Commands():
             return b""
         commands, self._commands = self._commands, Commands()
         return msgspec.msgpack.encode(commands)
 
-    def _note_uncached(self, block_ids: set[int]) -> None:
-        """The content of these blocks turned out to be invalid before its step was answered."""
-        for store in self._unproven if block_ids else ():
-            pairs = zip(store.keys, store.block_ids, strict=True)
-            kept = [(key, block_id) for key, block_id in pairs if block_id not in block_ids]
-            store.keys, store.block_ids = [key for key, _ in kept], [block for _, block in kept]
-
-    def _hold(self, step: int, cached: CachedBlocks) -> None:
-        """Hold the blocks that are not stored yet, until their step is answered."""
-        keys = [(cached.group, block_hash) for block_hash in cached.block_hashes]
-        self._host.touch(reversed(keys))
-        new = {
-            key: block_id
-            for key, block_id in zip(keys, cached.block_ids, strict=True)
-            if not self._is_known(key)
-        }
-        if new:
-            hold_id = self._holds.hold(list(new.values()))
-            self._unproven.append(_Store(hold_id, step, list(new), list(new.values())))
-
-    def _is_known(self, key: Key) -> bool:
-        return key in self._host or key in self._storing_keys
-
-    def _begin_store(self, store: _Store) -> None:
-        pairs = zip(store.keys, store.block_ids, strict=True)
-        new = [(key, block_id) for key, block_id in pairs if not self._is_known(key)]
+    def _begin_store(self, storable: Sequence[StorableBlocks]) -> None:
+        """Store the blocks that are not stored yet."""
         slots: Slots = []
         keys: list[Key] = []
-        for key, block_id in new:
-            slot = self._host.take_slot()
-            if slot is None:  # the start of a prompt is worth more than its end
-                break
-            keys.append(key)
-            slots.append((key[0], block_id, slot))
+        for blocks in storable:
+            all_keys = [(blocks.group, block_hash) for block_hash in blocks.block_hashes]
+            self._host.touch(reversed(all_keys))
+            for key, block_id in zip(all_keys, blocks.block_ids, strict=True):
+                if key in self._host or key in self._storing_keys:
+                    continue
+                slot = self._host.take_slot()
+                if slot is None:  # the start of a prompt is worth more than its end
+                    break
+                keys.append(key)
+                self._storing_keys.add(key)
+                slots.append((key[0], block_id, slot))
         if not keys:
-            self._holds.release(store.hold_id)
             return
-        store.keys, store.slots = keys, [slot for _, _, slot in slots]
-        self._storing[store.hold_id] = store
-        self._storing_keys.update(keys)
-        self._commands.stores.append(Store(store.hold_id, slots))
+        hold_id = self._holds.hold([block_id for _, block_id, _ in slots])
+        self._storing[hold_id] = _Store(keys, [slot for _, _, slot in slots])
+        self._commands.stores.append(Store(hold_id, slots))
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._unproven or self._commands.loads or self._commands.stores)
+        return self._commands != Commands()
 
     # Reports
 
@@ -338,18 +309,15 @@ class SimpleCPUConnector(SchedulerConnector):
                 self._host.end_load(key)
         for metadata in output.metadata:
             report = msgspec.msgpack.decode(metadata, type=Report)
-            for hold_id in report.stored:
-                self._store_ended(self._storing[hold_id])
             for hold_id in report.failed:
                 self._storing[hold_id].has_failed = True
-                self._store_ended(self._storing[hold_id])
+            for hold_id in (*report.stored, *report.failed):
+                if self._holds.release_rank(hold_id, output.rank):
+                    self._store_ended(self._storing.pop(hold_id))
 
     def _store_ended(self, store: _Store) -> None:
-        """A rank has ended the store. The blocks can be loaded when all have stored their share."""
-        store.num_ranks_done += 1
-        if store.num_ranks_done < self.config.num_ranks:
-            return
-        del self._storing[store.hold_id]
+        """All ranks have ended the store: if each has stored its share, the blocks can be
+        loaded."""
         self._storing_keys.difference_update(store.keys)
         # Last block first: it is evicted first.
         for key, slot in reversed(list(zip(store.keys, store.slots, strict=True))):
@@ -357,7 +325,6 @@ class SimpleCPUConnector(SchedulerConnector):
                 self._host.give_back(slot)
             else:
                 self._host.add(key, slot)
-        self._holds.release(store.hold_id)
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
@@ -400,7 +367,7 @@ def num_slots(config: ConnectorConfig) -> int:
 class SimpleCPUWorker(WorkerConnector[Commands]):
     """Copies this rank's share of each block. Two queues: a load never waits for a store."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -16,6 +16,8 @@ soon as the plan arrives; then, on the compute queue, `wait_for_load`, the layer
 `wait_for_save`.
 """
 
+from typing import TYPE_CHECKING
+
 from longshore.connectors.base.encoder import (
     CacheLookup,
     ECRole,
@@ -28,10 +30,11 @@ from longshore.connectors.base.encoder import (
 from longshore.connectors.base.scheduler_half import SchedulerConnector
 from longshore.connectors.base.views import (
     CONTRACT_VERSION,
+    SUPPORTED_VERSIONS,
     AdmittedRequest,
     AskLater,
     BlockHolds,
-    CachedBlocks,
+    Chunk,
     ConnectorConfig,
     ConnectorOutput,
     ConnectorStats,
@@ -40,6 +43,7 @@ from longshore.connectors.base.views import (
     Matched,
     RequestView,
     StepView,
+    StorableBlocks,
     SwapSize,
 )
 from longshore.connectors.base.worker_half import (
@@ -53,14 +57,19 @@ from longshore.connectors.base.worker_half import (
     WorkerConnector,
     WorkerConnectorConfig,
 )
+from longshore.protocol.moved import moved_names
+
+if not TYPE_CHECKING:
+    __getattr__ = moved_names(__name__)
 
 __all__ = [
     "CONTRACT_VERSION",
+    "SUPPORTED_VERSIONS",
     "AdmittedRequest",
     "AskLater",
     "BlockHolds",
     "CacheLookup",
-    "CachedBlocks",
+    "Chunk",
     "ConnectorConfig",
     "ConnectorOutput",
     "ConnectorStats",
@@ -81,6 +90,7 @@ __all__ = [
     "SchedulerConnector",
     "StepTokens",
     "StepView",
+    "StorableBlocks",
     "SwapSize",
     "TransferQueue",
     "TransferQueues",

@@ -41,11 +41,15 @@ class SchedulerConnector:
     has_verify_kv: the connector has the option `verify_kv`, which `--verify-kv` sets.
     reads_ahead:  `on_new_request` needs the block hashes of the prompt. Otherwise they are computed
                   when the request is at the head of the queue.
+    opens_nothing: to build one has no effect outside it. A start with settings that do not fit is
+                   then refused before its processes exist.
     uses_shared_memory: the worker halves of an engine get a descriptor of memory that they share.
     num_leasable_blocks: how many blocks it holds at most for other engines after the end of
                   requests. A client sends no request whose blocks would be more.
     names_answers: `take_answered` names the requests that are to be asked for again after AskLater.
                   Otherwise all of them are, in turn, a limited number in each step.
+    chunk_blocks: it stores whole chunks of so many blocks, see `StorableBlocks.chunks`. 0: it
+                  stores none, so `StepView.storable` is empty.
     min_wait_s:   how long a request waits for AskLater or a load in any case, if the engine's
                   `min_load_wait_s` is shorter: for connectors that need long for the first load.
     worker_half:  `package.module:Class` of its `WorkerConnector`; a name rather than the class, so
@@ -59,9 +63,11 @@ class SchedulerConnector:
     needs_every_step: bool = False
     has_verify_kv: ClassVar[bool] = False
     reads_ahead: bool = False
+    opens_nothing: ClassVar[bool] = False
     uses_shared_memory: ClassVar[bool] = False
     num_leasable_blocks: int = 0
     names_answers: bool = False
+    chunk_blocks: int = 1
     min_wait_s: float = 0.0
     worker_half: ClassVar[str] = ""
 
@@ -117,7 +123,7 @@ class SchedulerConnector:
         """Instructions for the worker half, sent with this plan in the connector's own encoding.
         Empty: there are none, and the workers call no hook for this plan.
 
-        Not called for a steady decode step that caches and uncaches no block while
+        Not called for a steady decode step without `storable` and `uncached` blocks while
         `has_pending_work` is False, unless `needs_every_step`."""
         return b""
 

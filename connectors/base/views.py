@@ -1,16 +1,16 @@
 """What a connector is created with, and what the scheduler half sees and returns."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.events import Medium
 from longshore.protocol.handshake import EngineIdentity
-from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import (
     NO_TENANT,
@@ -21,9 +21,12 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.statistics import PullStats, TierStats
 
-CONTRACT_VERSION: Final = 1
+CONTRACT_VERSION: Final = 2
 """Version of this contract, increased by every change that breaks a connector. A connector states
-the version that it was written for as `contract_version`; any other is rejected by name."""
+the version that it was written for as `contract_version`."""
+
+SUPPORTED_VERSIONS: Final = (1, CONTRACT_VERSION)
+"""Connectors of other versions are rejected by name; see `version_1.py` for those of version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,22 +161,64 @@ class FinishAction:
     params: dict[str, Any] | None = None
 
 
-class CachedBlocks(msgspec.Struct, frozen=True):
-    """Full blocks of one request and KV cache group that this plan adds to the prefix cache. A
-    connector may store them once the plan is answered. `block_hashes[i]` is the hash of
-    `block_ids[i]`, and `positions[i]` its index in the request's block table."""
+class Chunk(NamedTuple):
+    """Consecutive blocks of a request. position: index of the first in its block table.
+    block_hash: of the last."""
 
+    position: int
+    block_ids: list[int]
+    block_hash: bytes
+
+
+class StorableBlocks(msgspec.Struct, frozen=True):
+    """Full blocks of one request and KV cache group that may be stored: the plan that computes them
+    has been answered, and they are still cached. The request may have ended meanwhile.
+
+    step:       the plan.
+    block_hashes, positions: of each block, its hash and its index in the request's block table.
+    request_hashes: see `RequestView.block_hashes`.
+    earlier_ids: the blocks directly before them, back to the beginning of a chunk, see `chunks`.
+    """
+
+    step: int
     request_id: str
     group: int
     block_ids: Sequence[int]
     block_hashes: Sequence[bytes]
     positions: Sequence[int] = ()
+    request_hashes: Sequence[bytes] = ()
+    earlier_ids: Sequence[int] = ()
+
+    def only(self, keep: Callable[[int, bytes], bool]) -> "StorableBlocks | None":
+        """Those of these blocks that `keep` wants, which gets the id and hash of each; None if
+        there are none."""
+        blocks = zip(self.block_ids, self.block_hashes, self.positions, strict=True)
+        kept = [block for block in blocks if keep(block[0], block[1])]
+        if not kept:
+            return None
+        ids, hashes, positions = zip(*kept, strict=True)
+        return StorableBlocks(
+            self.step, self.request_id, self.group, ids, hashes, positions, self.request_hashes
+        )
+
+    def chunks(self, size: int) -> list[Chunk]:
+        """The whole chunks of `size` blocks that these blocks complete. A chunk begins at a
+        multiple of `size` in the block table."""
+        first = self.positions[0] - len(self.earlier_ids)
+        at = dict(enumerate(self.earlier_ids, first))
+        at.update(zip(self.positions, self.block_ids, strict=True))
+        chunks = []
+        for position, block_hash in zip(self.positions, self.block_hashes, strict=True):
+            begin = position + 1 - size
+            block_ids = [at.get(index, NULL_BLOCK) for index in range(begin, position + 1)]
+            if begin % size == 0 and NULL_BLOCK not in block_ids:
+                chunks.append(Chunk(begin, block_ids, block_hash))
+        return chunks
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that got a row. block_ids: its block table per KV cache group, with the blocks that
-    were found in the prefix cache or loaded; later blocks follow in `StepView.cached`."""
+    """A request that got a row. block_ids: its block table per KV cache group."""
 
     request_id: str
     block_ids: tuple[Int32Array, ...]
@@ -184,10 +229,13 @@ class StepView(msgspec.Struct, frozen=True):
 
     answered_step: the latest answer that has been applied.
     admitted:  requests that got a row, in order.
-    uncached:  block ids of earlier plans' `cached` that were uncached because their content is
-               invalid (failed load, logits not finite). Applies before `cached`.
-    cached:    see `CachedBlocks`; in the order in which they were cached. Provisional: do not store
-               a block before `step` is answered, or if a later plan lists it in `uncached`.
+    uncached:  blocks that were uncached because their content is wrong (failed load, logits not
+               finite): do not begin to store them, if they were in an earlier plan's `storable`.
+               Applies before `storable`.
+    storable:  blocks that may be stored from now on, in the order in which they were cached. They
+               can be allocated again when `build_connector_meta` has returned, so hold those that
+               are stored.
+    unanswered_step: the last plan whose blocks will be `storable` later; 0: there is none.
     preempted, finished: requests that lost their row since the previous plan.
     """
 
@@ -195,7 +243,8 @@ class StepView(msgspec.Struct, frozen=True):
     answered_step: int
     admitted: Sequence[AdmittedRequest] = ()
     uncached: Sequence[int] = ()
-    cached: Sequence[CachedBlocks] = ()
+    storable: Sequence[StorableBlocks] = ()
+    unanswered_step: int = 0
     preempted: Sequence[str] = ()
     finished: Sequence[str] = ()
 
@@ -241,3 +290,7 @@ class BlockHolds(Protocol):
 
     def release(self, hold_id: int) -> None:
         """End a hold, after all transfers from its blocks. Raises KeyError for an unknown id."""
+
+    def release_rank(self, hold_id: int, rank: int) -> bool:
+        """The transfer from the hold's blocks has ended on a rank. When it has on all of them, the
+        hold ends, and this returns True. A repeated or unknown report is ignored."""

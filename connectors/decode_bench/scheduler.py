@@ -51,9 +51,11 @@ class DecodeBenchConnector(SchedulerConnector):
     preemption, so that it does not change them; for the same reason, no request begins with cached
     blocks, which may contain computed KV."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     supports_hma = True
+    chunk_blocks = 0
     is_combinable: ClassVar[bool] = False  # other connectors would store dummies as KV of a prompt
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.decode_bench.worker:DecodeBenchWorker"
 
     @classmethod

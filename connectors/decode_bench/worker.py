@@ -23,7 +23,7 @@ class DecodeBenchWorker(WorkerConnector[Fills]):
     """Copies one dummy block per group into every block of a plan. The copies are part of the step,
     so nothing has to be waited for, and nothing can fail."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -1,6 +1,5 @@
 """The scheduler half: which blocks are stored, and which to load or store next."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -62,7 +61,8 @@ class Report(msgspec.Struct, frozen=True):
 class ExampleConnector(SchedulerConnector):
     """Plans. A block counts as stored when all ranks have stored their share of it."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.example.worker:ExampleWorker"
 
     @classmethod
@@ -72,18 +72,15 @@ class ExampleConnector(SchedulerConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         folder_of(config)
-        self._holds: BlockHolds | None = None
+        self._holds: BlockHolds
         self._begin()
 
     def _begin(self) -> None:
         self._num_started = 0  # ranks that have said what they found
         self._ranks_of: dict[bytes, set[int]] = {}  # which ranks have stored a block
         self._storing: dict[int, list[bytes]] = {}  # by hold id
-        self._num_done: Counter[int] = Counter()  # ranks that have ended a store, by hold id
         self._first_block: dict[str, int] = {}
-        self._unproven: list[tuple[int, Store]] = []  # with the step that must be answered
         self._loads: list[Load] = []
-        self._stores: list[Store] = []
 
     def bind_blocks(self, holds: BlockHolds) -> None:
         self._holds = holds
@@ -96,7 +93,7 @@ class ExampleConnector(SchedulerConnector):
         first = num_computed_tokens // self.config.block_size
         num_blocks = 0
         for block_hash in self._hashes_of(request)[first:]:
-            if len(self._ranks_of.get(block_hash, ())) < self.config.num_ranks:
+            if not self._is_stored(block_hash):
                 break
             num_blocks += 1
         self._first_block[request.request_id] = first
@@ -130,39 +127,29 @@ class ExampleConnector(SchedulerConnector):
         step = self.config.block_size // (self.config.hash_block_size or self.config.block_size)
         return list(request.block_hashes[step - 1 :: step])
 
+    def _is_stored(self, block_hash: bytes) -> bool:
+        return len(self._ranks_of.get(block_hash, ())) == self.config.num_ranks
+
     # Stores
 
     def build_connector_meta(self, step: StepView) -> bytes:
-        assert self._holds is not None
-        uncached = set(step.uncached)
-        unproven, self._unproven = self._unproven, []
-        for planned_step, store in unproven:
-            if uncached.intersection(store.block_ids):
-                self._holds.release(store.hold_id)
-            elif planned_step <= step.answered_step:
-                self._storing[store.hold_id] = store.block_hashes
-                self._stores.append(store)
-            else:
-                self._unproven.append((planned_step, store))
-        for cached in step.cached:
-            new = {
-                block_hash: block_id
-                for block_id, block_hash in zip(cached.block_ids, cached.block_hashes, strict=True)
-                if len(self._ranks_of.get(block_hash, ())) < self.config.num_ranks
-            }
-            if new:
-                hold_id = self._holds.hold(list(new.values()))
-                store = Store(hold_id, list(new.values()), list(new))
-                self._unproven.append((step.step, store))
-        if not (self._loads or self._stores):
-            return b""
-        commands = Commands(self._loads, self._stores)
-        self._loads, self._stores = [], []
-        return msgspec.msgpack.encode(commands)
+        new = {
+            block_hash: block_id
+            for blocks in step.storable
+            for block_hash, block_id in zip(blocks.block_hashes, blocks.block_ids, strict=True)
+            if not self._is_stored(block_hash)
+        }
+        stores: list[Store] = []
+        if new:
+            hold_id = self._holds.hold(list(new.values()))
+            self._storing[hold_id] = list(new)
+            stores.append(Store(hold_id, list(new.values()), list(new)))
+        loads, self._loads = self._loads, []
+        return msgspec.msgpack.encode(Commands(loads, stores)) if loads or stores else b""
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._unproven or self._loads or self._stores)
+        return bool(self._loads)
 
     # Reports
 
@@ -183,12 +170,9 @@ class ExampleConnector(SchedulerConnector):
 
     def _store_ended(self, hold_id: int, rank: int) -> None:
         """A rank has stored its share."""
-        assert self._holds is not None
         self._add(self._storing[hold_id], rank)
-        self._num_done[hold_id] += 1
-        if self._num_done[hold_id] == self.config.num_ranks:
-            del self._storing[hold_id], self._num_done[hold_id]
-            self._holds.release(hold_id)
+        if self._holds.release_rank(hold_id, rank):
+            del self._storing[hold_id]
 
     def on_new_epoch(self, epoch: int) -> None:
         self._begin()  # the new workers report what they find

@@ -37,7 +37,7 @@ class ExampleWorker(WorkerConnector[Commands]):
     renamed, so a process that dies leaves no half of a block behind.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from longshore.connectors.base import ConnectorConfig
+from longshore.connectors.base.prefix_store.scheduler import PrefixStoreConnector
 from longshore.connectors.options import Options
-from longshore.connectors.prefix_store.scheduler import PrefixStoreConnector
 from longshore.protocol.errors import ConfigError
 
 NAME: Final = "flexkv"

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from longshore.connectors.base import KVCaches, WorkerConnectorConfig
-from longshore.connectors.flexkv.scheduler import NAME, FlexKVOptions, read_options
-from longshore.connectors.options import make_folder
-from longshore.connectors.prefix_store.messages import Prefix, Store
-from longshore.connectors.prefix_store.store import (
+from longshore.connectors.base.lookup_worker import TransferStuck
+from longshore.connectors.base.prefix_store.messages import Prefix, Store
+from longshore.connectors.base.prefix_store.store import (
     PrefixStore,
     StoreError,
-    TransferStuck,
     stand_in_tokens,
 )
-from longshore.connectors.prefix_store.worker import PrefixStoreWorker
+from longshore.connectors.base.prefix_store.worker import PrefixStoreWorker
+from longshore.connectors.flexkv.scheduler import NAME, FlexKVOptions, read_options
+from longshore.connectors.options import make_folder
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import ConfigError
 
@@ -44,7 +44,7 @@ SOCKETS: Final = Path(f"/tmp/longshore-flexkv-{os.geteuid()}")
 
 class FlexKVWorker(PrefixStoreWorker):
     def make_store(self, kv_caches: KVCaches) -> PrefixStore:
-        return FlexKVStore(self._rank_config, kv_caches)
+        return FlexKVStore(self.config, kv_caches)
 
 
 class _Library:

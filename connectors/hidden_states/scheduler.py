@@ -88,9 +88,11 @@ class HiddenStatesConnector(SchedulerConnector):
     ends without an output token is not saved.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     supports_hma = True
+    chunk_blocks = 0
     needs_every_step = True  # the worker saves the states of a step only if its plan has metadata
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.hidden_states.worker:HiddenStatesWorker"
 
     @classmethod

@@ -74,7 +74,7 @@ class HiddenStatesWorker(WorkerConnector[Commands]):
     """Only the rank that samples gets hidden states, so only it writes files. A file appears under
     its name when it is complete."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
     has_hidden_states_hook = True
 

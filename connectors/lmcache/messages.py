@@ -4,6 +4,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from longshore.connectors.base.lookups import LookupCommands, LookupReport
+
 Blocks: TypeAlias = list[tuple[int, int, bytes]]
 """(KV cache group, block id, key hash) of each block of a transfer."""
 
@@ -31,13 +33,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
     blocks: Blocks
 
 
-class Commands(msgspec.Struct, frozen=True):
-    """Metadata of a plan. released: lookups whose blocks are not loaded."""
-
-    lookups: list[Lookup] = []
-    loads: list[Load] = []
-    stores: list[Store] = []
-    released: list[int] = []
+Commands: TypeAlias = LookupCommands[Lookup, Load, Store]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
@@ -47,8 +43,4 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     groups: list[list[int]]
 
 
-class Report(msgspec.Struct, frozen=True):
-    """Metadata of a report of one rank. stored: hold ids of stores that have ended."""
-
-    found: list[Found] = []
-    stored: list[int] = []
+Report: TypeAlias = LookupReport[Found]

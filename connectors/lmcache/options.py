@@ -8,14 +8,9 @@ import msgspec
 from longshore.connectors.base import ConnectorConfig
 from longshore.connectors.options import Options
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 LMCACHE_VERSION: Final = "0.5.6"
-
-INSTALL_COMMAND: Final = (
-    f"pip install 'longshore[lmcache]' && pip install --no-deps lmcache=={LMCACHE_VERSION}"
-)
-"""Without its dependencies: most of them are for LMCache's server, and its limits on the versions
-of numpy and others do not fit."""
 
 L2_ADAPTER_TYPES: Final = ("fs", "fs_native", "resp")
 """Storage below host memory that the tests of this connector run with."""
@@ -23,6 +18,12 @@ L2_ADAPTER_TYPES: Final = ("fs", "fs_native", "resp")
 EVICTION_POLICIES: Final = ("LRU", "ARC")
 
 _KEYS: Final = ("cpu_bytes_to_use", "eviction_policy", "l2_adapters", "lookup_timeout_s")
+
+
+def install_lmcache() -> str:
+    """The command. Without LMCache's dependencies: most of them are for its server, and its limits
+    on the versions of numpy and others do not fit."""
+    return f"{install_command('lmcache')} && pip install --no-deps lmcache=={LMCACHE_VERSION}"
 
 
 class LMCacheOptions(msgspec.Struct, frozen=True):
@@ -85,10 +86,10 @@ def check_library() -> None:
     except PackageNotFoundError:
         raise ConfigError(
             "--kv-connector lmcache needs the package lmcache, which is not installed. Install it: "
-            f"{INSTALL_COMMAND}"
+            f"{install_lmcache()}"
         ) from None
     if installed != LMCACHE_VERSION:
         raise ConfigError(
             f"--kv-connector lmcache was written for LMCache {LMCACHE_VERSION}, but {installed} is "
-            f"installed, whose interfaces may differ. Install the other one: {INSTALL_COMMAND}"
+            f"installed, whose interfaces may differ. Install the other one: {install_lmcache()}"
         )

@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from longshore.connectors.base import WorkerConnectorConfig
-from longshore.connectors.lmcache.options import INSTALL_COMMAND, LMCacheOptions
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
-from longshore.connectors.offloading.groups import StoredGroup
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES, block_checksum
+from longshore.connectors.base.groups import StoredGroup
+from longshore.connectors.lmcache.options import LMCacheOptions, install_lmcache
 from longshore.connectors.options import make_folder
 from longshore.protocol.errors import ConfigError
 
@@ -47,7 +47,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"--kv-connector lmcache: LMCache cannot be imported: {error}. Install it with the "
-        f"packages that it needs: {INSTALL_COMMAND}"
+        f"packages that it needs: {install_lmcache()}"
     ) from error
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from longshore.connectors.prefix_store.store import StoreError
+from longshore.connectors.base.prefix_store.store import StoreError
 
 OPERATIONS: Final = {
     "lookup": 8,

@@ -22,12 +22,12 @@ import zmq
 from numpy.typing import NDArray
 
 from longshore.connectors.base import KVCaches, WorkerConnectorConfig
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES, block_checksum
+from longshore.connectors.base.prefix_store.messages import Prefix, Store
+from longshore.connectors.base.prefix_store.store import PrefixStore, StoreError, stand_in_tokens
+from longshore.connectors.base.prefix_store.worker import PrefixStoreWorker
 from longshore.connectors.lmcache_mp.client import Client, Context, Key, Pool, Prepared, Slot
 from longshore.connectors.lmcache_mp.scheduler import NAME, read_options
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
-from longshore.connectors.prefix_store.messages import Prefix, Store
-from longshore.connectors.prefix_store.store import PrefixStore, StoreError, stand_in_tokens
-from longshore.connectors.prefix_store.worker import PrefixStoreWorker
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.private_files import Folder
 
@@ -53,7 +53,7 @@ START_COMMAND: Final = (
 
 class LMCacheMPWorker(PrefixStoreWorker):
     def make_store(self, kv_caches: KVCaches) -> PrefixStore:
-        return ServerStore(self._rank_config, kv_caches)
+        return ServerStore(self.config, kv_caches)
 
 
 class ServerStore:

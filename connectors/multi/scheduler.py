@@ -1,5 +1,6 @@
 """The scheduler half: which child loads a request, and which children keep blocks of its end."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -83,8 +84,9 @@ class MultiConnector(SchedulerConnector):
     skips the prefix cache because of some children is loaded by one of those or not at all.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     uses_shared_memory: ClassVar[bool] = True  # for the child that uses it, if there is one
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.multi.worker:MultiWorker"
 
     @classmethod
@@ -119,6 +121,8 @@ class MultiConnector(SchedulerConnector):
         self._swapping = next((child for child in self.children if child.can_swap), None)
         self.can_swap = self._swapping is not None
         self.needs_every_step = any(child.needs_every_step for child in self.children)
+        chunks = [child.chunk_blocks for child in self.children if child.chunk_blocks]
+        self.chunk_blocks = math.lcm(*chunks) if chunks else 0
         self.min_wait_s = max(child.min_wait_s for child in self.children)
         self.num_leasable_blocks = max(child.num_leasable_blocks for child in self.children)
         self._skipping: dict[str, set[int]] = {}  # children because of which a request skips hits

@@ -31,7 +31,7 @@ class MultiWorker(WorkerConnector[Bound]):
     """A child's hooks of a step are called only if it has metadata in the plan, and those for
     layers and hidden states only if it has them."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
 
     def __init__(self, config: WorkerConnectorConfig) -> None:
         super().__init__(config)

@@ -1,9 +1,8 @@
 """The scheduler half of the offloading connector: when blocks are loaded and stored.
 
-Where they are kept is the spec's matter (`spec.py`). Loads are asynchronous. Blocks that a plan
-caches are held; when the plan is answered, those that the manager wants are copied out, and the
-hold ends with the copy. Cost per step follows the blocks cached in it. Follows the offloading
-connector of vLLM.
+Where they are kept is the spec's matter (`spec.py`). Loads are asynchronous. Those storable blocks
+that the manager wants are copied out, and are held until the copy has ended. Cost per step follows
+the blocks that can be stored in it. Follows the offloading connector of vLLM.
 """
 
 import logging
@@ -67,9 +66,8 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _EndedRequest:
-    """A request that has ended; its blocks, by group, are stored when `last_step` is answered."""
+    """A request that has ended. keys: of its blocks, by group."""
 
-    last_step: int
     keys: list[list[bytes]]
     finished_s: float
     hint: CacheHint | None
@@ -79,10 +77,11 @@ class _EndedRequest:
 class OffloadingConnector(SchedulerConnector):
     """Plans loads and stores for the spec's manager. See `options.OffloadingOptions`."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     supports_hma = True
     has_verify_kv = True
     uses_shared_memory = True
+    opens_nothing: ClassVar[bool] = True
     worker_half: ClassVar[str] = "longshore.connectors.offloading.worker:OffloadingWorker"
 
     @classmethod
@@ -96,7 +95,7 @@ class OffloadingConnector(SchedulerConnector):
         self._groups = spec.groups
         self._manager = spec.make_manager()
         self.reads_ahead = spec.has_lower_tiers
-        self._factor = spec.groups.factor
+        self._factor = self.chunk_blocks = spec.groups.factor
         self._jobs: Jobs
         self._stores: Stores
         self._swaps: Swaps
@@ -108,14 +107,14 @@ class OffloadingConnector(SchedulerConnector):
         self._found: dict[str, tuple[int, SwappedRequest | None]] = {}
         self._loads: dict[str, _Load] = {}
         self._loading: Counter[bytes] = Counter()
-        self._ended: deque[_EndedRequest] = deque()
+        self._ended: list[_EndedRequest] = []  # since the last plan
+        # With the last step whose blocks are still to be stored.
+        self._unsettled: deque[tuple[int, _EndedRequest]] = deque()
         self._new_loads: list[LoadJob] = []
 
     def bind_blocks(self, holds: BlockHolds) -> None:
         self._jobs = Jobs(holds, self.config.num_ranks)
-        self._stores = Stores(
-            self._groups, self._manager, holds, self._jobs, self.config.num_blocks
-        )
+        self._stores = Stores(self._groups, self._manager, self._jobs, self.config.num_blocks)
         self._swaps = Swaps(self._groups, self._manager, self._jobs)
 
     def on_new_request(self, request: RequestView) -> None:
@@ -259,13 +258,12 @@ class OffloadingConnector(SchedulerConnector):
         self._stores.follow_requests(step)
         for request in step.admitted:
             self._manager.end_read_ahead(request.request_id, is_over=False)
-        if step.uncached:
-            self._stores.drop(set(step.uncached))
-        self._stores.begin(step.answered_step)
-        while self._ended and self._ended[0].last_step <= step.answered_step:
-            self._settle(self._ended.popleft())
-        if step.cached:
-            self._stores.hold(step.step, step.cached)
+        self._stores.begin(step)
+        if self._ended:
+            self._unsettled += ((step.unanswered_step, ended) for ended in self._ended)
+            self._ended.clear()
+        while self._unsettled and self._unsettled[0][0] <= step.answered_step:
+            self._settle(self._unsettled.popleft()[1])
         tier_jobs = self._manager.take_jobs(self._jobs.begin_tier_job)
         self._manager.end_step()
         if not (self._new_loads or self._jobs.has_new_stores or tier_jobs):
@@ -364,9 +362,7 @@ class OffloadingConnector(SchedulerConnector):
             for group in self._groups.groups
         ]
         hint, tenant = request.cache_hint, request.tenant
-        self._ended.append(
-            _EndedRequest(self._stores.last_step, keys, request.finished_s, hint, tenant)
-        )
+        self._ended.append(_EndedRequest(keys, request.finished_s, hint, tenant))
         self._stores.gaps.request_finished(request.request_id)
         self._manager.end_read_ahead(request.request_id, is_over=True)
         self._touched.discard(request.request_id)
@@ -407,8 +403,7 @@ class OffloadingConnector(SchedulerConnector):
     def check(self) -> None:
         """Raise LongshoreError if an invariant is violated. For tests of idle engines."""
         self._manager.check()
-        is_busy = self._jobs or self._jobs.num_storing or self._stores.last_step
-        if self._loads or self._loading or is_busy:
+        if self._loads or self._loading or self._jobs or self._jobs.num_storing:
             raise LongshoreError("the offloading connector has transfers in an idle engine")
         if self._swaps:
             raise LongshoreError("the offloading connector has swapped requests in an idle engine")

@@ -87,7 +87,7 @@ class CudaCopier:
                 self._wait()  # also after a failure: what was submitted may still read and write
 
     def close(self) -> None:
-        """Every copy has ended."""
+        """Release the copier; every copy must have ended."""
 
 
 class _Attributes(ctypes.Structure):

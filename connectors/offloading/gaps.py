@@ -1,24 +1,24 @@
 """Blocks that could not be stored when they were computed, because there was no room."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
 import msgspec
 
-from longshore.connectors.offloading.groups import StoredGroups
+from longshore.connectors.base.groups import StoredGroups
 
 
 class NewBlocks(msgspec.Struct, frozen=True):
     """Offloaded blocks of one request and group that have been computed, in order.
 
-    life:      number of the request's admission; 0 if it was not running.
+    step:      the plan that computed them.
     block_ids: the device's blocks of each key, one key after the other.
     position:  index of the first in the request.
     """
 
     request_id: str
-    life: int
+    step: int
     group: int
     keys: list[bytes]
     block_ids: list[int]
@@ -51,39 +51,36 @@ class Gaps:
 
     def __init__(self, groups: StoredGroups) -> None:
         self._groups = groups.groups
-        self._next_life = count(1)
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        self._lives: dict[str, int] = {}  # of requests that began; negative without a row
+        self._first_steps: dict[str, float] = {}  # of requests that began; infinity without a row
         self._gaps: dict[tuple[str, int], _Gap] = {}  # by request and group
 
     def __len__(self) -> int:
         return len(self._gaps)
 
-    def request_admitted(self, request_id: str) -> None:
-        self._lives[request_id] = next(self._next_life)
+    def request_admitted(self, request_id: str, step: int) -> None:
+        """step: from this plan on, the request owns the blocks that it computes."""
+        self._first_steps[request_id] = step
 
     def request_stopped(self, request_id: str) -> None:
-        """It has lost its row, or a session has paused; it owns its blocks no longer."""
-        if request_id in self._lives:
-            self._lives[request_id] = -abs(self._lives[request_id])
+        """The request has lost its row, or is a session that has paused; it owns its blocks no
+        longer."""
+        if request_id in self._first_steps:
+            self._first_steps[request_id] = math.inf
         for group in range(len(self._groups) if self._gaps else 0):
             if (request_id, group) in self._gaps:
                 self._gaps[request_id, group].blocks.clear()
 
     def request_finished(self, request_id: str) -> None:
         self.close(request_id)
-        self._lives.pop(request_id, None)
+        self._first_steps.pop(request_id, None)
 
     def close(self, request_id: str) -> None:
         """All blocks of the request are stored, or need not be."""
         for group in range(len(self._groups) if self._gaps else 0):
             self._gaps.pop((request_id, group), None)
-
-    def life_of(self, request_id: str) -> int:
-        """For NewBlocks."""
-        return self._lives.get(request_id, 0)
 
     def is_next(self, blocks: NewBlocks) -> bool:
         """Whether no earlier block of the request is still to be stored. If not, these follow."""
@@ -97,14 +94,14 @@ class Gaps:
         return False
 
     def leave(self, blocks: NewBlocks) -> None:
-        """There is no room for these blocks. They are stored later if their request still has them
-        then; those after them are not stored before."""
-        life = self._lives.get(blocks.request_id)
+        """Leave these blocks out, for which there is no room. They are stored later if their
+        request still has them then; those after them are not stored before."""
+        first_step = self._first_steps.get(blocks.request_id)
         needs_all = self._groups[blocks.group].needs_all
-        if not (life and needs_all and blocks.keys and blocks.life):
+        if first_step is None or not (needs_all and blocks.keys):
             return
         gap = self._gaps.setdefault((blocks.request_id, blocks.group), _Gap(blocks.position))
-        if blocks.life == life:
+        if blocks.step >= first_step:
             gap.blocks.append(blocks)
 
     def take(self) -> Iterable[list[NewBlocks]]:

@@ -28,7 +28,7 @@ from longshore.connectors.base import (
     TransferQueues,
     WorkerConnectorConfig,
 )
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES, block_checksum
 from longshore.connectors.offloading.copies import (
     Copier,
     Copies,

@@ -73,7 +73,7 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        """Of the first slot."""
+        """The address of the first slot."""
         return self.memory.ctypes.data
 
     def offset(self, slot: int) -> int:

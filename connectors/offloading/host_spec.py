@@ -44,7 +44,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @property
     def disk_bytes(self) -> int:
-        """Of the disk tier, for all ranks."""
+        """The capacity of the disk tier, for all ranks."""
         assert self.options.disk_bytes is not None
         return parse_size("disk_bytes", self.options.disk_bytes)
 

@@ -60,12 +60,11 @@ class Jobs:
         return stores
 
     def begin_store(
-        self, keys: list[bytes], groups: bytes, ids: BlockRows, tier_data: bytes, hold_id: int = 0
+        self, keys: list[bytes], groups: bytes, ids: BlockRows, tier_data: bytes
     ) -> None:
-        """groups, ids: see BlockList. hold_id: a hold of the blocks, which ends with the job; 0:
-        they are not held yet."""
+        """groups, ids: see BlockList."""
         copied = ids[ids != NULL_BLOCK]
-        job = Job(keys, len(copied), hold_id or self._holds.hold(copied.tolist()))
+        job = Job(keys, len(copied), self._holds.hold(copied.tolist()))
         job_id = self._begin(job)
         self.num_storing += job.num_blocks
         self._new_stores.append(StoreJob(job_id, block_list(keys, groups, ids), tier_data))

@@ -8,11 +8,11 @@ import msgspec
 from longshore.connectors.offloading.policies.registry import load_eviction_policy
 from longshore.connectors.offloading.remote.address import RemoteAddress, remote_address
 from longshore.connectors.options import parse_size
+from longshore.connectors.settings import VerifyKV
 from longshore.protocol.errors import ConfigError
 
 DEFAULT_SPEC: Final = "CPUOffloadingSpec"
 
-VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
 PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -105,7 +105,7 @@ class OffloadingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def remote(self) -> RemoteAddress | None:
-        """Raises ConfigError."""
+        """The options of the remote store. Raises ConfigError."""
         if self.remote_url is None:
             return None
         return remote_address(self.remote_url, self.remote_options, self.remote_ttl_s)

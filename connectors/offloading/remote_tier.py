@@ -168,7 +168,7 @@ class RemoteTier(LowerTier):
         return [0] * len(keys)
 
     def end_reads(self, keys: Sequence[bytes], *, take: bool = False) -> None:
-        """Nothing was kept for them."""
+        """Do nothing: no memory was kept for these blocks."""
 
     @property
     def num_blocks(self) -> int:

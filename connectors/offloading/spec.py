@@ -18,7 +18,7 @@ from longshore.connectors.base import (
     TransferQueues,
     WorkerConnectorConfig,
 )
-from longshore.connectors.offloading.groups import StoredGroups
+from longshore.connectors.base.groups import StoredGroups
 from longshore.connectors.offloading.messages import LoadJob, StoreJob, TierJob
 from longshore.connectors.offloading.options import DEFAULT_SPEC, OffloadingOptions
 from longshore.protocol.errors import ConfigError
@@ -100,7 +100,7 @@ class OffloadingManager(Protocol):
         """No request waits for this load any more; it may never end."""
 
     def load_expired(self, keys: Sequence[bytes]) -> None:
-        """The same, because the load has taken too long."""
+        """Like `load_abandoned`, because the load has taken too long."""
         self.load_abandoned(keys)
 
     def complete_load(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
@@ -139,8 +139,8 @@ class OffloadingManager(Protocol):
         """See `SchedulerConnector.take_events`."""
 
     def stats(self) -> ConnectorStats:
-        """Its tiers, the one that blocks are stored in first of all, and what is queued between
-        them. Stores and loads of requests are counted by the connector."""
+        """Statistics of the tiers, the one in which blocks are stored first of all, and what is
+        queued between them. Stores and loads of requests are counted by the connector."""
 
     def reset(self) -> bool:
         """Remove everything. False if a transfer is in progress."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from longshore.connectors.offloading.groups import is_private
+from longshore.connectors.base.groups import is_private
 from longshore.connectors.offloading.ledger import OffloadLedger, PreparedStore
 from longshore.connectors.offloading.tiers import LowerTier, Spill, int64s
 

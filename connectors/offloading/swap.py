@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.connectors.base import RequestView, SwapSize
-from longshore.connectors.offloading.groups import StoredGroup, StoredGroups, private_key
+from longshore.connectors.base.groups import StoredGroup, StoredGroups, private_key
 from longshore.connectors.offloading.jobs import Jobs
 from longshore.connectors.offloading.messages import BlockRows
 from longshore.connectors.offloading.spec import OffloadingManager

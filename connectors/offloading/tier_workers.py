@@ -47,7 +47,8 @@ ENTRIES_PER_MESSAGE: Final = 16_384
 def open_tiers(
     spec: CPUOffloadingSpec, config: WorkerConnectorConfig, wake: Callable[[], None]
 ) -> list[TierWorker]:
-    """In the order of `CPUOffloadingSpec`. Raises ConfigError or DiskStoreError.
+    """Open the lower tiers, in the order of `CPUOffloadingSpec`. Raises ConfigError or
+    DiskStoreError.
 
     wake: has `take_messages` called soon.
     """

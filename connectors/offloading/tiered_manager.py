@@ -13,7 +13,7 @@ from itertools import chain
 import msgspec
 
 from longshore.connectors.base import ConnectorStats
-from longshore.connectors.offloading.groups import StoredGroup, is_private
+from longshore.connectors.base.groups import StoredGroup, is_private
 from longshore.connectors.offloading.ledger import (
     KeysStored,
     LedgerEvent,

@@ -25,7 +25,7 @@ class OffloadingWorker(WorkerConnector[Commands]):
     """Moves whole blocks, so it needs no layer hooks: loads are asynchronous, and stores follow the
     answer of the step that computed their blocks."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
 
     def __init__(self, config: WorkerConnectorConfig) -> None:

@@ -25,6 +25,7 @@ from longshore.connectors.pull.transport import (
     TransportError,
 )
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 MAX_READS_AT_ONCE: Final = 16
 
@@ -59,7 +60,7 @@ class MooncakeTransport:
         except ImportError as error:
             raise ConfigError(
                 f"--kv-connector mooncake needs Mooncake, which cannot be imported ({error}). "
-                "Install it: pip install 'longshore[mooncake]', and the system package libibverbs1"
+                f"Install it: {install_command('mooncake')}, and the system package libibverbs1"
             ) from error
         self._options = options
         self._memory: Memory

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from longshore.connectors.nixl_library import NixlLibrary, load_nixl
+from longshore.connectors.base.nixl_library import NixlLibrary, load_nixl
 from longshore.connectors.pull.layout import MAX_REGION_BYTES, Pattern
 from longshore.connectors.pull.options import PullOptions, url_host
 from longshore.connectors.pull.transport import BlockReads, Memory, ReadState, TransportError

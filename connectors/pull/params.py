@@ -32,8 +32,8 @@ class BadTransferParams(LongshoreError):
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """Of a request whose prompt another engine has computed. Other keys are allowed: routers add
-    some."""
+    """The parameters of a request whose prompt another engine has computed. Other keys are allowed:
+    routers add some."""
 
     remote_engine_id: Name
     remote_request_id: Name

@@ -80,9 +80,11 @@ class PullConnector(SchedulerConnector):
     num_refused_leases, num_expired_leases, pulls_by_outcome: see `PullStats`.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     supports_hma = True
+    chunk_blocks = 0
     min_wait_s = 5.0  # the first pull connects two engines, and a reader computes to others' cost
+    opens_nothing: ClassVar[bool] = True
     transport: ClassVar[str]
 
     @classmethod

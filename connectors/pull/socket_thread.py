@@ -41,7 +41,7 @@ class SocketThread(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> None:
-        """On any thread, before `close`."""
+        """Hand an item to the thread. Call it on any thread, before `close`."""
         self._items.append(item)
         os.eventfd_write(self._fd, 1)
 

@@ -74,7 +74,7 @@ class Transport(Protocol):
         the peer for the other calls. Raises TransportError."""
 
     def disconnect(self, peer: str) -> None:
-        """Of this peer no read is in progress."""
+        """Disconnect from a peer of which no read is in progress."""
 
     def post(self, peer: str, reads: Sequence[BlockReads]) -> Sequence[Read]:
         """Begin to read from a peer. Raises TransportError; then nothing has begun."""

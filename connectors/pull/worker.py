@@ -28,7 +28,7 @@ from longshore.protocol.statistics import TransferOperation
 class PullWorker(WorkerConnector[Commands]):
     """One class for all transports. transport: name of the connector."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     stores_within_step = False
     poll_interval_s = 1.0  # a thread may have failed
     transport: ClassVar[str]

@@ -41,7 +41,7 @@ class _Output:
 class PullEncoderConnector(EncoderConnector):
     """One class for all transports. transport: name of the connector."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     transport: ClassVar[str]
 
     @classmethod

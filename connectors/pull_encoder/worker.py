@@ -52,7 +52,7 @@ class _Asked:
 class PullEncoderWorker(EncoderWorker[Commands]):
     """One class for all transports. transport: name of the connector."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     poll_interval_s = 1.0  # a thread may have failed
     transport: ClassVar[str]
 

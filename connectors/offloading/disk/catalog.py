@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.disk.errors import DiskStoreError, StoreInUse
 from longshore.connectors.offloading.disk.identity import (
     IDENTITY_FILE,

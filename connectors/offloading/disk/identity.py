@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES
 from longshore.protocol.private_files import Folder
 
 FORMAT_VERSION: Final = 1

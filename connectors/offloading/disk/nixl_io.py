@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from longshore.connectors.nixl_library import load_nixl
+from longshore.connectors.base.nixl_library import load_nixl
 from longshore.connectors.offloading.disk.io import (
     Bytes,
     Direction,

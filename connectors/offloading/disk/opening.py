@@ -1,6 +1,7 @@
 """Opens the files of one rank's store, and makes them consistent with each other."""
 
 import logging
+import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,15 +60,13 @@ def open_files(
 ) -> StoreFiles:
     """Open or create the store. Raises ConfigError, StoreInUse or DiskStoreError."""
     stride = whole_pages(slot_bytes)
-    num_slots = (capacity_bytes - HEADER_BYTES) // (stride + RECORD_BYTES)
-    if num_slots < 1:
-        raise ConfigError(
-            f"the disk tier's capacity of {capacity_bytes} bytes per rank holds no block of "
-            f"{stride} bytes; give it at least {stride + RECORD_BYTES + HEADER_BYTES}"
-        )
+    num_slots = _num_slots(stride, capacity_bytes)
     try:
-        with ExitStack() as cleanup, Folder.make(path) as top:
-            store = cleanup.enter_context(top.make_folder(identity.digest))
+        with (
+            Folder.make(path) as top,
+            top.make_folder(identity.digest) as store,
+            ExitStack() as cleanup,
+        ):
             directory = store.make_folder(f"rank-{rank}")
             cleanup.callback(directory.close)
             _check_space(top, identity.num_ranks * capacity_bytes)
@@ -89,6 +88,39 @@ def open_files(
             f"the disk tier cannot use {path}: {error}. Give it a writable path with enough space."
         ) from error
     return StoreFiles(directory, lock, index, segments)
+
+
+def check_path(path: Path, slot_bytes: int, capacity_bytes: int, num_ranks: int) -> None:
+    """Raise ConfigError if `open_files` could not use this path, without creating anything.
+    slot_bytes: at least. capacity_bytes: of all ranks."""
+    _num_slots(whole_pages(slot_bytes), capacity_bytes // num_ranks)
+    existing = path
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        if existing == path:
+            with Folder.make(path) as folder:
+                _check_space(folder, capacity_bytes)
+            return
+        with Folder.open(existing.resolve()) as folder:
+            _check_space(folder, capacity_bytes)
+    except OSError as error:
+        raise ConfigError(f"the disk tier cannot use {path}: {error}") from error
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"the disk tier cannot use {path}: {existing} is not a folder that this user may write "
+            "to"
+        )
+
+
+def _num_slots(stride: int, capacity_bytes: int) -> int:
+    num_slots = (capacity_bytes - HEADER_BYTES) // (stride + RECORD_BYTES)
+    if num_slots < 1:
+        raise ConfigError(
+            f"the disk tier's capacity of {capacity_bytes} bytes per rank holds no block of "
+            f"{stride} bytes; give it at least {stride + RECORD_BYTES + HEADER_BYTES}"
+        )
+    return num_slots
 
 
 def _check_space(folder: Folder, capacity_bytes: int) -> None:

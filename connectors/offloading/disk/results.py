@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from longshore.connectors.offloading.checksum import BlockBuffer
+from longshore.connectors.base.checksum import BlockBuffer
 
 
 class Outcome(Enum):

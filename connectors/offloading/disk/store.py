@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from msgspec.structs import asdict
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.disk.catalog import (
     identity_directories,
     size_on_disk,
@@ -184,7 +184,7 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """Nothing may be in progress."""
+        """Close the files; no operation may be in progress."""
         self._backend.close()
         self._files.close()
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 _REDIS: Final = ("redis", "rediss", "unix")
 _OBJECTS: Final = ("s3", "file", "memory")
@@ -105,7 +106,7 @@ def remote_address(url: str, options: Mapping[str, Any], ttl_s: int | None) -> R
         )
     if not address.is_redis and find_spec("obstore") is None:
         raise ConfigError(
-            "remote_url needs the package obstore; install it with: pip install 'longshore[s3]'"
+            f"remote_url needs the package obstore; install it with: {install_command('s3')}"
         )
     return address
 

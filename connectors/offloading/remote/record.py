@@ -7,7 +7,7 @@ damaged, cut, of another format or of another model is recognized.
 import struct
 from typing import Final
 
-from longshore.connectors.offloading.checksum import (
+from longshore.connectors.base.checksum import (
     IDENTITY_DIGEST_BYTES,
     BlockBuffer,
     block_checksum,

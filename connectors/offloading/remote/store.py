@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.connectors.offloading.checksum import BlockBuffer
+from longshore.connectors.base.checksum import BlockBuffer
 from longshore.connectors.offloading.disk.identity import IDENTITY_FILE, StoreIdentity
 from longshore.connectors.offloading.disk.results import Outcome
 from longshore.connectors.offloading.remote.address import RemoteAddress

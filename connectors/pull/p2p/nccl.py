@@ -18,6 +18,7 @@ from longshore.connectors.pull.p2p.communicator import CommunicatorError, Side, 
 from longshore.connectors.pull.p2p.messages import LibraryName
 from longshore.connectors.pull.p2p.rendezvous import Rendezvous
 from longshore.protocol.errors import ConfigError, shortened
+from longshore.protocol.install_command import install_command
 
 UNIQUE_ID: Final = "unique id"
 """Key of the rendezvous: NCCL's unique id of the communicator, which the reader makes."""
@@ -74,7 +75,7 @@ def load_cupy() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             f"--kv-connector p2p_nccl needs CuPy, which cannot be imported ({error}). Install it: "
-            "pip install 'longshore[cuda]'"
+            f"{install_command('cuda')}"
         ) from error
     try:
         nccl: Any = getattr(cuda, "nccl", None) or import_module("cupy.cuda.nccl")

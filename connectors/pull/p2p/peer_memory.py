@@ -38,7 +38,7 @@ class ExportedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def this_node() -> str:
-    """The same for all processes of a machine, in all its containers."""
+    """An id of this machine, the same in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
@@ -99,5 +99,5 @@ class Mapping:
         self.address = base + offset
 
     def close(self) -> None:
-        """Nothing reads it any more."""
+        """Unmap the memory, which nothing may read any more."""
         self._peer_memory.unmap(self._base)

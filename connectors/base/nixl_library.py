@@ -19,7 +19,7 @@ class NixlLibrary(NamedTuple):
 
 
 def load_nixl() -> NixlLibrary:
-    """Raises ImportError."""
+    """NIXL's Python module. Raises ImportError."""
     api = import_module("nixl._api")
     _let_agents_sleep(api.nixlBind)
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output

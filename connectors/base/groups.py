@@ -55,9 +55,6 @@ class StoredGroup(NamedTuple):
         partial = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
         return not isinstance(self.spec, partial)
 
-    def key(self, block_hash: bytes) -> bytes:
-        return block_hash + bytes((self.number,))
-
     def keys(self, block_hashes: Sequence[bytes], first: int, last: int) -> list[bytes]:
         """Keys of the offloaded blocks [first, last) of a request."""
         step, suffix = self.hash_step, bytes((self.number,))

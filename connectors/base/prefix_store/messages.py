@@ -1,7 +1,11 @@
 """What the two halves of a connector to a prefix store send to each other. Blocks are counted from
 the beginning of the request, and hashes are those of all blocks from there on."""
 
+from typing import TypeAlias
+
 import msgspec
+
+from longshore.connectors.base.lookups import LookupCommands, LookupReport
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
@@ -39,13 +43,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
         return len(self.prefix.hashes) - len(self.block_ids)
 
 
-class Commands(msgspec.Struct, frozen=True):
-    """Metadata of a plan. released: lookups of which nothing is loaded."""
-
-    lookups: list[Lookup] = []
-    loads: list[Load] = []
-    stores: list[Store] = []
-    released: list[int] = []
+Commands: TypeAlias = LookupCommands[Lookup, Load, Store]
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True):
@@ -55,8 +53,4 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
 
 
-class Report(msgspec.Struct, frozen=True):
-    """Metadata of a report of one rank. stored: hold ids of stores that have ended."""
-
-    found: list[Found] = []
-    stored: list[int] = []
+Report: TypeAlias = LookupReport[Found]

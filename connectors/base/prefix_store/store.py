@@ -5,7 +5,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from longshore.connectors.prefix_store.messages import Prefix, Store
+from longshore.connectors.base.prefix_store.messages import Prefix, Store
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import LongshoreError
 
@@ -15,10 +15,6 @@ HASH_NUMBERS: Final = 8
 
 class StoreError(LongshoreError):
     """The store did not do what it was asked for; the blocks of this transfer are a miss."""
-
-
-class TransferStuck(LongshoreError):
-    """What copies blocks cannot be ended and may still use them; only a new process ends it."""
 
 
 class PrefixStore(Protocol):
