@@ -2,24 +2,24 @@
 
 import gc
 import logging
-import os
 import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
+from longshore.protocol.settings import read_config
 from longshore.protocol.transport.lifeline import (
     Failed,
     Lifeline,
     Progress,
     stop_signals,
 )
-from longshore.worker.config import load_config
+from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.errors import OutOfMemory, RankLost
+from longshore.worker.process.ending import end_process
 from longshore.worker.process.low_priority import at_low_priority
 
 
@@ -30,11 +30,12 @@ def main() -> int:
         print("usage: python -m longshore.worker CONFIG.json", file=sys.stderr)
         return 2
     try:
-        config = load_config(Path(sys.argv[1]))
+        config = read_config(Path(sys.argv[1]), WorkerProcessConfig)
     except LongshoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    send_records(config.log_level, is_relayed=config.lifeline_fd is not None, rank=config.rank)
+    is_relayed = config.lifeline_fd is not None
+    send_records(config.log_level, is_relayed=is_relayed, engine=config.engine_id, rank=config.rank)
     if config.log_level == "info":
         logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics at its exit
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
@@ -76,18 +77,6 @@ def main() -> int:
 def _exit(number: int, frame: FrameType | None) -> None:
     """Run every `finally` and exit with status 0: a stop signal is not an error."""
     sys.exit(0)
-
-
-def end_process(status: object) -> NoReturn:
-    """End this process without what Python does at its end, but with all that was logged.
-
-    Python ends a daemon thread that returns from a library at that time by unwinding its stack, and
-    the destructors of C++ on it answer by aborting the process.
-    """
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":

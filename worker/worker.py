@@ -56,6 +56,7 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import report_on
+from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.host_weights import HostWeights
 from longshore.worker.loading.loader import (
     check_weights,
@@ -157,19 +158,20 @@ class Worker:
         if config.routed_experts_fd is not None:
             self.routed_experts = shape_of_experts(shapes.routers)
             check_longest(self.routed_experts, self.max_model_len)
-        num_bytes = check_weights(shapes, model_dir) if has_checkpoint else weight_bytes(shapes)
+        weights = find_weights(model_dir) if has_checkpoint else None
+        num_bytes = weight_bytes(shapes) if weights is None else check_weights(shapes, weights)
         check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):
             self.model = build(device=self._device)
-        if has_checkpoint:
-            load_weights(self.model, model_dir, show_progress=config.show_progress)
-        else:
+        if weights is None:
             fill_at_random(self.model)
+        else:
+            load_weights(self.model, weights, show_progress=config.show_progress)
         self.heads = model_config.head_share(parallel.shard, parallel.num_shards)
         self.kv_scales: dict[str, KVScales] = {}
         if config.kv_cache_dtype == FP8_E4M3:
             layers = [layer.name for layer in self.model.cached_layers()]
-            self.kv_scales = read_kv_scales(model_dir, layers) if has_checkpoint else {}
+            self.kv_scales = {} if weights is None else read_kv_scales(weights, layers)
         self._weight_bytes = num_bytes
         self.connector: ConnectorRunner | None = None
         self.encoder_connector: EncoderRunner | None = None
@@ -311,12 +313,12 @@ class Worker:
 
     @property
     def connectors(self) -> tuple[ConnectorRunner | EncoderRunner, ...]:
-        """Those that have something to report."""
+        """The connector and the encoder connector, without those that are missing."""
         both = self.connector, self.encoder_connector
         return tuple(each for each in both if each is not None)
 
     def encoder_config(self, fields: Mapping[str, Any]) -> EncoderWorkerConfig:
-        """Of an encoder connector's worker half. fields: of EncoderConnectorConfig."""
+        """Config of an encoder connector's worker half. fields: of EncoderConnectorConfig."""
         return EncoderWorkerConfig(
             **fields,
             rank=self._parallel.rank,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.backend import AttentionBackend, AttentionInputs
 from longshore.worker.attention.flashinfer_backend import FlashInferAttention, unsupported
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.attention.torch_backend import TorchAttention
@@ -83,12 +83,13 @@ def _why_not(cache: PagedKV, kind: "PagedAttentionKind", timer: Timer | None) ->
         )
         for heads in (kind.num_heads, cache.num_kv_heads, cache.num_kv_heads)
     )
+    inputs = AttentionInputs(q, k, v)
     steps = {
         make: make(small, kind).begin_step(metadata)
         for make in (TorchAttention, FlashInferAttention, TritonAttention)
     }
     wanted, found = (
-        steps[make].forward(1, q, k, v).float() for make in (TorchAttention, FlashInferAttention)
+        steps[make].forward(1, inputs).float() for make in (TorchAttention, FlashInferAttention)
     )
     error = float((found - wanted).norm() / wanted.norm())
     if not error <= MAX_ERROR:  # also if it is NaN
@@ -96,7 +97,7 @@ def _why_not(cache: PagedKV, kind: "PagedAttentionKind", timer: Timer | None) ->
     if timer is None:
         return None
     theirs, ours = (
-        timer(lambda step=steps[make]: step.forward(1, q, k, v), cache.device)  # type: ignore[misc]
+        timer(lambda step=steps[make]: step.forward(1, inputs), cache.device)  # type: ignore[misc]
         for make in (FlashInferAttention, TritonAttention)
     )
     if theirs < ours:

@@ -1,11 +1,29 @@
 """The interface of attention backends, and of layers that replace attention (Mamba)."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.kernels.rotary import Rotation
+
+
+class AttentionInputs(NamedTuple):
+    """What a layer of PagedAttentionKind gives to its backend.
+
+    q:        (num_tokens, num_heads, head_dim).
+    k, v:     (num_tokens, num_kv_heads, head_dim).
+    rotation: what is done to q and k first; then they are overwritten.
+    sinks:    (num_heads,) float32, logits that take part in the softmax of each head but have no
+              value.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotation: Rotation | None = None
+    sinks: Tensor | None = None
 
 
 class LayerHooks(Protocol):
@@ -30,14 +48,11 @@ class AttentionStep(Protocol):
     @property
     def native_steps(self) -> Sequence[bytes]: ...
 
-    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+    def forward(self, layer: int, inputs: Any) -> Tensor:
         """Write the KV of every token of the step to the cache, then compute the layer.
 
-        Layers and backends of one kind agree on inputs and result. For PagedAttentionKind:
-        q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim);
-        rotation: what is done to q and k first; they may be overwritten; sinks: None, or
-        (num_heads,) float32, logits that take part in the softmax of each head but have no value.
-        Returns (num_tokens, num_heads * head_dim).
+        Layers and backends of one kind agree on inputs and result: AttentionInputs, and
+        (num_tokens, num_heads * head_dim), for PagedAttentionKind.
 
         The KV of all tokens is written before any token attends, because a request may have a
         prefix hit on blocks that another request fills in the same step.

@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.rotary import rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 
 
 @dataclass(frozen=True, kw_only=True)
 class BidirectionalAttentionKind:
-    """As many KV heads as query heads, and scores scaled by head_dim ** -0.5."""
+    """It has as many KV heads as query heads, and scales scores by head_dim ** -0.5."""
 
     def make_backend(self, view: PagedKV) -> "BidirectionalAttention":
         return BidirectionalAttention()
@@ -44,10 +45,9 @@ class BidirectionalAttentionStep:
             for chunk in metadata.prefill_chunks
         ]
 
-    def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | None = None
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See AttentionStep.forward; there are as many heads of keys as of queries."""
+        q, k, v, rotation, _ = inputs
         if rotation is not None:
             rotary_(q, k, rotation)
         out = torch.empty_like(q)

@@ -16,21 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.backend import AttentionBackend, AttentionInputs
 from longshore.worker.attention.kept_attention import KeptAttention
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.latent_backend import (
     LatentAttentionKind,
-    LatentProjections,
+    LatentInputs,
     multiply_heads,
 )
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.attention.selector import computes_in_torch
 from longshore.worker.attention.triton_backend import MAX_HEAD_DIM
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.kernels.latents import LatentNorm, prepare_latents
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.rotary import rotary_
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.context_share import ContextShare
 from longshore.worker.kv_cache.fp8 import (
@@ -118,17 +117,9 @@ class SharedAttentionStep:
         self._parallel = parallel
         self._context = context
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See AttentionStep.forward."""
+        q, k, v, rotation, sinks = inputs
         if rotation is not None:
             rotary_(q, k, rotation)
         self._context.write(layer, k, v)
@@ -167,21 +158,12 @@ class SharedLatentStep:
         self._parallel = parallel
         self._context = context
 
-    def forward(
-        self,
-        layer: int,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        vectors: Tensor,
-        *,
-        projections: LatentProjections,
-        norm: LatentNorm | None = None,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: LatentInputs) -> Tensor:
         """See LatentStep.forward."""
-        q = prepare_latents(q_rope, vectors, norm=norm, rotation=rotation)
-        self._context.write(layer, vectors)
-        multiply_heads(q_nope, projections.keys, q[..., : projections.keys.shape[2]])
+        q = inputs.prepare()
+        self._context.write(layer, inputs.vectors)
+        projections = inputs.projections
+        multiply_heads(inputs.q_nope, projections.keys, q[..., : projections.keys.shape[2]])
         sums = attend(self._parallel, self._context, layer, q).to(q.dtype)
         return torch.bmm(sums.transpose(0, 1), projections.values).transpose(0, 1).flatten(1)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionInputs, AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kv_cache.buffer import PagedKV
@@ -55,7 +55,7 @@ class CrossAttentionStep:
 
     def forward(self, layer: int, q: Tensor) -> Tensor:
         """q: (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
-        return self._step.forward(layer, q, self._no_new_kv, self._no_new_kv)
+        return self._step.forward(layer, AttentionInputs(q, self._no_new_kv, self._no_new_kv))
 
     def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
         """See EncodingStep.write. Writes whole blocks, with zeros after the last token, because

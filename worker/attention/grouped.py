@@ -78,10 +78,10 @@ class GroupedStep:
         self._layers = layers
         self.native_steps = [one for step in steps for one in step.native_steps]
 
-    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+    def forward(self, layer: int, inputs: Any) -> Tensor:
         """layer: index among the cached layers of this rank. See AttentionStep.forward."""
         number, index = self._layers[layer]
-        return self._steps[number].forward(index, *inputs, **parameters)
+        return self._steps[number].forward(index, inputs)
 
     def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
         """layer: a layer of cross attention, numbered as in `forward`. See EncodingStep.write."""
@@ -105,9 +105,9 @@ class HookedStep(GroupedStep):
         self._names = names
         self._hooks = hooks
 
-    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+    def forward(self, layer: int, inputs: Any) -> Tensor:
         name = self._names[layer]
         self._hooks.before_layer(name)
-        out = super().forward(layer, *inputs, **parameters)
+        out = super().forward(layer, inputs)
         self._hooks.after_layer(name)
         return out

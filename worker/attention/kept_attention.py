@@ -5,16 +5,16 @@ A rank stores its tokens in order, so each query sees the first n of them: n is 
 decode kernel, and a number per token for the prefill kernel.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longshore.worker.attention.chunk_table import chunk_table, kept_keys
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
+from longshore.worker.kernels.scoring import Scoring
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.context_share import ContextShare
 
@@ -37,7 +37,7 @@ class KeptAttention:
     ) -> None:
         self._memory = memory
         self._metadata = metadata
-        self._settings: dict[str, Any] = {"scale": scale, "reach": Reach(), "softcap": softcap}
+        self._scoring = Scoring(scale, softcap=softcap)
         self._num_decodes = len(metadata.decode_rows)
         self._decode_lens = share.num_kept(metadata.decode_lens)
         max_tokens = metadata.block_table.shape[1] * memory.block_size
@@ -63,7 +63,7 @@ class KeptAttention:
         metadata, n = self._metadata, self._num_decodes
         keys, values = self._memory.planes(layer)
         scales = self._memory.scales(layer)
-        settings = self._settings | {"key_scale": scales.keys, "value_scale": scales.values}
+        scoring = self._scoring._replace(key_scale=scales.keys, value_scale=scales.values)
         out = q.new_empty(*q.shape[:3], values.shape[3] + 1, dtype=torch.float32)
         heads = q.transpose(0, 1).flatten(1, 2)  # of all ranks: (num_tokens, heads, dim)
         if n:
@@ -74,8 +74,8 @@ class KeptAttention:
                 metadata.block_table,
                 metadata.decode_rows,
                 self._decode_lens,
+                scoring,
                 num_splits=self._num_splits,
-                **settings,
             )
             _store(out[:, :n], *decoded)
         if self._chunks is not None:
@@ -85,9 +85,9 @@ class KeptAttention:
                 values,
                 metadata.block_table,
                 self._chunks,
+                scoring,
                 max_tokens=self._max_tokens,
                 seen=self._kept_keys,
-                **settings,
             )
             _store(out[:, n:], *prefilled)
         return out

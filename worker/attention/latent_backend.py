@@ -14,13 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionInputs, AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.attention.selector import make_attention
@@ -48,6 +48,30 @@ class LatentProjections:
     values: Tensor
 
 
+class LatentInputs(NamedTuple):
+    """What a layer gives to its backend.
+
+    q_nope:  (num_tokens, num_heads, nope_dim).
+    q_rope:  (num_tokens, num_heads, rope_dim).
+    vectors: (num_tokens, latent_dim + rope_dim), what is cached.
+    norm, rotation: what is done first to latents, and to q_rope and the rotary part of the vectors,
+             which are overwritten.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    vectors: Tensor
+    projections: LatentProjections
+    norm: LatentNorm | None = None
+    rotation: Rotation | None = None
+
+    def prepare(self, places: LatentPlaces | None = None) -> Tensor:
+        """See prepare_latents."""
+        return prepare_latents(
+            self.q_rope, self.vectors, norm=self.norm, rotation=self.rotation, places=places
+        )
+
+
 @dataclass(frozen=True)
 class LatentAttentionKind:
     """num_heads: this rank's query heads. Sizes in elements: latent_dim and rope_dim of a cached
@@ -65,8 +89,8 @@ class LatentAttentionKind:
 
     def expands(self, num_tokens: int, seq_len: int) -> bool:
         """Whether to expand keys and values for the last `num_tokens` tokens of a sequence of
-        `seq_len`: if that is faster by a count of products, weighted as measured in
-        benchmarks/latent_attention.py, and the buffer holds at least one head."""
+        `seq_len`: if that is faster by a count of products, weighted as measured on
+        a CPU, and the buffer holds at least one head."""
         num_pairs = num_tokens * (2 * seq_len - num_tokens + 1) // 2
         projection = self.latent_dim * (self.nope_dim + self.value_dim)
         absorbed = 2 * (self.latent_dim + self.rope_dim)
@@ -166,42 +190,25 @@ class LatentStep:
         head_size = kind.latent_dim + kind.rope_dim
         self._no_vectors = torch.empty((0, 1, head_size), dtype=view.dtype, device=view.device)
 
-    def forward(
-        self,
-        layer: int,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        vectors: Tensor,
-        *,
-        projections: LatentProjections,
-        norm: LatentNorm | None = None,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
-        """See AttentionStep.forward.
-
-        q_nope:  (num_tokens, num_heads, nope_dim).
-        q_rope:  (num_tokens, num_heads, rope_dim).
-        vectors: (num_tokens, latent_dim + rope_dim), what is cached.
-        norm, rotation: what is done to latents, and to q_rope and the rotary part of the vectors,
-                 first. They are overwritten.
-        Returns (num_tokens, num_heads * value_dim).
-        """
-        latent_dim = self._kind.latent_dim
-        places = LatentPlaces(self._latents[:, layer], self._slots)
-        q = prepare_latents(q_rope, vectors, norm=norm, rotation=rotation, places=places)
+    def forward(self, layer: int, inputs: LatentInputs) -> Tensor:
+        """See AttentionStep.forward. Returns (num_tokens, num_heads * value_dim)."""
+        q_nope, projections, latent_dim = inputs.q_nope, inputs.projections, self._kind.latent_dim
+        q = inputs.prepare(LatentPlaces(self._latents[:, layer], self._slots))
         out = q.new_empty(*q.shape[:2], self._kind.value_dim)
         if self._absorbed is not None:
             for span in self._spans:
                 multiply_heads(q_nope[span], projections.keys, q[span, :, :latent_dim])
             absorbed = _take(q, self._spans)
-            sums = self._absorbed.forward(layer, absorbed, self._no_vectors, self._no_vectors)
+            sums = self._absorbed.forward(
+                layer, AttentionInputs(absorbed, self._no_vectors, self._no_vectors)
+            )
             latent_sums = sums.view(*absorbed.shape[:2], -1)[..., :latent_dim]
             sizes = [span.stop - span.start for span in self._spans]
             for span, part in zip(self._spans, latent_sums.split(sizes), strict=True):
                 multiply_heads(part, projections.values, out[span])
         for chunk in self._expanded:
             q_of_chunk = q_nope[chunk.tokens], q[chunk.tokens, :, latent_dim:]
-            out[chunk.tokens] = chunk.attend(layer, *q_of_chunk, vectors, projections)
+            out[chunk.tokens] = chunk.attend(layer, *q_of_chunk, inputs.vectors, projections)
         return out.flatten(1)
 
 
@@ -292,7 +299,8 @@ class _ExpandedChunk:
             keys, values = _expand(kind, vectors[tokens], to_keys, to_values)
             q = torch.cat((q_nope[:, heads], q_rope[:, heads]), dim=-1)
             q = _pad(q, kind.expanded_dim)
-            parts.append(self._step.forward(0, q, keys, values).view_as(q)[..., : kind.value_dim])
+            out = self._step.forward(0, AttentionInputs(q, keys, values))
+            parts.append(out.view_as(q)[..., : kind.value_dim])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _earlier(self, layer: int) -> Tensor:

@@ -47,9 +47,9 @@ def computes_in_torch() -> bool:
 def make_attention(
     cache: PagedKV, kind: "PagedAttentionKind", *, may_probe: bool = True
 ) -> AttentionBackend:
-    """On a GPU the Triton kernels, for heads of up to MAX_HEAD_DIM, with FlashInfer for chunks if
-    that is selected, or is installed and faster. On a CPU the compiled kernel if it was built and
-    supports the cache's dtype and head size. Otherwise torch.
+    """Choose the Triton kernels on a GPU, for heads of up to MAX_HEAD_DIM, with FlashInfer for
+    chunks if that is selected, or is installed and faster; on a CPU the compiled kernel if it was
+    built and supports the cache's dtype and head size; otherwise torch.
 
     may_probe: False while requests are served: they would wait for the comparison with FlashInfer,
                which is not used then."""

@@ -14,7 +14,7 @@ context from piece to piece.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch import Tensor
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.kernels.carry_state import carry_state
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.state_step import state_step
+from longshore.worker.kernels.state_step import StateWeights, state_step
 from longshore.worker.kv_cache.buffer import PagedStates
 
 PIECE_TOKENS: Final = 64
@@ -62,6 +62,22 @@ class MambaKind:
         return StateBackend(self, view)
 
 
+class StateInputs(NamedTuple):
+    """What a layer gives to its backend.
+
+    channels: (n, conv_channels): x, B and C before the convolution, concatenated.
+    dt:       (n, num_heads), before bias and softplus.
+    """
+
+    channels: Tensor
+    dt: Tensor
+    weights: StateWeights
+
+    def after(self, num_tokens: int) -> "StateInputs":
+        """Without the first tokens."""
+        return self._replace(channels=self.channels[num_tokens:], dt=self.dt[num_tokens:])
+
+
 class StateBackend:
     """Computes the layers of one group: on a GPU single tokens with a kernel, and everything else
     in plain torch operations."""
@@ -96,54 +112,31 @@ class StateStep:
         if num_decodes < len(metadata.slot_mapping):
             self._others = _TorchStep(kind, view, _after(metadata, num_decodes))
 
-    def forward(
-        self,
-        layer: int,
-        inputs: Tensor,
-        dt: Tensor,
-        *,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        decay: Tensor,
-        skip: Tensor,
-        dt_bias: Tensor,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: StateInputs) -> Tensor:
         """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token.
 
-        layer:       index among the layers of the group.
-        inputs:      (n, conv_channels): x, B and C before the convolution, concatenated.
-        dt:          (n, num_heads), before bias and softplus.
-        conv_weight: (conv_width, conv_channels), oldest token first; conv_bias: (conv_channels,).
-        decay, skip, dt_bias: (num_heads,) float32; decay is negative.
-        Returns (n, num_heads * head_dim) float32.
+        layer: index among the layers of the group. Returns (n, num_heads * head_dim) float32.
         """
-        weights: dict[str, Any] = {
-            "conv_weight": conv_weight,
-            "conv_bias": conv_bias,
-            "decay": decay,
-            "skip": skip,
-            "dt_bias": dt_bias,
-        }
         n, metadata = self._num_decodes, self._metadata
         parts = []
         if n:
             states, kept_inputs = (each[:, layer] for each in self._view.states)
             parts.append(
                 state_step(
-                    inputs[:n],
-                    dt[:n],
+                    inputs.channels[:n],
+                    inputs.dt[:n],
                     states,
                     kept_inputs,
                     metadata.block_table,
                     metadata.decode_rows,
                     metadata.decode_lens,
+                    inputs.weights,
                     num_groups=self._kind.num_groups,
                     block_size=self._view.block_size,
-                    **weights,
                 )
             )
         if self._others is not None:
-            parts.append(self._others.forward(layer, inputs[n:], dt[n:], **weights))
+            parts.append(self._others.forward(layer, inputs.after(n)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -184,22 +177,12 @@ class _TorchStep:
             self._scan = _ChunkedScan(firsts - num_decodes, counts, device)
         self._read, self._written = _blocks(metadata, chunks, view.block_size)
 
-    def forward(
-        self,
-        layer: int,
-        inputs: Tensor,
-        dt: Tensor,
-        *,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        decay: Tensor,
-        skip: Tensor,
-        dt_bias: Tensor,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: StateInputs) -> Tensor:
         """See StateStep.forward."""
+        channels, dt, weights = inputs
         kind, states, kept_inputs = self._kind, self._states[:, layer], self._conv_inputs[:, layer]
         kept = kept_inputs.index_select(0, self._read)
-        convolved, kept = self._convolution.run(inputs, kept, conv_weight, conv_bias)
+        convolved, kept = self._convolution.run(channels, kept, weights)
         kept_inputs.index_copy_(0, self._written, kept)
 
         maps_width = kind.num_groups * kind.state_size
@@ -207,12 +190,12 @@ class _TorchStep:
         x = x.unflatten(1, (kind.num_heads, kind.head_dim))
         b = b.unflatten(1, (kind.num_groups, kind.state_size))
         c = c.unflatten(1, (kind.num_groups, kind.state_size))
-        dt = F.softplus(dt.float() + dt_bias)
-        out = skip[:, None] * x
+        dt = F.softplus(dt.float() + weights.dt_bias)
+        out = weights.skip[:, None] * x
         rest, decodes = self._rest, self._decodes
         state = states.index_select(0, self._read[rest])
         if self._scan is not None:
-            out[rest] += self._scan.run(state, x[rest], b[rest], c[rest], dt[rest], decay)
+            out[rest] += self._scan.run(state, x[rest], b[rest], c[rest], dt[rest], weights.decay)
         for heads, groups in self._slabs:
             out[decodes, heads] += _advance(
                 states[:, heads],
@@ -222,7 +205,7 @@ class _TorchStep:
                 b[decodes, groups],
                 c[decodes, groups],
                 dt[decodes, heads],
-                decay[heads],
+                weights.decay[heads],
             )
         states.index_copy_(0, self._written[rest], state)
         return out.flatten(1)
@@ -320,18 +303,16 @@ class _Convolution:
         self._taps = _upload(taps, device)
         self._kept = _upload(lines(np.arange(num_seqs)[:, None], last).reshape(-1), device)
 
-    def run(
-        self, inputs: Tensor, kept: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: Tensor, kept: Tensor, weights: StateWeights) -> tuple[Tensor, Tensor]:
         """inputs: (n, channels); kept: (num_seqs, width - 1, channels).
 
         Returns the result, (n, channels) float32, and the inputs to store now, shaped like `kept`.
         """
         table = torch.cat((kept.flatten(0, 1), inputs))
         out = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
-        if bias is not None:
-            out += bias
-        for tap, of_tap in zip(self._taps, weight, strict=True):
+        if weights.conv_bias is not None:
+            out += weights.conv_bias
+        for tap, of_tap in zip(self._taps, weights.conv_weight, strict=True):
             out.addcmul_(table.index_select(0, tap).float(), of_tap.float())
         return F.silu(out.to(inputs.dtype)).float(), table.index_select(0, self._kept).view_as(kept)
 

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import capped_segments
-from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.rotary import rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import (
     KVScales,
@@ -232,17 +233,9 @@ class TorchAttentionStep:
         self._segments = [_PaddedSegment(attention, metadata, s) for s in segments]
         self._chunks = [_PagedChunk(attention, metadata, c) for c in metadata.prefill_chunks]
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See AttentionStep.forward."""
+        q, k, v, rotation, sinks = inputs
         if rotation is not None:
             rotary_(q, k, rotation)
         fp8 = self._attention.cache.fp8

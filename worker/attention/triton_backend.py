@@ -4,18 +4,19 @@ A step of decodes reads everything that changes from step to step on the device,
 replay it. Prefill chunks of a step are computed in one launch.
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.chunk_table import chunk_table
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels.cascade_attention import cascade_attention, num_shared_splits
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
-from longshore.worker.kernels.rotary import Rotation
+from longshore.worker.kernels.scoring import Scoring
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import KVScales
@@ -72,25 +73,15 @@ class TritonAttentionStep:
         if metadata.prefill_chunks:
             self._chunks = chunk_table(metadata)
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See AttentionStep.forward."""
-        if len(k):  # not for cross attention: a graph would repeat a launch that writes nothing
-            self.write(layer, q, k, v, rotation)
-        return self.attend(layer, q, sinks)
+        if len(inputs.k):  # else cross attention: a graph would repeat a launch that writes nothing
+            self.write(layer, inputs)
+        return self.attend(layer, inputs.q, inputs.sinks)
 
-    def write(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
-    ) -> None:
+    def write(self, layer: int, inputs: AttentionInputs) -> None:
         """Store the keys and values of the step's tokens, after rotating keys and queries."""
+        q, k, v, rotation, _ = inputs
         keys, values = self._planes(layer)
         slots, scales = self._metadata.slot_mapping, self._scales(layer)
         write_kv(q, k, v, keys, values, slots, scales, rotation)
@@ -110,14 +101,21 @@ class TritonAttentionStep:
     def _decode(
         self, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        metadata, settings = self._metadata, self._settings(layer, sinks)
+        metadata, scoring = self._metadata, self._scoring(layer, sinks)
         sequences = (metadata.block_table, metadata.decode_rows, metadata.decode_lens)
+        num_splits = self._num_splits
         if self._shared is None:
-            settings |= {"reach": self._attention.reach, "num_splits": self._num_splits}
-            return decode_attention(q, keys, values, *sequences, **settings)[0]
-        settings["num_splits"] = self._num_splits
-        settings["num_shared_splits"] = self._num_shared_splits
-        return cascade_attention(q, keys, values, *sequences, self._shared, **settings)[0]
+            return decode_attention(q, keys, values, *sequences, scoring, num_splits=num_splits)[0]
+        return cascade_attention(
+            q,
+            keys,
+            values,
+            *sequences,
+            self._shared,
+            scoring,
+            num_splits=num_splits,
+            num_shared_splits=self._num_shared_splits,
+        )[0]
 
     def _prefill(
         self, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
@@ -129,20 +127,20 @@ class TritonAttentionStep:
             values,
             self._metadata.block_table,
             self._chunks,
+            self._scoring(layer, sinks),
             max_tokens=self._max_chunk_tokens,
-            reach=self._attention.reach,
-            **self._settings(layer, sinks),
         )[0]
 
-    def _settings(self, layer: int, sinks: Tensor | None) -> dict[str, Any]:
+    def _scoring(self, layer: int, sinks: Tensor | None) -> Scoring:
         attention, scales = self._attention, self._scales(layer)
-        return {
-            "scale": attention.scale,
-            "softcap": attention.softcap,
-            "sinks": sinks,
-            "key_scale": scales.keys,
-            "value_scale": scales.values,
-        }
+        return Scoring(
+            attention.scale,
+            attention.reach,
+            attention.softcap,
+            sinks,
+            key_scale=scales.keys,
+            value_scale=scales.values,
+        )
 
     def _planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """(num_blocks, num_kv_heads, block_size, head_dim) each."""

@@ -52,6 +52,6 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     num_non_finite = logits.isfinite().logical_not_().sum(dim=-1, dtype=torch.int32)
     return logits.argmax(dim=-1), num_non_finite

@@ -28,7 +28,7 @@ def carry_state(
 def reference(
     state: Tensor, added: Tensor, log_decay: Tensor, firsts: Tensor, num_pieces: Tensor
 ) -> None:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     decay = log_decay.exp()[:, :, None, None]
     counts = num_pieces.tolist()
     for nth, first in enumerate(firsts.tolist()):

@@ -5,9 +5,9 @@ from typing import Final
 
 from torch import Tensor
 
-from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels import decode_attention
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.scoring import Scoring
 
 MIN_SAVED_BYTES: Final = 32 << 20
 """Keys and values of a layer that must not be read again for the additional kernel to pay: about
@@ -37,35 +37,20 @@ def cascade_attention(
     rows: Tensor,
     lens: Tensor,
     shared: Tensor,
+    scoring: Scoring,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     num_splits: int = 1,
     num_shared_splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """shared: (1,) int64, a number of tokens in whole blocks, which may be 0: the blocks of so many
                leading tokens are those of the first sequence in all others. No length is less,
                except 0; the result of such a sequence is finite, and not specified.
+    scoring: with every token in reach.
     num_shared_splits: parts of the shared tokens; `num_splits`, of the others.
     The other arguments and the result: as of `decode_attention`.
     """
     if not uses_triton(q):
-        return decode_attention.reference(
-            q,
-            keys,
-            values,
-            block_table,
-            rows,
-            lens,
-            scale=scale * key_scale,
-            reach=Reach(),
-            softcap=softcap,
-            sinks=sinks,
-            value_scale=value_scale,
-        )
+        return decode_attention.reference(q, keys, values, block_table, rows, lens, scoring)
     from longshore.worker.kernels.gpu import cascade_attention as gpu
     from longshore.worker.kernels.gpu.decode_attention import are_latents
 
@@ -77,11 +62,11 @@ def cascade_attention(
         rows,
         lens,
         shared,
-        sinks,
-        scale,
-        softcap or 0.0,
-        key_scale,
-        value_scale,
+        scoring.sinks,
+        scoring.scale,
+        scoring.softcap or 0.0,
+        scoring.key_scale,
+        scoring.value_scale,
         num_splits,
         num_shared_splits,
         are_latents(keys, values),

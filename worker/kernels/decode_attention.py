@@ -5,8 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.scoring import Scoring
 
 MIN_PROGRAMS: Final = 528
 """Programs that keep a large GPU busy: four for each of an H100's 132 multiprocessors."""
@@ -34,13 +34,8 @@ def decode_attention(
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
+    scoring: Scoring,
     *,
-    scale: float,
-    reach: Reach,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     num_splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """q: (n, num_heads, head_dim), contiguous within a head.
@@ -49,26 +44,12 @@ def decode_attention(
     block_table:  (max_num_seqs, max_blocks) int32.
     rows, lens:   (n,) int64, the line of the table and the number of tokens of each sequence. A
                   sequence of 0 tokens reads nothing, and its result is 0.
-    sinks:        (num_heads,) float32 or None: see AttentionStep.
-    key_scale, value_scale: factors on keys and values that are stored in fp8.
 
     Returns (n, num_heads, value_dim) in q's dtype, and (n, num_heads) float32, the logarithms of
     the sums of the exponentials of scores, which merge attention over parts of a context.
     """
     if not uses_triton(q):
-        return reference(
-            q,
-            keys,
-            values,
-            block_table,
-            rows,
-            lens,
-            scale=scale * key_scale,
-            reach=reach,
-            softcap=softcap,
-            sinks=sinks,
-            value_scale=value_scale,
-        )
+        return reference(q, keys, values, block_table, rows, lens, scoring)
     from longshore.worker.kernels.gpu import decode_attention as gpu
 
     out: tuple[Tensor, Tensor] = gpu.decode_attention(
@@ -78,13 +59,13 @@ def decode_attention(
         block_table,
         rows,
         lens,
-        sinks,
-        scale,
-        reach.window or 0,
-        reach.chunk or 0,
-        softcap or 0.0,
-        key_scale,
-        value_scale,
+        scoring.sinks,
+        scoring.scale,
+        scoring.reach.window or 0,
+        scoring.reach.chunk or 0,
+        scoring.softcap or 0.0,
+        scoring.key_scale,
+        scoring.value_scale,
         num_splits,
         gpu.are_latents(keys, values),
     )
@@ -98,15 +79,12 @@ def reference(
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
-    *,
-    scale: float,
-    reach: Reach,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    value_scale: float = 1.0,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, one sequence at a time, in float32 or q's dtype if that is wider."""
+    """Compute the same in plain torch, one sequence at a time, in float32 or q's dtype if that is
+    wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    scale, reach, softcap, sinks, key_scale, value_scale = scoring
     group, block_size = q.shape[1] // keys.shape[1], keys.shape[2]
     out = q.new_zeros((*q.shape[:2], values.shape[3]))
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
@@ -120,7 +98,7 @@ def reference(
             cache.to(wide)[blocks, :, positions % block_size].repeat_interleave(group, dim=1)
             for cache in (keys, values)
         )
-        scores = torch.einsum("hd,nhd->hn", q[index].to(wide), k) * scale
+        scores = torch.einsum("hd,nhd->hn", q[index].to(wide), k) * (scale * key_scale)
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
         if sinks is not None:

@@ -23,7 +23,8 @@ def compute(
     down_bias: Tensor | None = None,
     weighs_inputs: bool = False,
 ) -> Tensor:
-    """With the Triton kernels, which never wait for the device: the same as `PackedExperts`.
+    """Compute with the Triton kernels, which never wait for the device: the same as
+    `PackedExperts`.
 
     x:             (n, size), float32, bfloat16 or float16; shared: None, or the same.
     weights:       (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts.

@@ -72,7 +72,7 @@ class Gate:
         return out
 
     def reference(self, gate_up: Tensor) -> Tensor:
-        """The same in plain torch."""
+        """Compute the same in plain torch."""
         if self.is_interleaved:
             gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
         else:

@@ -23,7 +23,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
 
 
 def reference(x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
-    """The same in plain torch."""
+    """Compute the same in plain torch."""
     groups = x.mul_(F.silu(gate.to(x.dtype))).unflatten(1, (num_groups, -1))
     squares = groups.square().mean(2, keepdim=True)
     groups.mul_(torch.rsqrt(squares.add_(eps)))

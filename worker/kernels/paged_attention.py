@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.kernels.native import ATTENTION_LAYER, ATTENTION_STEP, DTYPES, Native, empty
-from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.rotary import rotary_
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import KVScales
 
@@ -138,17 +139,9 @@ class PagedAttentionStep:
         self.native_steps = (step,)
         self._alive = alive  # `step` holds addresses of these
 
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See AttentionStep.forward."""
+        q, k, v, rotation, sinks = inputs
         if rotation is not None:
             rotary_(q, k, rotation)
         head_dim = self._head_dim

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.reach import Reach
 from longshore.worker.kernels import decode_attention
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.scoring import Scoring
 
 
 def prefill_attention(
@@ -14,18 +14,13 @@ def prefill_attention(
     values: Tensor,
     block_table: Tensor,
     chunks: Tensor,
+    scoring: Scoring,
     *,
     max_tokens: int,
     seen: Tensor | None = None,
-    scale: float,
-    reach: Reach,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """All chunks in one launch. A token attends to itself and the tokens before it in its sequence,
-    within its reach.
+    """Compute the attention of all chunks in one launch. A token attends to itself and the tokens
+    before it in its sequence, within its reach.
 
     q:      (n, num_heads, head_dim), contiguous within a head.
     chunks: (num_chunks, 4) int64: line of the block table, index of the first token in q, number of
@@ -43,12 +38,8 @@ def prefill_attention(
             values,
             block_table,
             chunks,
+            scoring,
             seen=seen,
-            scale=scale * key_scale,
-            reach=reach,
-            softcap=softcap,
-            sinks=sinks,
-            value_scale=value_scale,
         )
     from longshore.worker.kernels.gpu import prefill_attention as gpu
     from longshore.worker.kernels.gpu.decode_attention import are_latents
@@ -60,14 +51,14 @@ def prefill_attention(
         block_table,
         chunks,
         seen,
-        sinks,
+        scoring.sinks,
         max_tokens,
-        scale,
-        reach.window or 0,
-        reach.chunk or 0,
-        softcap or 0.0,
-        key_scale,
-        value_scale,
+        scoring.scale,
+        scoring.reach.window or 0,
+        scoring.reach.chunk or 0,
+        scoring.softcap or 0.0,
+        scoring.key_scale,
+        scoring.value_scale,
         are_latents(keys, values),
     )
     return out
@@ -79,15 +70,12 @@ def reference(
     values: Tensor,
     block_table: Tensor,
     chunks: Tensor,
+    scoring: Scoring,
     *,
     seen: Tensor | None = None,
-    scale: float,
-    reach: Reach,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    value_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: every token is a decode over the tokens that it attends to."""
+    """Compute the same in plain torch: every token is a decode over the tokens that it attends
+    to."""
     rows, lens = torch.zeros((2, len(q)), dtype=torch.int64, device=q.device)
     for row, first, count, length in chunks.tolist():
         rows[first : first + count] = row
@@ -99,9 +87,5 @@ def reference(
         block_table,
         rows,
         lens if seen is None else seen,
-        scale=scale,
-        reach=reach,
-        softcap=softcap,
-        sinks=sinks,
-        value_scale=value_scale,
+        scoring,
     )

@@ -109,7 +109,7 @@ def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -
 def reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor
 ) -> Tensor:
-    """The same in plain torch, written to `out`, which may be x."""
+    """Compute the same in plain torch, written to `out`, which may be x."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()

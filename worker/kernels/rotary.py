@@ -28,7 +28,7 @@ class Rotation(NamedTuple):
     eps: float = 0.0
 
     def with_norms(self, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> "Rotation":
-        """The same positions, after these norms."""
+        """This rotation, applied after these norms of q and k (None: no norm)."""
         return self._replace(q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 
@@ -81,7 +81,7 @@ def rotary_(q: Tensor, k: Tensor, rotation: Rotation) -> None:
 def reference(
     heads: Tensor, positions: Tensor, table: Tensor, norm: Tensor | None, eps: float
 ) -> None:
-    """The same in plain torch, for queries or for keys."""
+    """Compute the same in plain torch, for queries or for keys."""
     if norm is not None:
         rms_norm.reference(heads, None, norm, eps, heads)
     num_pairs = table.shape[2]

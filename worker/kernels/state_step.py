@@ -1,10 +1,26 @@
 """One token of each sequence through a Mamba 2 layer: convolution, state and output."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.operators import uses_triton
+
+
+class StateWeights(NamedTuple):
+    """The weights of one layer.
+
+    conv_weight: (conv_width, channels) float32, oldest token first; conv_bias: (channels,) float32.
+    decay, skip, dt_bias: (num_heads,) float32; decay is negative.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor
+    skip: Tensor
+    dt_bias: Tensor
 
 
 def state_step(
@@ -15,12 +31,8 @@ def state_step(
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
+    weights: StateWeights,
     *,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    decay: Tensor,
-    skip: Tensor,
-    dt_bias: Tensor,
     num_groups: int,
     block_size: int,
 ) -> Tensor:
@@ -35,7 +47,6 @@ def state_step(
     block_table: (max_num_seqs, max_blocks) int32; block_size: tokens that a block covers.
     rows, lens:  (n,) int64, the line of the table and the number of tokens of each sequence. A
                  sequence of 0 tokens reads and writes no block.
-    The other arguments: see StateStep.forward.
     Returns (n, num_heads * head_dim) float32.
     """
     if uses_triton(inputs):
@@ -49,11 +60,7 @@ def state_step(
             block_table,
             rows,
             lens,
-            conv_weight,
-            conv_bias,
-            decay,
-            skip,
-            dt_bias,
+            *weights,
             num_groups,
             block_size,
         )
@@ -66,11 +73,7 @@ def state_step(
         block_table,
         rows,
         lens,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        decay=decay,
-        skip=skip,
-        dt_bias=dt_bias,
+        weights,
         num_groups=num_groups,
         block_size=block_size,
     )
@@ -84,16 +87,12 @@ def reference(
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
+    weights: StateWeights,
     *,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    decay: Tensor,
-    skip: Tensor,
-    dt_bias: Tensor,
     num_groups: int,
     block_size: int,
 ) -> Tensor:
-    """The same in plain torch, one sequence at a time, in the dtype of the states."""
+    """Compute the same in plain torch, one sequence at a time, in the dtype of the states."""
     num_heads, head_dim, state_size = states.shape[1:]
     out = states.new_zeros(len(inputs), num_heads * head_dim)
     for index, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
@@ -102,9 +101,9 @@ def reference(
         kept = kept_inputs[read] if length > 1 else torch.zeros_like(kept_inputs[0])
         state = states[read] if length > 1 else torch.zeros_like(states[0])
         window = torch.cat((kept, inputs[index : index + 1]))
-        convolved = (window.to(states.dtype) * conv_weight).sum(0)
-        if conv_bias is not None:
-            convolved += conv_bias
+        convolved = (window.to(states.dtype) * weights.conv_weight).sum(0)
+        if weights.conv_bias is not None:
+            convolved += weights.conv_bias
         convolved = F.silu(convolved.to(inputs.dtype)).to(states.dtype)
         maps = num_groups * state_size
         x, b, c = convolved.split((num_heads * head_dim, maps, maps))
@@ -113,10 +112,10 @@ def reference(
             each.view(num_groups, state_size).repeat_interleave(num_heads // num_groups, 0)
             for each in (b, c)
         )
-        steps = F.softplus(dt[index].to(states.dtype) + dt_bias)
-        state = state * (steps * decay).exp()[:, None, None]
+        steps = F.softplus(dt[index].to(states.dtype) + weights.dt_bias)
+        state = state * (steps * weights.decay).exp()[:, None, None]
         state = state + (steps[:, None] * x)[:, :, None] * b[:, None, :]
-        out[index] = ((state * c[:, None, :]).sum(2) + skip[:, None] * x).flatten()
+        out[index] = ((state * c[:, None, :]).sum(2) + weights.skip[:, None] * x).flatten()
         if length > 0:
             states[written], kept_inputs[written] = state, window[1:]
     return out

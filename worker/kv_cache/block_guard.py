@@ -84,7 +84,7 @@ class BlockGuard:
             self._cache.recorded[block_id] = 0
 
     def verify_adopted(self, block_ids: Int32Array) -> None:
-        """These blocks are as a former process of this rank has recorded them. Raises
+        """Check that these blocks are as a former process of this rank has recorded them. Raises
         BlockChanged."""
         recorded = self._cache.recorded[block_ids]
         self._checksums = {
@@ -133,12 +133,12 @@ class GuardedStep:
     after: Int64s
 
     def begin(self) -> None:
-        """On the compute queue, before the step and its loads. Raises BlockChanged."""
+        """Check on the compute queue, before the step and its loads. Raises BlockChanged."""
         self.guard.keep(self.before)
         self.guard.verify(f"between steps, before step {self.step}")
 
     def end(self) -> None:
-        """On the compute queue, after the step and its stores. Raises BlockChanged."""
+        """Check on the compute queue, after the step and its stores. Raises BlockChanged."""
         self.guard.verify(f"in step {self.step}")
         self.guard.record(self.after)
 

@@ -237,7 +237,7 @@ class MultiGroupBlockTable:
             table.truncate_row(row, num_tokens)
 
     def allocated(self, row: int) -> list[npt.NDArray[np.int32]]:
-        """Per group, the row's allocated block ids."""
+        """The row's allocated block ids, per group."""
         return [table.allocated(row) for table in self.tables]
 
     def capacity(self) -> npt.NDArray[np.int64]:
@@ -247,7 +247,7 @@ class MultiGroupBlockTable:
     def slots(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[npt.NDArray[np.int64]]:
-        """Per group, the slot of each token, -1 if another rank stores it."""
+        """The slot of each token, per group; -1 if another rank stores it."""
         places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
         return [table.step_slots(rows, places[table.block_size]) for table in self.tables]
 

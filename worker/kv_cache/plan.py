@@ -236,7 +236,7 @@ def expanded_bytes(groups: Sequence[KVCacheGroup]) -> int:
 def groups_of_rank(
     groups: Sequence[KVCacheGroup], names: Collection[str]
 ) -> tuple[KVCacheGroup, ...]:
-    """The same groups with only the layers `names`, those of a pipeline stage."""
+    """The KV cache groups of one pipeline stage: `groups` with only the layers `names`."""
     return tuple(
         KVCacheGroup(tuple(name for name in group.layer_names if name in names), group.spec)
         for group in groups

@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionInputs, AttentionStep
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kernels.wide_norm import WholeHeads, sums_of_squares, wide_norm
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
@@ -69,7 +69,7 @@ class SelfAttention:
         """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         q, k, to_rotate = self.prepare(q, k, rotation)
-        return self.out(attention.forward(layer, q, k, v, rotation=to_rotate))
+        return self.out(attention.forward(layer, AttentionInputs(q, k, v, to_rotate)))
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
         """Families override this to do more than to rotate.

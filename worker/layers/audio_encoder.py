@@ -13,8 +13,7 @@ from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.decoder_config import Activation
-
-KERNEL_WIDTH = 3
+from longshore.worker.models.whisper_config import KERNEL_WIDTH
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,11 +42,12 @@ class ClassificationHead:
         return states @ self.weight.T
 
     def stored(self) -> StoredTensor:
-        """Without tokens: the checkpoint's own head."""
+        """The head without tokens: the checkpoint's own head."""
         return whole(self.weight)
 
     def in_output_head(self, vocab_size: int) -> StoredTensor:
-        """With tokens: the checkpoint's output head, whose rows of the tokens this rank needs."""
+        """The head with tokens: the checkpoint's output head, whose rows of the tokens this rank
+        needs."""
         assert self.tokens is not None
         return StoredTensor(
             (vocab_size, self.weight.shape[1]),

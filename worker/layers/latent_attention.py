@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.attention.latent_backend import LatentProjections
+from longshore.worker.attention.latent_backend import LatentInputs, LatentProjections
 from longshore.worker.kernels.latents import LatentNorm
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
@@ -80,13 +80,7 @@ class LatentAttention:
         norm = LatentNorm(self.latent_norm.weight, self.latent_norm.eps)
         return self.out(
             attention.forward(
-                layer,
-                q_nope,
-                q_rope,
-                vectors,
-                projections=self.projections,
-                norm=norm,
-                rotation=rotation,
+                layer, LatentInputs(q_nope, q_rope, vectors, self.projections, norm, rotation)
             )
         )
 

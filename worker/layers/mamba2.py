@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.attention.state_backend import MambaKind
+from longshore.worker.attention.state_backend import MambaKind, StateInputs
 from longshore.worker.kernels.gated_norm import gated_norm
 from longshore.worker.kernels.rotary import Rotation
+from longshore.worker.kernels.state_step import StateWeights
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
@@ -36,8 +37,7 @@ def mamba_kind(shape: MambaShape, num_shards: int) -> MambaKind:
 class Mamba2Mixer:
     """Replaces attention in a decoder layer.
 
-    conv_weight: (conv_width, local channels) float32, oldest token first; conv_bias: (channels,).
-    decay, skip, dt_bias: (local heads,) float32. A decay is stored as log(-decay).
+    weights: of this shard's channels and heads. A decay is stored as log(-decay).
     """
 
     def __init__(
@@ -60,10 +60,13 @@ class Mamba2Mixer:
         )
         num_channels = sum(column.num_local for column in self._convolved)
         self._widths = (width.num_local, num_channels, self._heads.num_local)
-        self.conv_weight = _float32(placement, shape.conv_width, num_channels)
-        self.conv_bias = _float32(placement, num_channels) if shape.conv_bias else None
-        self.decay, self.skip, self.dt_bias = (
-            _float32(placement, self._heads.num_local) for _ in range(3)
+        decay, skip, dt_bias = (_float32(placement, self._heads.num_local) for _ in range(3))
+        self.weights = StateWeights(
+            conv_weight=_float32(placement, shape.conv_width, num_channels),
+            conv_bias=_float32(placement, num_channels) if shape.conv_bias else None,
+            decay=decay,
+            skip=skip,
+            dt_bias=dt_bias,
         )
         self.norm = GatedGroupNorm(shape, groups, width, eps, placement)
         self.out = RowParallelLinear(
@@ -77,31 +80,27 @@ class Mamba2Mixer:
         """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank. There
         are no positions, so `rotation` is unused."""
         gate, convolved, dt = self.project(x).split(self._widths, dim=1)
-        y = attention.forward(
-            layer,
-            convolved,
-            dt,
-            conv_weight=self.conv_weight,
-            conv_bias=self.conv_bias,
-            decay=self.decay,
-            skip=self.skip,
-            dt_bias=self.dt_bias,
-        )
+        y = attention.forward(layer, StateInputs(convolved, dt, self.weights))
         return self.out(self.norm(y, gate))
 
     def _take_exponential(self) -> None:
-        self.decay.exp_().neg_()
+        self.weights.decay.exp_().neg_()
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
+        weights = self.weights
         tensors = {
             **self.project.checkpoint_tensors([f"{name}.in_proj"]),
             **self.out.checkpoint_tensors(f"{name}.out_proj"),
-            f"{name}.conv1d.weight": self._stored_channels(self.conv_weight.T.unsqueeze(1)),
+            f"{name}.conv1d.weight": self._stored_channels(weights.conv_weight.T.unsqueeze(1)),
             f"{name}.norm.weight": self.norm.stored(),
         }
-        if self.conv_bias is not None:
-            tensors[f"{name}.conv1d.bias"] = self._stored_channels(self.conv_bias)
-        for key, target in (("A_log", self.decay), ("D", self.skip), ("dt_bias", self.dt_bias)):
+        if weights.conv_bias is not None:
+            tensors[f"{name}.conv1d.bias"] = self._stored_channels(weights.conv_bias)
+        for key, target in (
+            ("A_log", weights.decay),
+            ("D", weights.skip),
+            ("dt_bias", weights.dt_bias),
+        ):
             part = (target, (self._heads.local,))
             tensors[f"{name}.{key}"] = StoredTensor((self._heads.size,), (part,))
         return tensors

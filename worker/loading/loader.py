@@ -1,50 +1,42 @@
-"""Loads a model's weights from safetensors files: one file, or shards listed by an index.
+"""Loads a model's weights from the files of a checkpoint.
 
-Files are memory-mapped, so each tensor is read once, directly into its memory and in the model's
-dtype. A rank reads only its part of a tensor. Every tensor of the model must be in the checkpoint
-with the expected shape, and every tensor of the checkpoint must be used. This is checked for the
-whole model before anything is read; `check_weights` checks it before memory is allocated.
+Each tensor is read once, some rows at a time, into its memory and in the model's dtype. A rank
+reads only its part of a tensor. That the checkpoint fits the model is checked before anything is
+read (`checkpoint.py`); `check_weights` checks it before memory is allocated.
 """
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from tqdm import tqdm
 
-from longshore.protocol.errors import shortened
-from longshore.protocol.model_files import exists, open_regular
-from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.errors import UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
-from longshore.worker.loading.bare_checkpoint import as_stored
+from longshore.worker.loading.checkpoint import Checkpoint, match_checkpoint
 from longshore.worker.loading.loadable_model import LoadableModel
-from longshore.worker.loading.tensor_names import INDEX_FILE, SINGLE_FILE
-from longshore.worker.models.json_fields import read_json_object
+from longshore.worker.loading.stored_weights import ReadTensor, StoredWeights
 from longshore.worker.process.byte_size import byte_size
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED: Final = 4
-_FLOATS: Final = ("F32", "BF16", "F16")
+_CHUNK: Final = 1 << 24  # elements that are in memory twice: as they were read, in float32
 
 
 def load_weights(
-    model: LoadableModel, model_dir: Path, *, show_progress: bool | None = None
+    model: LoadableModel, weights: StoredWeights, *, show_progress: bool | None = None
 ) -> None:
-    """Copy every tensor of the checkpoint in `model_dir`, or this rank's part, into `model`.
+    """Copy every tensor of a checkpoint, or this rank's part, into `model`.
 
     show_progress: None shows a progress bar if stderr is a terminal.
     Raises BrokenCheckpoint naming files and tensors that are missing, truncated or have the wrong
     shape, and UnsupportedModel for tensors that the model does not use.
     """
     started = time.monotonic()
-    num_tensors, num_bytes = _fill(model, model_dir, show_progress)
+    num_tensors, num_bytes = _fill(model, weights, show_progress)
     filled = time.monotonic()
     logger.debug(
         "loaded %d tensors, %s, in %.1f s; packing weights for this device",
@@ -77,173 +69,87 @@ def weight_bytes(model: LoadableModel) -> int:
     return sum(target.nbytes for stored in tensors for target, _ in stored.parts)
 
 
-def check_weights(model: LoadableModel, model_dir: Path) -> int:
-    """Check that the checkpoint in `model_dir` fits `model`, as `load_weights` does, without
+def check_weights(model: LoadableModel, weights: StoredWeights) -> int:
+    """Check that the checkpoint fits `model`, as `load_weights` does, without
     touching the model's memory: it may be on torch's device `meta`. Returns `weight_bytes`."""
-    model, _, _ = _match(model, model_dir)
+    _match(model, weights)
     return weight_bytes(model)
 
 
-def _match(
-    model: LoadableModel, model_dir: Path
-) -> tuple[LoadableModel, dict[Path, set[str]], StoredTensors]:
-    """The model under the names of the checkpoint, the tensors in each file, and the destinations
-    of those that the model needs. Raises BrokenCheckpoint or UnsupportedModel."""
-    files = find_tensors(model_dir)
-    found = {name for names in files.values() for name in names}
-    model = as_stored(model, found)
+def _match(model: LoadableModel, weights: StoredWeights) -> tuple[Checkpoint, StoredTensors]:
+    """Where the model's tensors are, and the destinations of those that it needs. Raises
+    BrokenCheckpoint or UnsupportedModel."""
     tensors = model.checkpoint_tensors()
-    _check_names(model_dir, model, wanted=tensors.keys(), found=found)
-    for path, names in files.items():
-        with open_safetensors(path) as file:
-            for name in sorted(names & tensors.keys()):
-                _check_tensor(path, file, name, tensors[name])
-    return model, files, tensors
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    return match_checkpoint(weights, shapes, model.is_redundant), tensors
 
 
-def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
+def _fill(
+    model: LoadableModel, weights: StoredWeights, show_progress: bool | None
+) -> tuple[int, int]:
     """Returns the number of tensors and the bytes that this rank has loaded. Keeps no reference to
     the filled memory, because the model may replace it with packed weights."""
-    model, files, tensors = _match(model, model_dir)
+    checkpoint, tensors = _match(model, weights)
     bar = tqdm(
         total=len(tensors),
-        desc=f"Loading {model_dir.name}",
+        desc=f"Loading {weights.model_dir.name}",
         unit="tensor",
         disable=None if show_progress is None else not show_progress,
     )
     num_bytes = 0
-    with bar:
-        for path, names in files.items():
-            with open_safetensors(path) as file:
-                for name in sorted(names & tensors.keys()):
-                    num_bytes += _copy_tensor(file, name, tensors[name])
-                    bar.update()
-    _check_copies(model, files, tensors)
+    with bar, weights.reader() as read:
+        for name, stored in checkpoint.names.items():
+            if name in tensors:
+                num_bytes += _copy_tensor(read, stored, tensors[name])
+                bar.update()
+        _check_copies(model, checkpoint, read, tensors)
     return len(tensors), num_bytes
 
 
-def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
-    """The checkpoint's files and the tensors to read from each.
-
-    Raises BrokenCheckpoint if a file is missing, truncated, or lacks a tensor listed in the index.
-    """
-    single = model_dir / SINGLE_FILE
-    if exists(single):
-        return {single: _tensor_names(single)}
-    index = model_dir / INDEX_FILE
-    if not exists(index):
-        raise BrokenCheckpoint(
-            f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors files are "
-            "supported; convert other formats first."
-        )
-    weight_map = read_json_object(index).table("weight_map")
-    if weight_map is None or not weight_map.values:
-        raise BrokenCheckpoint(
-            f"{index} has no weight_map, so no tensor can be found. Fetch the file again."
-        )
-    listed: dict[Path, set[str]] = {}
-    for name, file_name in weight_map.values.items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise weight_map.wrong(name, "the name of a file in the same folder")
-        listed.setdefault(model_dir / file_name, set()).add(name)
-    absent = sorted(path.name for path in listed if not path.exists())
-    if absent:
-        raise BrokenCheckpoint(
-            f"{index} lists {_some(absent)}, not in the folder. Fetch the missing shards."
-        )
-    for path, names in listed.items():
-        lacking = sorted(names - _tensor_names(path))
-        if lacking:
-            raise BrokenCheckpoint(
-                f"{path} lacks {_some(lacking)}, listed in {INDEX_FILE}. "
-                "Index and shards are of different checkpoints; fetch both again."
-            )
-    return listed
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file. Raises BrokenCheckpoint for errors on opening and on reading."""
-    try:
-        open_regular(path).close()
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise BrokenCheckpoint(
-            f"{path} is not a complete safetensors file: {error}. Fetch it again."
-        ) from error
-
-
-def _tensor_names(path: Path) -> set[str]:
-    with open_safetensors(path) as file:
-        return set(file.keys())
-
-
-def _check_names(
-    model_dir: Path, model: LoadableModel, *, wanted: AbstractSet[str], found: set[str]
-) -> None:
-    missing = sorted(wanted - found)
-    if missing:
-        raise BrokenCheckpoint(
-            f"{model_dir} lacks {_some(missing)}, which config.json requires. "
-            "The weights are incomplete, or config.json belongs to another model."
-        )
-    extra = sorted(name for name in found - wanted if not model.is_redundant(name))
-    if extra:
-        raise UnsupportedModel(
-            f"{model_dir} has {_some(extra)}, which this model does not use; its output would be "
-            "wrong. Check that config.json belongs to these weights."
-        )
-
-
-def _check_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> None:
-    view = file.get_slice(name)
-    if tuple(view.get_shape()) != stored.shape:
-        raise BrokenCheckpoint(
-            f"{path}: {shortened(name)} has shape {tuple(view.get_shape())}, but config.json "
-            f"implies {stored.shape}. Config and weights belong to different models."
-        )
-    if view.get_dtype() not in _FLOATS:
-        raise UnsupportedModel(
-            f"{path}: {shortened(name)} is stored as {view.get_dtype()}; only "
-            f"{', '.join(_FLOATS)} are supported. Use a checkpoint that is not quantised."
-        )
-
-
-def _copy_tensor(file: safe_open, name: str, stored: StoredTensor) -> int:
-    """Copy one tensor into the model; returns the bytes loaded."""
-    view = file.get_slice(name)
-    for target, index in stored.parts:
-        target.copy_(view[index])
+def _copy_tensor(read: ReadTensor, name: str, stored: StoredTensor) -> int:
+    """Copy one tensor into the model; returns the bytes loaded. name: in the checkpoint."""
+    for target, index in _chunks(stored):
+        target.copy_(read(name, index))
     return sum(target.nbytes for target, _ in stored.parts)
 
 
 def _check_copies(
-    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], tensors: StoredTensors
+    model: LoadableModel, checkpoint: Checkpoint, read: ReadTensor, tensors: StoredTensors
 ) -> None:
-    for path, names in files.items():
-        for name in sorted(names - tensors.keys()):
-            original = model.copy_of(name)
-            if original not in tensors:
-                continue
-            with open_safetensors(path) as file:
-                if not _is_copy(file, name, tensors[original]):
-                    raise UnsupportedModel(
-                        f"{path}: {name} differs from {original}, but config.json ties the two, so "
-                        "one of them would be ignored. Set tie_word_embeddings to false in "
-                        f"config.json to use {name}, or remove it from the file."
-                    )
+    for name, stored in checkpoint.names.items():
+        original = None if name in tensors else model.copy_of(name)
+        if original not in tensors:
+            continue
+        weight = checkpoint.weights.tensors[stored]
+        if weight.shape != tensors[original].shape or not _is_copy(read, stored, tensors[original]):
+            other = checkpoint.layout.stored_name(original)
+            raise UnsupportedModel(
+                f"{weight.path}: {stored} differs from {other}, but config.json ties the two, so "
+                "one of them would be ignored. Set tie_word_embeddings to false in config.json to "
+                f"use {stored}, or remove it from the file."
+            )
 
 
-def _is_copy(file: safe_open, name: str, original: StoredTensor) -> bool:
-    view = file.get_slice(name)
-    return tuple(view.get_shape()) == original.shape and all(
-        torch.equal(view[index].to(target.device, target.dtype), target)
-        for target, index in original.parts
+def _is_copy(read: ReadTensor, name: str, original: StoredTensor) -> bool:
+    return all(
+        torch.equal(read(name, index).to(target.device, target.dtype), target)
+        for target, index in _chunks(original)
     )
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(shortened, names[:_MAX_NAMED]))
-    hidden = len(names) - _MAX_NAMED
-    return shown if hidden <= 0 else f"{shown} and {hidden} more"
+def _chunks(stored: StoredTensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """The parts of a tensor, some rows at a time: a bound of the memory that reading needs, which
+    the checks before it do not count."""
+    for target, index in stored.parts:
+        bounds = [range(size)[part] for size, part in zip(stored.shape, index, strict=False)]
+        shape = (*map(len, bounds), *stored.shape[len(index) :])
+        if not index or shape != target.shape:  # another one broadcasts to the target
+            yield target, index
+            continue
+        step = max(1, _CHUNK * len(target) // max(1, target.numel()))
+        for first in range(0, len(target), step):
+            rows = bounds[0][first : first + step]
+            yield (
+                target[first : first + step],
+                (slice(rows.start, rows.stop, rows.step), *index[1:]),
+            )

@@ -1,7 +1,5 @@
 """Bamba: a Llama in which Mamba 2 mixers replace attention in most layers."""
 
-from typing import ClassVar
-
 from longshore.worker.attention.kind import Kind
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.mamba2 import Mamba2Mixer, mamba_kind
@@ -9,12 +7,11 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.bamba_config import HybridConfig
-from longshore.worker.models.decoder_model import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import Attention, PreNormLayer
-from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
-class HybridDecoder(RenamedDecoder):
+class HybridDecoder(DecoderModel):
     """A decoder with attention in some layers and Mamba in the others."""
 
     config: HybridConfig
@@ -49,8 +46,6 @@ class BambaLayer(PreNormLayer):
 
 
 class Bamba(HybridDecoder):
-    names: ClassVar[dict[str, str]] = {"model.norm.": "model.final_layernorm."}
-
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return BambaLayer(
             self.config,

@@ -1,13 +1,15 @@
 """Bamba (IBM, Princeton, CMU and UIUC, 2024), and the base config of Mamba-attention hybrids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mamba2_config import MambaShape, read_hybrid_mamba
+from longshore.worker.models.tensor_shapes import Shapes, norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,12 @@ class HybridConfig(DecoderConfig):
 
     mamba: MambaShape
     attention_layers: frozenset[int]
+
+    def mixer_shapes(self, layer: int, name: str) -> Shapes:
+        """The tensors of a layer's attention or Mamba mixer. name: of the layer."""
+        if layer in self.attention_layers:
+            return self.attention_shapes(f"{name}.self_attn")
+        return self.mamba.tensor_shapes(f"{name}.mamba", self.hidden_size)
 
     def cache_spec(self, layer: int, sizes: CacheSizes) -> KVCacheSpec:
         if layer in self.attention_layers:
@@ -33,6 +41,14 @@ class BambaConfig(HybridConfig):
 
     model_type = "bamba"
     model = "longshore.worker.models.bamba:Bamba"
+    stored_names: ClassVar[Mapping[str, str]] = {"model.norm.": "model.final_layernorm."}
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        return {
+            **norms(name, self.hidden_size, "input_layernorm", "pre_ff_layernorm"),
+            **self.mixer_shapes(layer, name),
+            **self.mlp_shapes(layer, f"{name}.feed_forward"),
+        }
 
     @classmethod
     def read(cls, fields: JsonFields) -> "BambaConfig":

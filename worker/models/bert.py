@@ -1,7 +1,5 @@
 """BERT and RoBERTa: encoders with learned positions, and a norm after each half of a layer."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.bert_config import BertConfig
-from longshore.worker.models.renamed_decoder import RenamedDecoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
 QKV = ("self.query", "self.key", "self.value")
@@ -59,18 +57,12 @@ class BertLayer:
         }
 
 
-class Bert(RenamedDecoder):
+class Bert(DecoderModel):
     """positions: (first_position + max_position_embeddings, hidden_size). token_types:
     (num_token_types, hidden_size)."""
 
     config: BertConfig
     norm_type = None
-    encoder: ClassVar[str] = "bert"
-    head_names: ClassVar[tuple[str, str]] = ("bert.pooler.dense", "classifier")
-    names: ClassVar[dict[str, str]] = {
-        "model.embed_tokens.": "bert.embeddings.word_embeddings.",
-        "model.layers.": "bert.encoder.layer.",
-    }
 
     def __init__(
         self,
@@ -96,7 +88,7 @@ class Bert(RenamedDecoder):
     def make_classifier(self) -> PooledClassificationHead:
         config = self.config
         return PooledClassificationHead(
-            len(config.labels), config.hidden_size, self._placement, names=self.head_names
+            len(config.labels), config.hidden_size, self._placement, names=config.head_names
         )
 
     def attention_kind(self, layer: int) -> Kind:
@@ -124,29 +116,10 @@ class Bert(RenamedDecoder):
         return self.token_types.index_select(0, types)
 
     def checkpoint_tensors(self) -> StoredTensors:
-        name = f"{self.encoder}.embeddings"
+        name = f"{self.config.encoder}.embeddings"
         return {
             **super().checkpoint_tensors(),
             f"{name}.position_embeddings.weight": whole(self.positions),
             f"{name}.token_type_embeddings.weight": whole(self.token_types),
             **self.embedding_norm.checkpoint_tensors(f"{name}.LayerNorm"),
         }
-
-    def is_redundant(self, name: str) -> bool:
-        """Also buffers of indices, and the layer after the encoder that embeddings do not use."""
-        return name.startswith(
-            (
-                f"{self.encoder}.pooler.dense.",
-                f"{self.encoder}.embeddings.position_ids",
-                f"{self.encoder}.embeddings.token_type_ids",
-            )
-        ) or super().is_redundant(name)
-
-
-class Roberta(Bert):
-    encoder = "roberta"
-    head_names = ("classifier.dense", "classifier.out_proj")
-    names: ClassVar[dict[str, str]] = {
-        "model.embed_tokens.": "roberta.embeddings.word_embeddings.",
-        "model.layers.": "roberta.encoder.layer.",
-    }

@@ -1,8 +1,9 @@
 """BERT (Devlin et al., 2018), RoBERTa and XLM-RoBERTa: encoders, whose tokens attend to later ones.
 They give embeddings or scores of labels, never tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.models.decoder_config import (
@@ -13,6 +14,7 @@ from longshore.worker.models.decoder_config import (
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
+from longshore.worker.models.tensor_shapes import Shapes, layer_norm, linear, mlp
 
 DEFAULT_SEPARATOR: Final = "[SEP]"
 
@@ -29,10 +31,57 @@ class BertConfig(DecoderConfig):
     model_type = "bert"
     model = "longshore.worker.models.bert:Bert"
     is_bidirectional = True
+    encoder: ClassVar[str] = "bert"
+    head_names: ClassVar[tuple[str, str]] = ("bert.pooler.dense", "classifier")
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.": "bert.embeddings.word_embeddings.",
+        "model.layers.": "bert.encoder.layer.",
+    }
 
     first_position: int
     num_token_types: int
     separator_id: int | None
+
+    def tensor_shapes(self) -> Shapes:
+        size, name = self.hidden_size, f"{self.encoder}.embeddings"
+        num_positions = self.first_position + self.max_position_embeddings
+        return {
+            **super().tensor_shapes(),
+            f"{name}.position_embeddings.weight": (num_positions, size),
+            f"{name}.token_type_embeddings.weight": (self.num_token_types, size),
+            **layer_norm(f"{name}.LayerNorm", size),
+        }
+
+    def norm_shapes(self) -> Shapes:
+        return {}
+
+    def classifier_shapes(self) -> Shapes:
+        (dense, out), size = self.head_names, self.hidden_size
+        return {
+            **linear(dense, size, size, bias=True),
+            **linear(out, len(self.labels), size, bias=True),
+        }
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        size, attention = self.hidden_size, f"{name}.attention"
+        names = ("self.query", "self.key", "self.value", "output.dense")
+        return {
+            **self.attention_shapes(attention, names),
+            **layer_norm(f"{attention}.output.LayerNorm", size),
+            **mlp(name, size, self.intermediate_size, ("intermediate.dense", "output.dense")),
+            **layer_norm(f"{name}.output.LayerNorm", size),
+        }
+
+    def is_redundant(self, name: str) -> bool:
+        """Buffers of indices are redundant, too, and so is the layer after the encoder that
+        embeddings do not use."""
+        return name.startswith(
+            (
+                f"{self.encoder}.pooler.dense.",
+                f"{self.encoder}.embeddings.position_ids",
+                f"{self.encoder}.embeddings.token_type_ids",
+            )
+        ) or super().is_redundant(name)
 
     @classmethod
     def read(cls, fields: JsonFields) -> "BertConfig":
@@ -95,7 +144,12 @@ class RobertaConfig(BertConfig):
     """Positions are counted from the one after the padding token's."""
 
     model_type = "roberta"
-    model = "longshore.worker.models.bert:Roberta"
+    encoder = "roberta"
+    head_names = ("classifier.dense", "classifier.out_proj")
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.": "roberta.embeddings.word_embeddings.",
+        "model.layers.": "roberta.encoder.layer.",
+    }
 
     @classmethod
     def _first_position(cls, fields: JsonFields) -> int:

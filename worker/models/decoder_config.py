@@ -5,7 +5,7 @@ are read: a model that loads and gives wrong output is worse than one that does 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
@@ -20,6 +20,15 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.attention.reach import Reach
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes, cache_name
+from longshore.worker.loading.quantization_config import KEYS
+from longshore.worker.loading.tensor_names import (
+    CLASSIFIER,
+    EMBEDDINGS,
+    HEAD,
+    NORM,
+    kv_scale,
+    renamed,
+)
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import (
     DEFAULT_THETA,
@@ -27,11 +36,10 @@ from longshore.worker.models.rope_config import (
     max_supported_len,
     read_rope_config,
 )
+from longshore.worker.models.tensor_shapes import Shapes, gated_mlp, linear, norms
 
 _NOT_COMPUTED: Final[dict[str, tuple[object, str]]] = {
     # key: (neutral value, reason for rejecting others)
-    "quantization_config": (None, "quantised weights are not supported"),
-    "compression_config": (None, "compressed weights are not supported"),
     "attention_chunk_size": (None, "chunked local attention is not part of this family"),
     "attn_logit_softcapping": (None, "capped attention scores are not part of this family"),
     "final_logit_softcapping": (None, "capped logits are not part of this family"),
@@ -48,6 +56,7 @@ _NOT_COMPUTED: Final[dict[str, tuple[object, str]]] = {
     "add_cross_attention": (False, "cross attention is not supported"),
 }
 _DTYPES: Final = ("float32", "bfloat16", "float16")
+_DEQUANTISED: Final = "bfloat16"
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS: Final[dict[str, Activation]] = {
@@ -71,6 +80,7 @@ class DecoderConfig(ABC):
     model_type:  the `model_type` of config.json, used if it has no architecture.
     model:       `package.module:Class` of the DecoderModel that computes it. It is imported only
                  when it is needed, because processes without torch read settings too.
+    stored_names: prefixes of our tensor names, and those that replace them in the checkpoint.
     default_block_size: tokens per KV block, unless --block-size sets another size.
     is_bidirectional: whether tokens attend to later ones. Then a prompt is computed in one step,
                  and no part of it can come from the prefix cache.
@@ -91,6 +101,7 @@ class DecoderConfig(ABC):
 
     model_type: ClassVar[str]
     model: ClassVar[str]
+    stored_names: ClassVar[Mapping[str, str]] = {}
     default_block_size: ClassVar[int] = 16
     is_bidirectional: ClassVar[bool] = False
 
@@ -183,6 +194,72 @@ class DecoderConfig(ABC):
         return {
             cache_name(layer): self.cache_spec(layer, sizes) for layer in range(self.num_layers)
         }
+
+    def tensor_shapes(self) -> Shapes:
+        """All tensors that a checkpoint must have, by the family's names, with their shapes."""
+        size = self.hidden_size
+        shapes: Shapes = {EMBEDDINGS: (self.vocab_size, size), **self.norm_shapes()}
+        needs_rows = self.label_tokens is not None  # of the output head
+        if (self.has_head or needs_rows) and not self.tie_word_embeddings:
+            shapes[HEAD] = (self.vocab_size, size)
+        if self.labels and not needs_rows:
+            shapes |= self.classifier_shapes()
+        for layer in range(self.num_layers):
+            shapes |= self.layer_shapes(layer, f"model.layers.{layer}")
+        return {renamed(name, self.stored_names): shape for name, shape in shapes.items()}
+
+    def own_name(self, name: str) -> str:
+        """Our name of a tensor of the checkpoint."""
+        return renamed(name, {stored: own for own, stored in self.stored_names.items()})
+
+    def norm_shapes(self) -> Shapes:
+        """The final norm."""
+        return {NORM: (self.hidden_size,)}
+
+    def classifier_shapes(self) -> Shapes:
+        return {CLASSIFIER: (len(self.labels), self.hidden_size)}
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        """The tensors of a layer. layer: index in the whole model; name: such as
+        `model.layers.0`."""
+        return {
+            **norms(name, self.hidden_size, "input_layernorm", "post_attention_layernorm"),
+            **self.attention_shapes(f"{name}.self_attn"),
+            **self.mlp_shapes(layer, f"{name}.mlp"),
+        }
+
+    def attention_shapes(
+        self, name: str, names: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    ) -> Shapes:
+        """names: of the four projections."""
+        size, width = self.hidden_size, self.num_heads * self.head_dim
+        kv_width = self.num_kv_heads * self.head_dim
+        biases = self.qkv_bias
+        if isinstance(biases, bool):
+            biases = (biases,) * 3
+        q, k, v, out = (f"{name}.{part}" for part in names)
+        return {
+            **linear(q, width, size, bias=biases[0]),
+            **linear(k, kv_width, size, bias=biases[1]),
+            **linear(v, kv_width, size, bias=biases[2]),
+            **linear(out, size, width, bias=self.out_bias),
+        }
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        return gated_mlp(name, self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
+
+    def is_redundant(self, name: str) -> bool:
+        """Whether a checkpoint may have this tensor, by our name, although the model does not need
+        it: it can be derived (rotary tables, a tied output head), or is a scale of the KV cache."""
+        return (
+            self.copy_of(name) is not None
+            or name.endswith("rotary_emb.inv_freq")
+            or kv_scale(name) is not None
+        )
+
+    def copy_of(self, name: str) -> str | None:
+        """The tensor that a redundant one must be equal to: a tied output head may be stored."""
+        return EMBEDDINGS if name == HEAD and self.tie_word_embeddings else None
 
     def cut_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel shards divide into equal parts, by their key in
@@ -368,8 +445,12 @@ def read_rotary_dim(fields: JsonFields, head_dim: int, has_partial_rotary: bool 
 
 
 def checkpoint_dtype(fields: JsonFields) -> str:
-    """The name of the checkpoint's dtype. Raises UnsupportedModel if it is not supported."""
-    dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
+    """The name of the checkpoint's dtype. Raises UnsupportedModel if it is not supported. That of
+    quantised weights may be absent, or be that of the stored numbers."""
+    dtype = fields.text("dtype", fields.text("torch_dtype", ""))
+    if dtype not in _DTYPES and fields.values.keys() & set(KEYS):
+        return _DEQUANTISED
+    dtype = dtype or "float32"
     if dtype not in _DTYPES:
         raise UnsupportedModel(
             f"{fields.source}: dtype={dtype!r} is not supported. Use a checkpoint in "

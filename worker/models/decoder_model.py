@@ -15,7 +15,6 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kernels.rotary import Rotation
-from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.classification_head import (
     ClassificationHead,
@@ -28,12 +27,10 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
-from longshore.worker.loading.tensor_names import CLASSIFIER, HEAD
+from longshore.worker.loading.tensor_names import CLASSIFIER, EMBEDDINGS, HEAD, NORM, renamed
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
-EMBEDDINGS: Final = "model.embed_tokens.weight"
-NORM: Final = "model.norm.weight"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 LabelHead: TypeAlias = ClassificationHead | PooledClassificationHead
@@ -147,7 +144,7 @@ class DecoderModel(ABC):
 
     @property
     def routers(self) -> list[Router]:
-        """Those of this rank's mixtures of experts, in the order of the layers."""
+        """The routers of this rank's mixtures of experts, in the order of the layers."""
         mixtures = (getattr(layer, "mlp", None) for layer in self.layers)
         routers = (getattr(mixture, "router", None) for mixture in mixtures)
         return [router for router in routers if isinstance(router, Router)]
@@ -216,7 +213,8 @@ class DecoderModel(ABC):
             self._add_classifier(tensors, self.classifier)
         for index, layer in zip(self._layer_indices, self.layers, strict=True):
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
-        return tensors
+        names = self.config.stored_names
+        return {renamed(name, names): tensor for name, tensor in tensors.items()}
 
     def _add_classifier(self, tensors: StoredTensors, head: LabelHead) -> None:
         if isinstance(head, PooledClassificationHead):
@@ -235,14 +233,12 @@ class DecoderModel(ABC):
         self._placement.loaded()
 
     def is_redundant(self, name: str) -> bool:
-        """Whether the checkpoint may have this tensor although the model does not need it: it
-        belongs to another stage, can be derived (rotary tables, a tied output head), or is a scale
-        of the KV cache."""
+        """Whether the checkpoint may have this tensor although the model does not need it: no rank
+        needs it, or it belongs to another stage."""
+        name = self.config.own_name(name)
         layer = _LAYER.match(name)
         return bool(
-            self.copy_of(name) is not None
-            or name.endswith("rotary_emb.inv_freq")
-            or is_kv_scale(name)
+            self.config.is_redundant(name)
             or (name in (EMBEDDINGS, NORM, HEAD) and self.parallel.num_stages > 1)
             or (name == CLASSIFIER and self.config.labels and not self.parallel.is_last_stage)
             or (layer is not None and self._is_elsewhere(int(layer[1])))
@@ -252,7 +248,6 @@ class DecoderModel(ABC):
         return layer < self.config.num_layers and layer not in self._layer_indices
 
     def copy_of(self, name: str) -> str | None:
-        """A tied output head may be stored, but must be equal to the embeddings."""
-        if name == HEAD and self.config.tie_word_embeddings:
-            return EMBEDDINGS
-        return None
+        """See LoadableModel."""
+        original = self.config.copy_of(self.config.own_name(name))
+        return None if original is None else renamed(original, self.config.stored_names)

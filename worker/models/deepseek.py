@@ -46,12 +46,6 @@ class Deepseek(DecoderModel):
             scale=config.score_scale,
         )
 
-    def is_redundant(self, name: str) -> bool:
-        """Multi-token prediction layers, which follow the last layer, are redundant too."""
-        end = self.config.num_layers + self.config.num_mtp_layers
-        mtp = tuple(f"model.layers.{layer}." for layer in range(self.config.num_layers, end))
-        return name.startswith(mtp) or super().is_redundant(name)
-
     def loaded(self) -> None:
         super().loaded()
         if self.config.num_mtp_layers:

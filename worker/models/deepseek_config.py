@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3 (2024): latent attention; dense layers first, then mixtures of experts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import RopeConfig, YarnRope
+from longshore.worker.models.tensor_shapes import Shapes, gated_mlp, linear, norms, split_experts
 
 _SIZES: Final = {
     "q_lora_rank": 1536,
@@ -75,6 +77,40 @@ class DeepseekConfig(DecoderConfig):
         """Whether a layer has no experts. layer: index in the whole model."""
         return layer < self.first_k_dense_replace or layer % self.moe_layer_freq != 0
 
+    def attention_shapes(self, name: str, *names: Sequence[str]) -> Shapes:
+        size, rank, latent = self.hidden_size, self.q_lora_rank, self.kv_lora_rank
+        width = self.num_heads * self.qk_head_dim
+        bias = bool(self.qkv_bias)
+        cached = latent + self.qk_rope_head_dim
+        values = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        shapes = {
+            **linear(f"{name}.kv_a_proj_with_mqa", cached, size, bias=bias),
+            **norms(name, latent, "kv_a_layernorm"),
+            **linear(f"{name}.kv_b_proj", values, latent),
+            **linear(f"{name}.o_proj", size, self.num_heads * self.v_head_dim, bias=self.out_bias),
+        }
+        if rank is None:
+            return shapes | linear(f"{name}.q_proj", width, size)
+        return {
+            **shapes,
+            **linear(f"{name}.q_a_proj", rank, size, bias=bias),
+            **norms(name, rank, "q_a_layernorm"),
+            **linear(f"{name}.q_b_proj", width, rank),
+        }
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        if self.is_dense(layer):
+            return super().mlp_shapes(layer, name)
+        size, width = self.hidden_size, self.num_shared_experts * self.expert_dim
+        shared = gated_mlp(f"{name}.shared_experts", size, width) if width else {}
+        return split_experts(name, self.num_experts, size, self.expert_dim) | shared
+
+    def is_redundant(self, name: str) -> bool:
+        """Multi-token prediction layers, which follow the last layer, are redundant too."""
+        end = self.num_layers + self.num_mtp_layers
+        mtp = tuple(f"model.layers.{layer}." for layer in range(self.num_layers, end))
+        return name.startswith(mtp) or super().is_redundant(name)
+
     def cut_sizes(self) -> dict[str, int]:
         return super().cut_sizes() | {"moe_intermediate_size": self.expert_dim}
 
@@ -128,6 +164,12 @@ class DeepseekV3Config(DeepseekConfig):
     best two experts."""
 
     model_type = "deepseek_v3"
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        shapes = super().mlp_shapes(layer, name)
+        if not self.is_dense(layer):
+            shapes[f"{name}.gate.e_score_correction_bias"] = (self.num_experts,)
+        return shapes
 
     @classmethod
     def read(cls, fields: JsonFields) -> "DeepseekV3Config":

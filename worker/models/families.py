@@ -17,6 +17,9 @@ from typing import Final
 
 from longshore.protocol.errors import shortened
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.loading.checkpoint import check_checkpoint
+from longshore.worker.loading.quantization_config import read_quantisation
+from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.loading.tensor_names import (
     is_bare_checkpoint,
     num_stored_layers,
@@ -90,6 +93,7 @@ ENCODERS: Final[dict[str, type[DecoderConfig]]] = {
     "XLMRobertaModel": XLMRobertaConfig,
 }
 """Models whose tokens attend to later ones, with a classification head or without a head."""
+_OWN: Final = {*ARCHITECTURES.values(), *CLASSIFIERS.values(), *ENCODERS.values()}
 DEFAULT_NUM_LABELS: Final = 2  # as in transformers
 _CLASSIFIER: Final = "ForSequenceClassification"
 
@@ -103,6 +107,7 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     """
     fields = read_json_object(model_dir / "config.json")
     config = _family(fields).read(fields)
+    read_quantisation(fields)  # rejects what is not supported
     names = tensor_names(model_dir)
     if 0 < (num_stored := num_stored_layers(names)) < config.num_layers:
         raise BrokenCheckpoint(
@@ -121,6 +126,13 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     ):
         config = replace(config, has_head=False)
     return config
+
+
+def check_weights(config: DecoderConfig, weights: StoredWeights) -> None:
+    """Check that the weights fit the config, by the headers of their files. Raises BrokenCheckpoint
+    or UnsupportedModel. What families of other packages need, only their models know."""
+    if type(config) in _OWN:
+        check_checkpoint(config, weights)
 
 
 def read_labels(fields: JsonFields) -> tuple[str, ...]:

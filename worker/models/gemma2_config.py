@@ -11,6 +11,7 @@ from longshore.worker.models.decoder_config import (
     sliding_window,
 )
 from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.tensor_shapes import Shapes, norms
 
 SOFTCAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 NULLABLE: Final = ("sliding_window", *SOFTCAPS)
@@ -41,6 +42,9 @@ class Gemma2Config(DecoderConfig):
     model_type = "gemma2"
     model = "longshore.worker.models.gemma2:Gemma2"
 
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        return super().layer_shapes(layer, name) | sandwich_norms(name, self.hidden_size)
+
     @classmethod
     def read(cls, fields: JsonFields) -> "Gemma2Config":
         fields = fields.with_defaults(DEFAULTS, nullable=NULLABLE)
@@ -62,6 +66,11 @@ class Gemma2Config(DecoderConfig):
             score_softcap=softcap(fields, "attn_logit_softcapping"),
             logit_softcap=softcap(fields, "final_logit_softcapping"),
         )
+
+
+def sandwich_norms(name: str, size: int) -> Shapes:
+    """The norms around the MLP of a layer."""
+    return norms(name, size, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def reject_bidirectional(fields: JsonFields) -> None:

@@ -1,6 +1,7 @@
 """Gemma 3 (Gemma Team, 2025), text: five layers with a window alternate with one without; the two
 kinds have different ropes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,12 +18,14 @@ from longshore.worker.models.gemma2_config import (
     ACTIVATIONS,
     NULLABLE,
     reject_bidirectional,
+    sandwich_norms,
     score_scale,
     softcap,
 )
 from longshore.worker.models.gemma2_config import DEFAULTS as GEMMA2_DEFAULTS
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import RopeConfig, read_rope_config
+from longshore.worker.models.tensor_shapes import Shapes, norms
 
 DEFAULTS: Final = {
     **GEMMA2_DEFAULTS,
@@ -55,6 +58,13 @@ class Gemma3Config(DecoderConfig):
 
     def rope_of(self, layer: int) -> RopeConfig:
         return self.local_rope if self.is_local[layer] else self.rope
+
+    def attention_shapes(self, name: str, *names: Sequence[str]) -> Shapes:
+        heads = norms(name, self.head_dim, "q_norm", "k_norm")
+        return super().attention_shapes(name, *names) | heads
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        return super().layer_shapes(layer, name) | sandwich_norms(name, self.hidden_size)
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gemma3Config":
@@ -95,7 +105,7 @@ class Gemma3ImagesConfig(Gemma3Config):
     """The text part of a checkpoint with images and text; images are not supported."""
 
     model_type = "gemma3"
-    model = "longshore.worker.models.gemma3:Gemma3Images"
+    model = "longshore.worker.models.gemma3:Gemma3"
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Gemma3Config":

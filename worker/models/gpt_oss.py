@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionInputs, AttentionStep
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import SelfAttention
@@ -35,7 +35,7 @@ class SinkAttention(SelfAttention):
     ) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         q, k, to_rotate = self.prepare(q, k, rotation)
-        return self.out(attention.forward(layer, q, k, v, rotation=to_rotate, sinks=self.sinks))
+        return self.out(attention.forward(layer, AttentionInputs(q, k, v, to_rotate, self.sinks)))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         sinks = StoredTensor((self._num_heads,), ((self.sinks, (self._share,)),))

@@ -1,5 +1,6 @@
 """GPT-OSS (OpenAI, 2025): attention sinks, windows in every second layer, mixtures of experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +13,7 @@ from longshore.worker.models.decoder_config import (
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mixtral_config import read_top_k
+from longshore.worker.models.tensor_shapes import Shapes, stacked_experts
 
 DEFAULT_ROPE: Final = {
     "rope_type": "yarn",
@@ -38,6 +40,13 @@ class GptOssConfig(DecoderConfig):
     top_k: int
     swiglu_alpha: float
     swiglu_limit: float
+
+    def attention_shapes(self, name: str, *names: Sequence[str]) -> Shapes:
+        return super().attention_shapes(name, *names) | {f"{name}.sinks": (self.num_heads,)}
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        size, width = self.hidden_size, self.intermediate_size
+        return stacked_experts(name, self.num_experts, size, width, bias=True)
 
     @classmethod
     def read(cls, fields: JsonFields) -> "GptOssConfig":

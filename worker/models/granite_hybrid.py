@@ -1,7 +1,5 @@
 """Granite 4 hybrid: pre-norm layers of Mamba 2 or attention, with several multipliers."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
@@ -113,7 +111,6 @@ class GraniteHybridLayer(PreNormLayer):
 
 class GraniteHybrid(HybridDecoder):
     config: GraniteHybridConfig
-    names: ClassVar[dict[str, str]] = {}
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return GraniteHybridLayer(self.config, placement, self.make_mixer(placement, layer))

@@ -8,6 +8,7 @@ from longshore.worker.models.bamba_config import HybridConfig
 from longshore.worker.models.decoder_config import read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mamba2_config import read_hybrid_mamba
+from longshore.worker.models.tensor_shapes import Shapes, linear, norms
 
 _COMPUTED: Final = (
     "embedding_multiplier",
@@ -43,6 +44,21 @@ class GraniteHybridConfig(HybridConfig):
     expert_width: int
     embedding_multiplier: float
     residual_multiplier: float
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        size, width = self.hidden_size, self.intermediate_size
+        num_experts, mixture = self.num_experts, f"{name}.block_sparse_moe"
+        shapes = {
+            **norms(name, size, "input_layernorm", "post_attention_layernorm"),
+            **self.mixer_shapes(layer, name),
+            **linear(f"{name}.shared_mlp.input_linear", 2 * width, size),
+            **linear(f"{name}.shared_mlp.output_linear", size, width),
+        }
+        if num_experts:
+            shapes |= linear(f"{mixture}.router.layer", num_experts, size)
+            shapes[f"{mixture}.input_linear.weight"] = (num_experts, 2 * self.expert_width, size)
+            shapes[f"{mixture}.output_linear.weight"] = (num_experts, size, self.expert_width)
+        return shapes
 
     @classmethod
     def read(cls, fields: JsonFields) -> "GraniteHybridConfig":

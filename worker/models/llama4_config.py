@@ -13,6 +13,7 @@ from longshore.worker.models.decoder_config import (
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mixtral_config import read_top_k
 from longshore.worker.models.rope_config import DefaultRope, LinearRope, Llama3Rope
+from longshore.worker.models.tensor_shapes import Shapes, gated_mlp, norms, stacked_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,22 @@ class Llama4Config(DecoderConfig):
             "num_attention_heads": self.num_heads,
             "intermediate_size": self.expert_width,
             "intermediate_size_mlp": self.intermediate_size,
+        }
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        return {
+            **norms(name, self.hidden_size, "input_layernorm", "post_attention_layernorm"),
+            **self.attention_shapes(f"{name}.self_attn"),
+            **self.mlp_shapes(layer, f"{name}.feed_forward"),
+        }
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        if layer not in self.expert_layers:
+            return super().mlp_shapes(layer, name)
+        size, width = self.hidden_size, self.expert_width
+        return {
+            **stacked_experts(name, self.num_experts, size, width),
+            **gated_mlp(f"{name}.shared_expert", size, width),
         }
 
     @classmethod

@@ -1,7 +1,5 @@
 """Mamba 2: layers with a norm and a state space mixer."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,8 @@ from longshore.worker.layers.mamba2 import Mamba2Mixer, mamba_kind
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder_model import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.mamba2_config import Mamba2Config
-from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
 class Mamba2Layer:
@@ -47,13 +44,8 @@ class Mamba2Layer:
         }
 
 
-class Mamba2(RenamedDecoder):
+class Mamba2(DecoderModel):
     config: Mamba2Config
-    names: ClassVar[dict[str, str]] = {
-        "model.embed_tokens.": "backbone.embeddings.",
-        "model.layers.": "backbone.layers.",
-        "model.norm.": "backbone.norm_f.",
-    }
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return Mamba2Layer(self.config, placement)

@@ -1,8 +1,9 @@
 """Mamba 2 (Dao and Gu, 2024): state space layers only, without attention or positions."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 from longshore.protocol.errors import shortened
 from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
@@ -15,6 +16,7 @@ from longshore.worker.models.decoder_config import (
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
+from longshore.worker.models.tensor_shapes import Shapes, linear, norms
 
 STATE_BYTES: Final = 4
 """Bytes per element of a state. States are always float32, because rounding errors accumulate."""
@@ -58,6 +60,20 @@ class MambaShape:
     def conv_channels(self) -> int:
         """The convolution runs over the heads' inputs, B and C."""
         return self.width + 2 * self.num_groups * self.state_size
+
+    def tensor_shapes(self, name: str, size: int) -> Shapes:
+        """The tensors of a mixer. size: of the hidden states."""
+        rows, heads = self.width + self.conv_channels + self.num_heads, (self.num_heads,)
+        shapes: Shapes = {
+            **linear(f"{name}.in_proj", rows, size, bias=self.proj_bias),
+            **linear(f"{name}.out_proj", size, self.width, bias=self.proj_bias),
+            f"{name}.conv1d.weight": (self.conv_channels, 1, self.conv_width),
+            f"{name}.norm.weight": (self.width,),
+            **{f"{name}.{key}": heads for key in ("A_log", "D", "dt_bias")},
+        }
+        if self.conv_bias:
+            shapes[f"{name}.conv1d.bias"] = (self.conv_channels,)
+        return shapes
 
     def shard(self, num_shards: int) -> "MambaShape":
         """The sizes on each of `num_shards` ranks. If there are fewer groups than ranks, several
@@ -106,9 +122,18 @@ class Mamba2Config(DecoderConfig):
     model_type = "mamba2"
     model = "longshore.worker.models.mamba2:Mamba2"
     default_block_size = DEFAULT_BLOCK_SIZE
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.layers.": "backbone.layers.",
+        "model.norm.": "backbone.norm_f.",
+    }
 
     mamba: MambaShape
     has_wide_residual: bool
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        mixer = self.mamba.tensor_shapes(f"{name}.mixer", self.hidden_size)
+        return norms(name, self.hidden_size, "norm") | mixer
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Mamba2Config":

@@ -9,6 +9,7 @@ from longshore.worker.models.decoder_config import (
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mistral_config import same_window
+from longshore.worker.models.tensor_shapes import Shapes, norms, split_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,15 @@ class MixtralConfig(DecoderConfig):
 
     num_experts: int
     top_k: int
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        size, width = self.hidden_size, self.intermediate_size
+        mixture = f"{name}.block_sparse_moe"
+        return {
+            **norms(name, size, "input_layernorm", "post_attention_layernorm"),
+            **self.attention_shapes(f"{name}.self_attn"),
+            **split_experts(mixture, self.num_experts, size, width, ("w1", "w3", "w2")),
+        }
 
     @classmethod
     def read(cls, fields: JsonFields) -> "MixtralConfig":

@@ -1,5 +1,6 @@
 """Qwen3-MoE (Yang et al., 2025): mixtures of experts in all layers or in some."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longshore.worker.models.decoder_config import (
@@ -10,6 +11,7 @@ from longshore.worker.models.decoder_config import (
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mistral_config import same_window
 from longshore.worker.models.mixtral_config import read_top_k
+from longshore.worker.models.tensor_shapes import Shapes, norms, split_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,15 @@ class Qwen3MoeConfig(DecoderConfig):
 
     def cut_sizes(self) -> dict[str, int]:
         return {**super().cut_sizes(), "moe_intermediate_size": self.expert_width}
+
+    def attention_shapes(self, name: str, *names: Sequence[str]) -> Shapes:
+        heads = norms(name, self.head_dim, "q_norm", "k_norm")
+        return super().attention_shapes(name, *names) | heads
+
+    def mlp_shapes(self, layer: int, name: str) -> Shapes:
+        if layer in self.dense_layers:
+            return super().mlp_shapes(layer, name)
+        return split_experts(name, self.num_experts, self.hidden_size, self.expert_width)
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Qwen3MoeConfig":

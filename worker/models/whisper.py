@@ -2,7 +2,6 @@
 and cross-attention to the encoder's tokens."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.renamed_decoder import RenamedDecoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.models.whisper_config import WhisperConfig, cross_name
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -70,18 +69,12 @@ class WhisperLayer:
         }
 
 
-class Whisper(RenamedDecoder):
+class Whisper(DecoderModel):
     """positions: (max_position_embeddings, hidden_size), added to the decoder's embeddings."""
 
     config: WhisperConfig
     layers: Sequence[WhisperLayer]
     norm_type = LayerNorm
-    names: ClassVar[dict[str, str]] = {
-        "model.embed_tokens.": "model.decoder.embed_tokens.",
-        "model.layers.": "model.decoder.layers.",
-        "model.norm.": "model.decoder.layer_norm.",
-        "lm_head.": "proj_out.",
-    }
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Whisper (Radford et al., 2022): an audio encoder, and a decoder that attends to its tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from longshore.worker.errors import UnsupportedModel
@@ -14,12 +15,15 @@ from longshore.worker.models.decoder_config import (
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
+from longshore.worker.models.tensor_shapes import Shapes, layer_norm, linear, mlp
 
 NORM_EPS: Final = 1e-5
 """Not in config.json."""
 
 FRAMES_PER_TOKEN: Final = 2
 """The second convolution of the encoder has stride 2."""
+KERNEL_WIDTH: Final = 3
+"""Frames that a convolution of the encoder covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,55 @@ class WhisperConfig(DecoderConfig):
 
     model_type = "whisper"
     model = "longshore.worker.models.whisper:Whisper"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.": "model.decoder.embed_tokens.",
+        "model.layers.": "model.decoder.layers.",
+        "model.norm.": "model.decoder.layer_norm.",
+        "lm_head.": "proj_out.",
+    }
 
     num_encoder_tokens: int
     num_encoder_layers: int
     num_encoder_heads: int
     encoder_intermediate_size: int
     audio: AudioSettings
+
+    def tensor_shapes(self) -> Shapes:
+        size, encoder = self.hidden_size, "model.encoder"
+        shapes: Shapes = {
+            **super().tensor_shapes(),
+            "model.decoder.embed_positions.weight": (self.max_position_embeddings, size),
+            f"{encoder}.conv1.weight": (size, self.audio.num_mel_bins, KERNEL_WIDTH),
+            f"{encoder}.conv1.bias": (size,),
+            f"{encoder}.conv2.weight": (size, size, KERNEL_WIDTH),
+            f"{encoder}.conv2.bias": (size,),
+            f"{encoder}.embed_positions.weight": (self.num_encoder_tokens, size),
+            **layer_norm(f"{encoder}.layer_norm", size),
+        }
+        for layer in range(self.num_encoder_layers):
+            name = f"{encoder}.layers.{layer}"
+            shapes |= self._attention(name, "self_attn")
+            shapes |= layer_norm(f"{name}.final_layer_norm", size)
+            shapes |= mlp(name, size, self.encoder_intermediate_size)
+        return shapes
+
+    def norm_shapes(self) -> Shapes:
+        return layer_norm("model.norm", self.hidden_size)
+
+    def layer_shapes(self, layer: int, name: str) -> Shapes:
+        return {
+            **self._attention(name, "self_attn"),
+            **self._attention(name, "encoder_attn"),
+            **layer_norm(f"{name}.final_layer_norm", self.hidden_size),
+            **mlp(name, self.hidden_size, self.intermediate_size),
+        }
+
+    def _attention(self, layer_name: str, name: str) -> Shapes:
+        size, module = self.hidden_size, f"{layer_name}.{name}"
+        shapes = layer_norm(f"{module}_layer_norm", size)
+        for part, bias in (("q", True), ("k", False), ("v", True)):
+            shapes |= linear(f"{module}.{part}_proj", size, size, bias=bias)
+        return shapes | linear(f"{module}.out_proj", size, size, bias=True)
 
     @classmethod
     def read(cls, fields: JsonFields) -> "WhisperConfig":

@@ -69,6 +69,20 @@ def num_physical_cores(allowed: Collection[int] | None = None, root: Path = ROOT
     return len(allowed) if None in cores else len(set(cores))
 
 
+def default_threads(
+    num_workers: int, allowed: Collection[int] | None = None, root: Path = ROOT
+) -> tuple[int, str | None]:
+    """Threads for each of the workers that share this machine: the physical cores, or the whole
+    cores of the CPU quota if these are fewer, divided among them, and at least one. If the quota is
+    the limit, the second value says so."""
+    cores, quota = num_physical_cores(allowed, root), quota_cores(root)
+    if quota is None or quota >= cores:
+        return max(1, cores // num_workers), None
+    num_threads = max(1, int(quota) // num_workers)
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return num_threads, f"{threads}: the CPU quota of the control group is {quota:g} cores"
+
+
 def host_memory(
     root: Path = ROOT, limit_of: Callable[[int], tuple[int, int]] = resource.getrlimit
 ) -> HostMemory | None:

@@ -60,5 +60,5 @@ class CudaMeter:
 
 
 def memory_meter(device: torch.device) -> MemoryMeter | None:
-    """None for a CPU: its activations are small beside the memory of a host."""
+    """Make a meter, or None for a CPU: its activations are small beside the memory of a host."""
     return CudaMeter(device) if device.type == "cuda" else None

@@ -44,7 +44,7 @@ from longshore.worker.kv_cache.buffer import KVMemory
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
-from longshore.worker.process.host_resources import num_physical_cores
+from longshore.worker.process.host_resources import default_threads
 from longshore.worker.process.late_imports import import_all, imported_since
 from longshore.worker.process.low_priority import at_low_priority
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
@@ -69,7 +69,7 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
         standby = None
         if config.is_standby:
             standby = _load(config, lifeline, stack)
-            lifeline.report(Ready({"device": config.device}))
+            lifeline.report(Ready({"device": config.worker.device}))
             lifeline.wait_for_take_over()
             logger.info("takes the place of rank %d", config.rank)
         link = stack.enter_context(SchedulerLink(config.endpoint))
@@ -91,17 +91,17 @@ class _Loaded(NamedTuple):
 
 def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> _Loaded:
     """Join the other ranks and load the weights; `stack` leaves the ranks and closes the worker."""
-    torch.set_num_threads(
-        config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
-    )
-    logger.debug("computing with %d threads", torch.get_num_threads())
-    device = open_device(config.device)
+    num_threads, limit = default_threads(config.worker.num_ranks_on_device)
+    torch.set_num_threads(config.worker.threads or num_threads)
+    if limit is not None and config.worker.threads is None:
+        logger.info("computing with %s", limit)
+    else:
+        logger.debug("computing with %d threads", torch.get_num_threads())
+    device = open_device(config.worker.device)
     if config.ranks.num_ranks > 1:
         others = config.ranks.num_ranks - 1
         lifeline.report(Progress(f"waiting for the other {others} ranks"))
-    parallel = stack.enter_context(
-        joined_ranks(config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s)
-    )
+    parallel = stack.enter_context(joined_ranks(config.ranks, config.rank, device))
     lifeline.report(Progress(f"loading {_part(config, parallel)}"))
     if config.kv_connector is not None:
         check_worker_half(config.kv_connector)
@@ -110,7 +110,7 @@ def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> 
     modules = frozenset(sys.modules)
     if config.late_imports:
         at_low_priority(partial(import_all, config.late_imports))
-    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.model)), modules)
+    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.worker.model)), modules)
 
 
 def _serve(
@@ -155,7 +155,7 @@ def _serve_epoch(
             encoder_connector=_make_encoder_connector(config, worker, accepted),
             wake=bell.ring,
         )
-        parallel.set_timeout(config.ranks.timeout_s)
+        parallel.set_timeout(config.ranks.rank_timeout_s)
     if not gc.isenabled():  # what exists now lives as long as the process, or until it sleeps
         gc.freeze()
         gc.enable()
@@ -168,7 +168,7 @@ def _serve_epoch(
             rank=config.rank,
             num_ranks=parallel.num_ranks,
             epoch=accepted.epoch,
-            timeout_s=config.ranks.timeout_s,
+            timeout_s=config.ranks.rank_timeout_s,
         )
     return WorkerEngine(
         link,
@@ -181,7 +181,7 @@ def _serve_epoch(
         last_plans=last_plans,
         device_bytes=partial(held_bytes, device),
         report_alive=lifeline.report_alive,
-        step_timeout_s=config.step_timeout_s,
+        step_timeout_s=config.ranks.step_timeout_s,
     ).run()
 
 
@@ -243,7 +243,7 @@ def _make_connector(
         config.kv_connector,
         WorkerConnectorConfig(
             **fields,
-            model_name=Path(config.model).name,
+            model_name=Path(config.worker.model).name,
             rank=config.rank,
             shared_memory_fd=config.shared_memory_fd,
             hidden_size=worker.model_config.hidden_size,
@@ -280,7 +280,7 @@ def _part(config: WorkerProcessConfig, parallel: Parallel) -> str:
         if count > 1
     ]
     part = ", ".join(parts) + " of " if parts else ""
-    return f"{part}{Path(config.model).name} on {config.device}"
+    return f"{part}{Path(config.worker.model).name} on {config.worker.device}"
 
 
 @contextmanager
@@ -320,14 +320,14 @@ def _handshake(
         WorkerHello(config.rank, identity, kv_cache, worker.heads, features, worker.routed_experts)
     )
     lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
-    answer = link.receive(config.startup_timeout_s)
+    answer = link.receive(config.ranks.startup_timeout_s)
     match answer:
         case WorkerAccepted() | BeginSleep():
             return answer
         case None:
             raise EngineDead(
-                f"the scheduler did not answer within {config.startup_timeout_s:g} s. Check that "
-                "it and all ranks are running. If they need longer, raise --startup-timeout-s."
+                f"the scheduler did not answer within {config.ranks.startup_timeout_s:g} s. Check "
+                "that it and all ranks are running. If they need longer, raise --startup-timeout-s."
             )
         case Shutdown():
             return None
@@ -343,7 +343,7 @@ def _details(
     config: WorkerProcessConfig, worker: Worker, accepted: WorkerAccepted
 ) -> dict[str, str]:
     return {
-        "device": config.device,
+        "device": config.worker.device,
         "dtype": config.identity.dtype,
         "threads": str(torch.get_num_threads()),
         "num_blocks": str(accepted.num_blocks),

@@ -106,8 +106,8 @@ class Parallel:
         return gathered
 
     def exchange_context(self, parts: Tensor) -> Tensor:
-        """All-to-all within the context group. parts: (context ranks, ...); part i goes to rank i,
-        and part i of the result comes from it."""
+        """Exchange tensors all-to-all within the context group. parts: (context ranks, ...); part i
+        goes to rank i, and part i of the result comes from it."""
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         with self._exchange():
@@ -153,7 +153,7 @@ class Parallel:
         return {group for group in groups if group is not None}
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long this rank waits for another one in every later exchange."""
+        """Set how long this rank waits for another one in every later exchange."""
         for group in self._groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         self._timeout[:] = [timedelta(seconds=timeout_s)]

@@ -24,9 +24,7 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @contextlib.contextmanager
-def joined_ranks(
-    layout: RankLayout, rank: int, device: torch.device, *, startup_timeout_s: float
-) -> Iterator[Parallel]:
+def joined_ranks(layout: RankLayout, rank: int, device: torch.device) -> Iterator[Parallel]:
     """Join the other ranks; the context is this rank's position with its process groups.
 
     Each exchange waits up to `startup_timeout_s` for the other ranks, because they may still be
@@ -41,8 +39,8 @@ def joined_ranks(
         return
     assert layout.rendezvous is not None
     store = dist.FileStore(layout.rendezvous, layout.num_ranks)  # type: ignore[attr-defined]  # torch
-    _meet(store, layout.num_ranks, startup_timeout_s)
-    timeout = timedelta(seconds=startup_timeout_s)
+    _meet(store, layout.num_ranks, layout.startup_timeout_s)
+    timeout = timedelta(seconds=layout.startup_timeout_s)
     try:
         dist.init_process_group(
             BACKENDS[device.type],

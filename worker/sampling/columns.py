@@ -68,7 +68,10 @@ class SamplingColumns:
         self.logprobs[row] = sampling.logprobs or 0
         self.prompt_logprobs[row] = sampling.prompt_logprobs or 0
         edits = RowEdits.of(
-            sampling, eos_token_ids=self._eos_token_ids, vocab_size=self._vocab_size
+            sampling,
+            start.prompt_token_ids,
+            eos_token_ids=self._eos_token_ids,
+            vocab_size=self._vocab_size,
         )
         self.edits[row] = edits
         self.asks[row] = _asked_for(sampling) | (0 if edits is None else ASKS_EDITS)

@@ -55,7 +55,7 @@ class SamplingExtras:
     scored: ScoredTokens | None
 
     def on_device(self, device: torch.device) -> "DeviceExtras":
-        """The same on the device: two copies, on the compute queue."""
+        """Copy the same to the device: two copies, on the compute queue."""
         ints, reals = self.upload.to_device(device)
         prompt = None
         if self.prompt_slices is not None:
@@ -109,6 +109,8 @@ class DeviceExtras:
             self.edits.apply(logits, tokens)
         if self.penalties is not None:
             self.penalties.apply(logits, tokens)
+        if self.edits is not None:
+            self.edits.force(logits, tokens)
         return raw
 
     def score_sampled(self, raw: Tensor | None, sampled: Tensor) -> None:
@@ -130,7 +132,8 @@ def make_extras(
     vocab_size: int,
     pin_memory: bool,
 ) -> SamplingExtras | None:
-    """None if no row of the step needs any. Arguments as in `StepInputsBuilder.build`."""
+    """Make the extras, or None if no row of the step needs any. sampled_rows, sampled_positions:
+    see StepTask."""
     asked = columns.asks[batch.rows]
     if not asked.any():
         return None
@@ -218,6 +221,8 @@ class _Packing:
             samples=samples,
             num_outputs=positions - self._columns.num_prompt[rows],
             table_ends=rows * self._token_width + positions,
+            table_rows=rows,
+            token_width=self._token_width,
             vocab_size=self._vocab_size,
             upload=self.upload,
         )

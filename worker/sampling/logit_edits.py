@@ -1,4 +1,4 @@
-"""Logit edits: logit_bias, min_tokens and bad words.
+"""Logit edits: logit_bias, min_tokens, bad words and thinking budgets.
 
 Each edit adds a number to a logit; -inf forbids a token. Most edits depend only on the length of
 the output, which the host knows. Whether a bad word of several tokens is about to be completed
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from longshore.protocol.sampling import SamplingParams
+from longshore.worker.sampling.thinking import ForcedToken, RowBudget
 from longshore.worker.step.token_table import TokenTable
 from longshore.worker.step.upload import Upload
 
@@ -36,6 +37,7 @@ class RowEdits:
     before, after: added while the output has fewer than min_tokens tokens, and from then on.
     Bad words of several tokens are sorted by length. word_ends: (w,) last token of each word;
     prefixes: the tokens before it, concatenated; prefix_lens: (w,) their number per word.
+    budget: when the reasoning is ended; None: never.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class RowEdits:
         before: AddedLogits,
         after: AddedLogits,
         words: Sequence[tuple[int, ...]],
+        budget: RowBudget | None = None,
     ) -> None:
+        self.budget = budget
         self.min_tokens = min_tokens
         self.before = before
         self.after = after
@@ -56,13 +60,18 @@ class RowEdits:
 
     @staticmethod
     def of(
-        sampling: SamplingParams, *, eos_token_ids: Sequence[int], vocab_size: int
+        sampling: SamplingParams,
+        prompt_token_ids: npt.NDArray[np.int32],
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
     ) -> "RowEdits | None":
-        """None if the request edits nothing."""
+        """Return the edits, or None if the request edits nothing."""
         words = [word for word in sampling.bad_words_token_ids if len(word) > 1]
         added = dict(sampling.logit_bias or {})
         added.update((word[0], -math.inf) for word in sampling.bad_words_token_ids if not word[1:])
-        if not (added or words or sampling.min_tokens):
+        thinking = sampling.thinking
+        if not (added or words or sampling.min_tokens or thinking):
             return None
         ends = {*eos_token_ids, *sampling.stop_token_ids} if sampling.min_tokens else set()
         forbidden = {token_id: -math.inf for token_id in ends if 0 <= token_id < vocab_size}
@@ -71,6 +80,7 @@ class RowEdits:
             before=_added(added | forbidden),
             after=_added(added),
             words=words,
+            budget=None if thinking is None else RowBudget(thinking, prompt_token_ids),
         )
 
     def added(self, num_outputs: int) -> AddedLogits:
@@ -114,6 +124,7 @@ class LogitEdits:
     index: Tensor
     values: Tensor
     words: Words | None
+    forced: Sequence[ForcedToken] = ()
 
     def apply(self, logits: Tensor, tokens: TokenTable) -> None:
         """logits: (num_sampled, vocab_size) float32, changed in place."""
@@ -128,6 +139,11 @@ class LogitEdits:
             forbidden = logits.new_zeros(len(words.ends))
             flat.index_add_(0, words.ends, forbidden.masked_fill_(num_different == 0, -math.inf))
 
+    def force(self, logits: Tensor, tokens: TokenTable) -> None:
+        """End reasoning at its budget, after all other edits and penalties."""
+        for each in self.forced:
+            each.apply(logits, tokens)
+
 
 @dataclass(frozen=True)
 class EditSlices:
@@ -136,10 +152,11 @@ class EditSlices:
     index: slice
     values: slice
     words: tuple[slice, slice, slice, slice] | None
+    forced: Sequence[ForcedToken]
 
     def on_device(self, ints: Tensor, reals: Tensor) -> LogitEdits:
         words = None if self.words is None else Words(*(ints[span] for span in self.words))
-        return LogitEdits(ints[self.index], reals[self.values], words)
+        return LogitEdits(ints[self.index], reals[self.values], words, self.forced)
 
 
 def pack_edits(
@@ -148,6 +165,8 @@ def pack_edits(
     samples: Int64s,
     num_outputs: Int64s,
     table_ends: Int64s,
+    table_rows: Int64s,
+    token_width: int,
     vocab_size: int,
     upload: Upload,
 ) -> EditSlices:
@@ -156,6 +175,7 @@ def pack_edits(
     samples:     (n,) indices among the sampling rows.
     num_outputs: (n,) lengths of their outputs.
     table_ends:  (n,) flat index into the token table after the last token of each row.
+    table_rows:  (n,) rows of the token table.
     """
     outputs = num_outputs.tolist()
     added = [row.added(count) for row, count in zip(edits, outputs, strict=True)]
@@ -165,6 +185,18 @@ def pack_edits(
         index=upload.ints(index),
         values=upload.reals(np.concatenate([each.values for each in added])),
         words=_pack_words(edits, samples, outputs, table_ends, vocab_size, upload),
+        forced=[
+            ForcedToken(sample, row, end - row * token_width - count, token_id, each.budget)
+            for each, sample, row, end, count in zip(
+                edits,
+                samples.tolist(),
+                table_rows.tolist(),
+                table_ends.tolist(),
+                outputs,
+                strict=True,
+            )
+            if each.budget is not None and (token_id := each.budget.forced(count)) is not None
+        ],
     )
 
 

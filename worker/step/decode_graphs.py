@@ -69,7 +69,7 @@ class GraphMaker(Protocol):
 
 
 def graph_maker(device: torch.device) -> GraphMaker | None:
-    """None: the device has no graphs of torch operations."""
+    """Return the maker, or None: the device has no graphs of torch operations."""
     return CudaGraphMaker() if device.type == "cuda" else None
 
 

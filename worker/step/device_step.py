@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
-from longshore.worker.attention.backend import AttentionStep, LayerHooks
+from longshore.worker.attention.backend import LayerHooks
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.errors import OutOfMemory
 from longshore.worker.kernels.argmax import argmax
-from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
@@ -28,19 +26,16 @@ from longshore.worker.process.device import is_out_of_memory, release_unused_mem
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
-from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.sampling.pooling import PooledSums
 from longshore.worker.sampling.sampler import sample
 from longshore.worker.sampling.token_masks import TokenMask
 from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs, GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.expert_capture import ExpertCapture
-from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_inputs import StepInputs
+from longshore.worker.step.step_task import StepTask
 from longshore.worker.step.token_table import TokenTable
-from longshore.worker.transfer.connector import StepTransfers
-
-Preparation: TypeAlias = Callable[[Tensor, Tensor, AttentionStep], None]
 
 
 @dataclass(frozen=True)
@@ -88,35 +83,18 @@ class DeviceStep:
     """One step, ready to run: `compute`, then `finish`.
 
     segments: segments of the decodes, per group.
-    copied_of_group: number of block copies of each group.
     uploads:  changes of the block tables.
-    started:  (row, token ids on the host) of added rows.
-    encoded:  encoder inputs of added rows.
-    fed_back: tokens that another rank sampled in an earlier step and this step computes.
-    pooling:  the step's part of pooled vectors, if any.
-    transfers: the connector's hooks of this step; None without a connector and in the warm-up.
-    guard:    verifies full blocks, with `--poison-kv`.
-    prepare:  called with the model's inputs before the forward pass; used in the warm-up.
     shares_blocks: the decodes read the blocks that they have in common once.
-    captures: the step is captured as a graph, and gives no results; used in the warm-up.
     unsampled: set by `compute` if rows of this rank's stage sample.
     """
 
     state: DeviceState
     inputs: StepInputs
+    task: StepTask
     segments: Sequence[Sequence[DecodeSegment]]
     chunks: Sequence[PrefillChunk]
-    copied_of_group: Sequence[int]
     uploads: Sequence[TableUpload]
-    started: Sequence[tuple[int, Tensor]]
-    encoded: Sequence[EncoderInput]
-    fed_back: FedBackTokens | None
-    pooling: StepPooling | None = None
-    transfers: StepTransfers | None = None
-    guard: GuardedStep | None = None
-    prepare: Preparation | None = None
     shares_blocks: bool = False
-    captures: bool = False
     unsampled: Unsampled | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -126,10 +104,10 @@ class DeviceStep:
 
     def compute(self) -> None:
         """Compute the logits. Raises OutOfMemory for a step that cannot be computed again."""
-        if self.guard is not None:
-            self.guard.begin()
-        if self.transfers is not None:
-            self.transfers.before_step()
+        if self.task.guard is not None:
+            self.task.guard.begin()
+        if self.task.transfers is not None:
+            self.task.transfers.before_step()
         with _lack_of_memory_named():
             self._run()
 
@@ -143,24 +121,24 @@ class DeviceStep:
         if unsampled is not None:
             with _lack_of_memory_named():
                 self._if_it_fits(partial(self._sample_and_share, unsampled, mask))
-        if self.transfers is not None:
-            self.transfers.after_step()
-        if self.guard is not None:
-            self.guard.end()
+        if self.task.transfers is not None:
+            self.task.transfers.after_step()
+        if self.task.guard is not None:
+            self.task.guard.end()
 
     def _run(self) -> None:
         state, inputs = self.state, self.inputs
-        for row, known_ids in self.started:
+        for row, known_ids in self.task.started:
             state.tokens.start_row(row, known_ids)
-        if self.fed_back is not None:
-            self.fed_back.write(state.tokens)
+        if self.task.fed_back is not None:
+            self.task.fed_back.write(state.tokens)
         for upload in self.uploads:
             upload.run()
         ints, reals = inputs.to_device(state.cache.device)
         copied_blocks = ints[inputs.copied_blocks]
         if len(copied_blocks):
             sources, targets, num_tokens = copied_blocks.view(3, -1)
-            state.cache.copy_blocks(sources, targets, num_tokens, self.copied_of_group)
+            state.cache.copy_blocks(sources, targets, num_tokens, self.task.copies.num_of_group)
         cleared_blocks = ints[inputs.cleared_blocks]
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
@@ -176,7 +154,7 @@ class DeviceStep:
             part()
             return
         except (RuntimeError, MemoryError) as error:
-            if not self.state.may_repeat_steps or self.encoded or not is_out_of_memory(error):
+            if not self.state.may_repeat_steps or self.task.encoded or not is_out_of_memory(error):
                 raise
             self.inputs.outcome.is_out_of_memory = True
         # Now that the error, and with it all tensors of the step, is gone: the memory that torch
@@ -188,14 +166,14 @@ class DeviceStep:
         if inputs.num_padded is not None:
             assert state.graphs is not None
             graph = GraphKey(inputs.num_padded, self.shares_blocks)
-            if self.captures:
+            if self.task.captured is not None:
                 state.graphs.capture(graph, partial(self._decode, ints))
                 return
-            hidden, logits = state.graphs.replay(graph, self.transfers)
+            hidden, logits = state.graphs.replay(graph, self.task.transfers)
             self._finish(hidden, ints, reals, logits)
             return
-        attention = state.attention.begin_step(self._metadata(ints), self.transfers)
-        for item in self.encoded:
+        attention = state.attention.begin_step(self._metadata(ints), self.task.transfers)
+        for item in self.task.encoded:
             state.model.write_encoded(self._encoded(item, ints.device), item.row, attention)
         positions = ints[inputs.positions]
         if state.parallel.is_first_stage:
@@ -203,8 +181,8 @@ class DeviceStep:
         else:
             assert state.link is not None
             model_inputs = state.link.receive(len(positions))
-        if self.prepare is not None:
-            self.prepare(model_inputs, positions, attention)
+        if self.task.prepare is not None:
+            self.task.prepare(model_inputs, positions, attention)
         hidden = state.forward(model_inputs, positions, attention)
         if state.parallel.is_last_stage:
             self._finish(hidden, ints, reals)
@@ -264,10 +242,10 @@ class DeviceStep:
         state, inputs = self.state, self.inputs
         if state.experts is not None:
             state.experts.receive(inputs)
-        if self.transfers is not None and state.parallel.samples:
-            self.transfers.after_layers(hidden)
-        if self.pooling is not None:
-            self.pooling.run(hidden, state.model, state.pooled)
+        if self.task.transfers is not None and state.parallel.samples:
+            self.task.transfers.after_layers(hidden)
+        if self.task.pooling is not None:
+            self.task.pooling.run(hidden, state.model, state.pooled)
         extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)
         if extras is not None:
             extras.score_prompt(hidden, state.model.logits, state.tokens)

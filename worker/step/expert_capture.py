@@ -24,7 +24,8 @@ STAGED: Final = "experts"
 
 
 def shape_of_experts(routers: Sequence[Router]) -> RoutedExpertsShape:
-    """All layers with experts have equally many. Raises UnsupportedModel if there are none."""
+    """The shape of the experts of one token. All layers with experts have equally many. Raises
+    UnsupportedModel if there are none."""
     if not routers:
         raise UnsupportedModel(
             "enable_return_routed_experts: this model has no mixture of experts. Remove "

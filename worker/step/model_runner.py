@@ -40,6 +40,7 @@ from longshore.worker.step.memory_profile import MemoryProfile
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
+from longshore.worker.step.step_task import StepTask
 from longshore.worker.step.token_table import known_token_ids
 from longshore.worker.step.unsampled_step import UnsampledStep
 from longshore.worker.step.warm_up import WarmUp
@@ -228,7 +229,7 @@ class ModelRunner:
             (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
             for start in plan.added
         ]
-        return launcher.prepare(
+        task = StepTask(
             batch,
             self._rows.sampling,
             sampled_rows=sampled_rows,
@@ -242,6 +243,9 @@ class ModelRunner:
             pooling=(pooling := self._pooling(batch)),
             transfers=transfers,
             guard=self._guarded(plan, num_scheduled),
+        )
+        return launcher.prepare(
+            task,
             step_id=plan.step,
             unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(

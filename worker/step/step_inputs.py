@@ -19,7 +19,8 @@ from longshore.worker.sampling.extras import SamplingExtras, make_extras
 from longshore.worker.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE, Draws
 from longshore.worker.sampling.uniform import uniform
 from longshore.worker.step.staging import StagingRing, StagingSet
-from longshore.worker.step.step_batch import Int64s, StepBatch
+from longshore.worker.step.step_batch import Int64s
+from longshore.worker.step.step_task import StepTask
 
 ALIGNMENT_BYTES: Final = 16
 """Triton compiles a kernel again for the first address that is no multiple of it, while requests
@@ -232,25 +233,21 @@ class StepInputsBuilder:
 
     def build(
         self,
-        batch: StepBatch,
+        task: StepTask,
         *,
         slots: Sequence[Int64s],
         kept_tokens: Int64s,
         cross_lens: Int64s,
         shared_tokens: Int64s,
-        sampled_rows: Int64s,
-        sampled_positions: Int64s,
-        copied_blocks: Int64s,
         cleared_blocks: Int64s,
-        sampling: SamplingColumns,
         num_padded: int | None = None,
     ) -> StepInputs:
-        """slots: per group. kept_tokens, cross_lens, shared_tokens, copied_blocks, cleared_blocks,
-        num_padded: see StepInputs.
-        sampled_rows, sampled_positions: (n,) ascending rows, and the position of each new token.
+        """slots: per group. The others: see StepInputs.
 
         The caller must guard the inputs' staging set with the operation that reads it.
         """
+        batch, sampling = task.batch, task.sampling
+        sampled_rows, sampled_positions = task.sampled_rows, task.sampled_positions
         staging = self._ring.acquire()
         ints, reals = Packer(staging.arrays["ints"]), Packer(staging.arrays["reals"])
         positions = batch.positions()
@@ -274,7 +271,7 @@ class StepInputsBuilder:
             cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),
             cross_lens=ints.put(cross_lens),
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
-            copied_blocks=ints.put(copied_blocks),
+            copied_blocks=ints.put(task.copies.blocks),
             cleared_blocks=ints.put(cleared_blocks),
             draws=_pack_draws(sampling, sampled_rows, sampled_positions, ints, reals),
             sampled_rows=sampled_rows,

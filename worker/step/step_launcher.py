@@ -10,14 +10,12 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kernels.cascade_attention import pays
-from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
@@ -25,24 +23,20 @@ from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
-from longshore.worker.sampling.columns import SamplingColumns
-from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.sampling.pooling import PooledSums
 from longshore.worker.sampling.token_masks import TokenMask
-from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey, graph_maker
-from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
-from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
+from longshore.worker.step.decode_graphs import DecodeGraphs, graph_maker
+from longshore.worker.step.device_step import DeviceState, DeviceStep
+from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderRows
 from longshore.worker.step.expert_capture import ExpertCapture
-from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
+from longshore.worker.step.step_task import StepTask
 from longshore.worker.step.token_table import TokenTable
 from longshore.worker.step.unsampled_step import UnsampledStep
-from longshore.worker.step.worker_rows import NO_COPIES, BlockCopies
-from longshore.worker.transfer.connector import StepTransfers
 
-NO_BLOCKS: Final = np.empty(0, np.int64)
-NO_TOKENS: Final = NO_BLOCKS
+NO_TOKENS: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -191,22 +185,8 @@ class StepLauncher:
 
     def prepare(
         self,
-        batch: StepBatch,
-        sampling: SamplingColumns,
+        task: StepTask,
         *,
-        sampled_rows: Int64s,
-        sampled_positions: Int64s,
-        fed_back: FedBackTokens | None = None,
-        copies: BlockCopies = NO_COPIES,
-        zero_block_ids: Int64s = NO_BLOCKS,
-        started: Sequence[tuple[int, Tensor]] = (),
-        encoded: Sequence[EncoderInput] = (),
-        pooling: StepPooling | None = None,
-        transfers: StepTransfers | None = None,
-        guard: GuardedStep | None = None,
-        prepare: Preparation | None = None,
-        captured: GraphKey | None = None,
-        common_prefix_blocks: Sequence[int] = (),
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
         unsampled: UnsampledStep | None = None,
@@ -214,54 +194,37 @@ class StepLauncher:
         """Do the host's part of one step. Of the steps prepared and not yet submitted, or submitted
         and without their mask, there may be two: each occupies a staging set.
 
-        sampling:  settings of all rows.
-        prepare:   see DeviceStep.
-        captured:  the graph that this step is captured as, if it is; it gives no results.
-        common_prefix_blocks: leading blocks that all rows share, per group; empty: none.
         on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first. The
                    time of a step in two operations is the sum of both.
         unsampled: see PreparedStep.
-        The other arguments: see StepInputsBuilder.build and DeviceStep.
         """
-        tables = self.tables
+        tables, batch = self.tables, task.batch
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
         token_rows, positions = batch.token_rows(), batch.positions()
         share, cross_lens = self._share, self.encoder.lens_of(token_rows)
-        shared_tokens, shares_blocks = self._shared_tokens(batch, common_prefix_blocks)
+        shared_tokens, shares_blocks = self._shared_tokens(batch, task.common_prefix_blocks)
         num_padded = None
-        if captured is not None:
-            num_padded, shares_blocks = captured
-        elif self.state.graphs is not None and not encoded and batch.is_decode:
+        if task.captured is not None:
+            num_padded, shares_blocks = task.captured
+        elif self.state.graphs is not None and not task.encoded and batch.is_decode:
             num_padded, shares_blocks = self.state.graphs.best(len(batch.rows), shares_blocks)
         inputs = self._inputs.build(
-            batch,
+            task,
             slots=tables.slots(token_rows, positions),
             kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
             cross_lens=cross_lens,
             shared_tokens=shared_tokens,
-            sampled_rows=sampled_rows,
-            sampled_positions=sampled_positions,
-            copied_blocks=copies.blocks,
-            cleared_blocks=np.concatenate((zero_block_ids, *begun)),
-            sampling=sampling,
+            cleared_blocks=np.concatenate((task.zero_block_ids, *begun)),
             num_padded=num_padded,
         )
         step = DeviceStep(
             state=self.state,
             inputs=inputs,
+            task=task,
             segments=self._segments(batch, cross_lens),
             chunks=batch.prefill_chunks(),
-            copied_of_group=copies.num_of_group,
             uploads=tables.commit(),
-            started=started,
-            encoded=encoded,
-            fed_back=fed_back,
-            pooling=pooling,
-            transfers=transfers,
-            guard=guard,
-            prepare=prepare,
             shares_blocks=shares_blocks,
-            captures=captured is not None,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         return PreparedStep(unsampled, self._queue, step, on_done, step_id)

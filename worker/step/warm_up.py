@@ -21,11 +21,11 @@ from longshore.worker.sampling.columns import (
 )
 from longshore.worker.sampling.logit_edits import RowEdits
 from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey
-from longshore.worker.step.device_step import Preparation
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.model_forward import GRAPH_TOKENS
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.step.step_launcher import StepLauncher
+from longshore.worker.step.step_task import Preparation, StepTask
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class WarmUp:
         """Compute one step, with a token for every sequence. Raises OutOfMemory, EngineDead if the
         model cannot be computed, RankLost if another rank is lost."""
         samples = slice(None if self._launcher.state.model.config.has_head else 0)
-        step = self._launcher.prepare(
+        task = StepTask(
             batch,
             self._sampling,
             sampled_rows=np.sort(batch.rows)[samples],
@@ -138,6 +138,7 @@ class WarmUp:
             prepare=prepare,
             captured=captured,
         )
+        step = self._launcher.prepare(task)
         completion = step.submit()
         completion.wait()
         if isinstance(completion.error, RankLost | OutOfMemory):
@@ -180,7 +181,10 @@ def demanding_settings(launcher: StepLauncher) -> SamplingColumns:
     columns.repetition_penalty[:] = 1.1
     columns.logprobs[:] = columns.prompt_logprobs[:] = MAX_LOGPROBS
     edits = RowEdits.of(
-        SamplingParams(logit_bias={0: 1.0}), eos_token_ids=(), vocab_size=vocab_size
+        SamplingParams(logit_bias={0: 1.0}),
+        np.zeros(0, np.int32),
+        eos_token_ids=(),
+        vocab_size=vocab_size,
     )
     columns.edits = [edits] * num_rows
     columns.asks[:] = ASKS_EDITS | ASKS_PENALTIES | ASKS_LOGPROBS

@@ -108,5 +108,5 @@ def rms_norm(
 
 
 def num_warps(block: int) -> int:
-    """Of a program that reads a line of `block` elements."""
+    """Number of warps of a program that reads a line of `block` elements."""
     return min(max(block // 512, 1), 16)

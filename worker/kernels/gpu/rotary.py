@@ -27,7 +27,7 @@ class HeadTiles(NamedTuple):
 
 
 def head_tiles(num_heads: int, size: int, num_pairs: int) -> HeadTiles:
-    """For up to `num_heads` heads of `size` elements, of which 2 * num_pairs are rotated."""
+    """Tiles for up to `num_heads` heads of `size` elements, of which 2 * num_pairs are rotated."""
     heads = min(MAX_TILE_HEADS, triton.next_power_of_2(num_heads))
     return HeadTiles(
         heads,

@@ -140,7 +140,8 @@ def route_into(
     is_sigmoid: bool,
     renormalises: bool,
 ) -> Tensor:
-    """As `route`, but the experts are written to `chosen`, (n, top_k) int64, contiguous."""
+    """Route as `route` does, but the experts are written to `chosen`, (n, top_k) int64,
+    contiguous."""
     settings = num_groups, top_k_groups, scale, is_sigmoid, renormalises
     return _launch(scores, correction, chosen, *settings)
 

@@ -1,0 +1,105 @@
+"""How a quantised tensor is stored: numbers in a few bits, a scale for each block of them, and
+perhaps a zero point for each block. Every format here is of this form:
+
+    value = (number - zero point) * scale
+
+`dequantise.py` computes it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Coding: TypeAlias = Literal["plain", "exponent", "integers", "fp4"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A matrix of numbers in one stored tensor, perhaps with leading dimensions.
+
+    name:   of the stored tensor.
+    shape:  of the matrix: (rows, columns).
+    num_dims: of the stored matrix. 0: one number for all; 1: a number for each row; 2: a matrix;
+            3: a matrix whose packed elements have several bytes, in a dimension of their own.
+    coding: plain: an element per number. exponent: bytes e for 2 ** (e - 127), E8M0. integers:
+            without sign, without gaps in words of 32 bits, the first one in the lowest bits. fp4:
+            two per byte, E2M1, the first one in the lower bits.
+    bits:   of an integer.
+    dim:    the dimension of the matrix that is packed.
+    period, units: as many numbers are in as many stored elements along `dim`.
+    order:  the place of each integer in its word; empty: in order.
+    offset: added to each integer.
+    is_less_one: integers are stored minus one, by a subtraction from whole words.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    num_dims: int = 2
+    coding: Coding = "plain"
+    bits: int = 0
+    dim: int = 1
+    period: int = 1
+    units: int = 1
+    order: tuple[int, ...] = ()
+    offset: int = 0
+    is_less_one: bool = False
+
+    def covering(self, part: slice) -> tuple[slice, int]:
+        """The stored elements along `dim` that hold the numbers of `part`, and the numbers among
+        them before it."""
+        first, last = part.start // self.period, -(-part.stop // self.period)
+        end = min(last * self.units, self.stored_size(self.shape[self.dim]))
+        return slice(first * self.units, end), part.start - first * self.period
+
+    def stored_size(self, size: int) -> int:
+        """How many elements hold `size` numbers along `dim`."""
+        return -(-size * self.units // self.period)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Scales or zero points: one for each block of rows x columns of the matrix.
+
+    block: its rows and columns.
+    """
+
+    numbers: Numbers
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """One tensor of a model.
+
+    path:     of the file with the numbers.
+    leading:  dimensions before those of the matrix, such as experts.
+    is_transposed: the tensor of the model has the matrix's columns as rows.
+    divisor, factor: name of a scale of all scales, by which they are divided or multiplied.
+    groups:   name of the tensor that gives the block of each row or column of the matrix, along
+              `groups_dim`, if they are not in order.
+    others:   names of further tensors that are about this one but are not needed.
+    """
+
+    path: Path
+    numbers: Numbers
+    scales: Blocks
+    zeros: Blocks | None = None
+    leading: tuple[int, ...] = ()
+    is_transposed: bool = False
+    divisor: str | None = None
+    factor: str | None = None
+    groups: str | None = None
+    groups_dim: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.numbers.shape
+        return *self.leading, *((columns, rows) if self.is_transposed else (rows, columns))
+
+    def names(self) -> Iterator[str]:
+        """Of the tensors that must be read."""
+        yield self.numbers.name
+        yield self.scales.numbers.name
+        if self.zeros is not None:
+            yield self.zeros.numbers.name
+        yield from filter(None, (self.divisor, self.factor, self.groups))
