@@ -3,19 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
-import logging
-import os
-import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.gateway.engines.engine_client import EngineClient
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.answer import Answer, request_output
-from longshore.deploy.llm.embeddings import pooled_answer, pooled_output
+from longshore.deploy.llm.engine_model import close_with, no_attribute, read_engine_model
 from longshore.deploy.llm.engine_processes import EngineProcesses
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import (
@@ -24,21 +19,23 @@ from longshore.deploy.llm.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from longshore.deploy.llm.pooler import encoding
+from longshore.deploy.llm.pooler import encoding, pooled_answer, pooled_output
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.prompts import Prompt, PromptInput
-from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
+from longshore.deploy.llm.request_reader import CheckedParams, check_no_lora
 from longshore.deploy.llm.sampling_params import RequestOutputKind, SamplingParams
 from longshore.deploy.llm.tokenization import Tokenization, as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
-from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.live_requests import seed_source
-from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.requests.tracing import open_spans
 from longshore.protocol.commands import ResetCache
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import SchedulerStats
+
+if TYPE_CHECKING:
+    from longshore.deploy.requests.spans import RequestSpans
 
 DEATH_CHECK_S: Final = 1.0
 COMMAND_POLL_S: Final = 0.01
@@ -71,21 +68,17 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        """model: folder in Hugging Face format, or an id on a model hub.
+        """model: folder in Hugging Face format, GGUF file, or an id on a model hub.
         settings: fields of `EngineOptions`, also with vLLM's names.
 
         Returns when the engine is ready. Raises ConfigError, or StartFailed if a process cannot
         start, with the reason.
         """
-        options = engine_options({"log_level": "warning", **settings})
-        self._model = read_model_folder(model)
-        if self._model.audio is not None:
+        of_model = read_engine_model(model, settings)
+        self._plan, self._reader = of_model.plan, of_model.reader
+        options, self._model = self._plan.options, self._plan.model
+        if of_model.speech is not None:
             raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
-        tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
-        self._plan = plan_engine(options, self._model)
-        self._reader = RequestReader(
-            self._model, tokenizer, tokenizer, max_model_len=self._plan.identity.max_model_len
-        )
         self._seeds = seed_source(options.seed)
         self._streams: dict[str, _Stream] = {}
         self._stats: SchedulerStats | None = None
@@ -93,19 +86,15 @@ class AsyncLLM:
         self._watch: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._processes = EngineProcesses(self._plan)
-        self._finalizer = weakref.finalize(self, _close_in_owner, self._processes, os.getpid())
+        self._spans = open_spans(options.otlp_traces_endpoint, self._model.name)
+        self._finalizer = close_with(self, self._processes, self._spans)
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLM":
         return cls(engine_args.model, **engine_args.settings)
 
     def __getattr__(self, name: str) -> NoReturn:
-        reason = NOT_METHODS.get(name)
-        raise AttributeError(
-            f"AsyncLLM has no attribute {name!r}"
-            if reason is None
-            else f"AsyncLLM.{name} is not supported: {reason}"
-        )
+        raise no_attribute("AsyncLLM", name, NOT_METHODS)
 
     async def generate(
         self,
@@ -118,6 +107,7 @@ class AsyncLLM:
         job_id: str | None = None,
         is_last_step: bool = False,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The answers to a prompt as they grow; see `SamplingParams.output_kind`. The last output
         is `finished`. If the iterator is closed, or its task cancelled, the request is aborted.
@@ -129,6 +119,7 @@ class AsyncLLM:
         job_id, is_last_step: the agent's job of which this is a turn, and whether no other turn
                     follows; for the scheduling policy `continuum`.
         tokenization_kwargs: see `LLM.generate`.
+        trace_headers: W3C trace context of what the request belongs to, for its spans.
         Raises ValueError for an invalid prompt or setting, EngineDead if the engine dies or is shut
         down.
         """
@@ -148,6 +139,7 @@ class AsyncLLM:
                 priority=priority,
                 job_id=job_id,
                 is_last_step=is_last_step,
+                trace_headers=trace_headers,
             )
             stream.begin(client, answers)
             async for output in stream.outputs():
@@ -162,6 +154,7 @@ class AsyncLLM:
         lora_request: None = None,
         priority: int = 0,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[PoolingRequestOutput[PoolingOutput]]:
         """One output: the embedding of a prompt or, for models that classify, the probabilities of
         the labels, in `outputs.data`. Arguments and errors as in `generate`."""
@@ -171,7 +164,9 @@ class AsyncLLM:
         client = await self._connect()
         with self._stream(request_id, RequestOutputKind.FINAL_ONLY) as stream:
             read = await self._read(prompt, tokenization, gives_tokens=False)
-            answer = pooled_answer(request_id, read, how.pooling, priority=priority)
+            answer = pooled_answer(
+                request_id, read, how.pooling, priority=priority, trace_headers=trace_headers
+            )
             stream.begin(client, [answer])
             async for _ in stream.outputs():
                 yield pooled_output(answer, how.output)
@@ -187,6 +182,8 @@ class AsyncLLM:
             yield stream
         finally:
             stream.abort()
+            if self._spans is not None:
+                stream.make_spans(self._spans)
             del self._streams[request_id]
 
     async def _check(self, params: SamplingParams) -> CheckedParams:
@@ -199,18 +196,15 @@ class AsyncLLM:
         self, prompt: Prompt, tokenization: Tokenization, *, gives_tokens: bool = True
     ) -> PromptInput:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        parse = partial(
-            self._reader.parser.parse,
+        read = partial(
+            self._reader.read,
             prompt,
             "prompt",
             gives_tokens=gives_tokens,
             tokenization=tokenization,
         )
-        tokenizer = self._reader.tokenizer
-        limit = 0 if tokenizer is None else tokenizer.max_inline_characters
-        if tokenizer is not None and isinstance(text, str) and len(text) > limit:
-            return await asyncio.to_thread(parse)  # it would hold up streams
-        return parse()
+        size = len(text) if isinstance(text, str) else 0
+        return await self._reader.encoder.off_loop_if_long(read, size)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """Abort requests. Their last outputs have the `finish_reason` `abort`."""
@@ -220,10 +214,7 @@ class AsyncLLM:
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ValueError if the model folder has none."""
-        tokenizer = self._reader.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"{self._model.path} has no tokenizer.json")
-        return Tokenizer(tokenizer)
+        return Tokenizer(self._reader.tokenizer())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
@@ -324,11 +315,7 @@ class _Stream:
         if self._is_aborted:
             return
         for answer in answers:
-            fields = answer.fields()
-            fields["on_change"] = self._changed.set
-            answer.live = client.submit(
-                answer.request_id, answer.prompt.token_ids, answer.sampling, **fields
-            )
+            answer.submit(client, self._changed.set)
 
     def abort(self) -> None:
         """Abort the answers that are not complete."""
@@ -337,6 +324,10 @@ class _Stream:
         if self._client is not None:
             self._client.abort(live)
         self._changed.set()
+
+    def make_spans(self, spans: "RequestSpans") -> None:
+        for answer in self._answers:
+            answer.make_spans(spans)
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
         """Raises EngineDead."""
@@ -406,9 +397,3 @@ def _copied(output: CompletionOutput) -> CompletionOutput:
     """The lists of an answer that still grows must not grow in the hands of a user."""
     logprobs = None if output.logprobs is None else list(output.logprobs)
     return dataclasses.replace(output, token_ids=list(output.token_ids), logprobs=logprobs)
-
-
-def _close_in_owner(processes: EngineProcesses, owner_pid: int) -> None:
-    """Do nothing in a forked child: the engine belongs to its parent."""
-    if os.getpid() == owner_pid:
-        processes.close()

@@ -1,32 +1,20 @@
 """`LLM.beam_search`: its settings, and several searches at a time on one engine, from synchronous
 code."""
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
+from longshore.deploy.gateway.text.answer_text import whole_text
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.llm.blocking_client import BlockingClient
-from longshore.deploy.llm.outputs import BeamSearchSequence, answer_text
-from longshore.deploy.llm.refused_settings import Refused, refusing
-from longshore.deploy.requests.beam_search import (
-    BeamSearch,
-    BeamSearchFailed,
-    FinishedBeam,
-)
-from longshore.protocol.outputs import FinishReason
-
-UNSUPPORTED_IN_BEAM_SEARCH: Final[Refused] = {
-    "include_stop_str_in_output": ((False, True), "a search has no stop strings"),
-    "skip_special_tokens": ((True,), "decode tokens with get_tokenizer()"),
-    "structured_outputs": ((), "use LLM.generate"),
-    "temperature": ((0,), "the most likely answers do not depend on it"),
-}
-"""Settings of vLLM's `BeamSearchParams` that are not supported."""
+from longshore.deploy.llm.outputs import BeamSearchSequence
+from longshore.deploy.requests.beam_search import BeamSearch, FinishedBeam
+from longshore.deploy.requests.engine_run import EngineRun
+from longshore.deploy.requests.errors import RequestError
+from longshore.deploy.requests.refused import refusing
 
 
-@refusing(UNSUPPORTED_IN_BEAM_SEARCH)
+@refusing
 @dataclass(kw_only=True)
 class BeamSearchParams:
     """Settings of `LLM.beam_search`.
@@ -46,41 +34,32 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"] = False
 
 
-def run_searches(
-    searches: Sequence[BeamSearch], client: BlockingClient, *, max_live: int
-) -> dict[BeamSearch, str]:
-    """Run at most `max_live` searches at a time; returns the errors of failed searches."""
-    waiting = deque(searches)
-    live: list[BeamSearch] = []
+def run_searches(run: EngineRun[BeamSearch], client: BlockingClient) -> dict[BeamSearch, str]:
+    """Run all searches to their ends; returns the errors of failed ones."""
     errors = {}
-    while waiting or live:
-        while waiting and len(live) < max_live:
-            live.append(waiting.popleft())
-            live[-1].start()
+    while not run.is_over:
+        while run.can_start:
+            run.start_next()
         if (outputs := client.engine.receive()) is None:
             continue
         client.requests.apply(outputs)
-        for search in live:
+        while (search := run.take_changed()) is not None:
             try:
-                search.advance()
-            except BeamSearchFailed as error:
+                run.advance(search)
+            except RequestError as error:
                 errors[search] = str(error)
-            if search.is_over or search in errors:
                 search.close()
-        live = [search for search in live if not (search.is_over or search in errors)]
     return errors
 
 
 def beam_sequence(
     tokenizer: TokenDecoder | None, search: BeamSearch, finished: FinishedBeam
 ) -> BeamSearchSequence:
-    beam = finished.beam
-    reason = FinishReason.STOPPED if beam.has_ended else FinishReason.LENGTH_CAPPED
-    tokens = [*search.prompt_token_ids, *beam.token_ids]
+    beam, prompt = finished.beam, search.prompt_token_ids
     return BeamSearchSequence(
-        tokens,
-        answer_text(tokenizer, [], tokens, reason),
+        [*prompt, *beam.token_ids],
+        whole_text(tokenizer, (), [*prompt, *finished.text_token_ids]),
         float(beam.logprob),
         finished.score,
-        reason.api_name,
+        finished.reason.api_name,
     )

@@ -1,16 +1,12 @@
 """Submits requests to an engine from synchronous code: for `LLM` and its beam searches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Unpack
+from typing import Protocol
 
-from longshore.deploy.requests.live_requests import (
-    LiveRequest,
-    LiveRequests,
-    RequestFields,
-)
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
 from longshore.protocol.outputs import EngineOutputs
-from longshore.protocol.requests import ClientRequest
+from longshore.protocol.requests import NO_OPTIONS, ClientRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats
 
@@ -49,10 +45,22 @@ class BlockingClient:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        **fields: Unpack[RequestFields],
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        on_change: Callable[[], None],
+        fork_of: LiveRequest | None = None,
+        num_primed: int = 0,
     ) -> LiveRequest:
         """See `LiveRequests.open`."""
-        live, message = self.requests.open(request_id, prompt_token_ids, sampling, **fields)
+        live, message = self.requests.open(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            options,
+            on_change=on_change,
+            fork_of=fork_of,
+            num_primed=num_primed,
+        )
         self.engine.send(message)
         return live
 

@@ -1,21 +1,29 @@
 """Chats of `LLM.chat`: messages in OpenAI's format, rendered with the model's chat template."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
-from longshore.deploy.gateway.openai.chat_prompt import ChatPromptOptions, render_chat
-from longshore.deploy.gateway.openai.chat_tools import function_names
-from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.text.chat_template import ChatTemplate
+from longshore.deploy.llm.prompts import value_errors
+from longshore.deploy.requests.chat_messages import ChatMessage, template_input
+from longshore.deploy.requests.chat_prompt import chat_prompt_options, render_chat
 from longshore.protocol.errors import ConfigError
 
 Message: TypeAlias = Mapping[str, Any]
 
-# Variables that templates get from other arguments.
-_NOT_VARIABLES: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+@dataclass(frozen=True)
+class ChatParameters:
+    """The arguments of a chat; see `LLM.chat`."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    documents: ClassVar[None] = None  # of requests
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
@@ -23,32 +31,6 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
     if len(messages) and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
-
-
-def chat_options(
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] | None,
-) -> ChatPromptOptions:
-    """Raises ValueError for tools that are no functions, and for arguments that contradict each
-    other."""
-    if add_generation_prompt and continue_final_message:
-        raise ValueError(
-            "continue_final_message continues the last message, but add_generation_prompt begins a "
-            "new one; set one of them to False"
-        )
-    for name in _NOT_VARIABLES:
-        if name in (variables or {}):
-            raise ValueError(f"chat_template_kwargs must not have {name}; pass it as an argument")
-    try:
-        function_names(tools or ())
-    except ApiError as error:
-        raise ValueError(str(error)) from error
-    return ChatPromptOptions(
-        add_generation_prompt, continue_final_message, variables or {}, list(tools or ()) or None
-    )
 
 
 def other_template(source: str, template: ChatTemplate) -> ChatTemplate:
@@ -60,12 +42,15 @@ def other_template(source: str, template: ChatTemplate) -> ChatTemplate:
 
 
 def rendered_chat(
-    template: ChatTemplate, chat: Sequence[Message], options: ChatPromptOptions, where: str
+    template: ChatTemplate, chat: Sequence[Message], parameters: ChatParameters, name: str
 ) -> str:
-    """The text of the prompt. where: name of the chat in errors. Raises ValueError if the messages
-    are invalid or the template rejects them."""
+    """The text of the prompt. name: of the chat in errors. Raises ValueError if an argument or a
+    message is invalid, or the template rejects them."""
+    with value_errors():
+        options = chat_prompt_options(parameters)
     try:
-        messages = msgspec.json.decode(msgspec.json.encode(chat), type=list[ChatMessage])
-        return render_chat(template, template_input(messages), options)
-    except (msgspec.MsgspecError, ApiError, TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"{where}: {error}") from error
+        with value_errors(name):
+            messages = msgspec.json.decode(msgspec.json.encode(chat), type=list[ChatMessage])
+            return render_chat(template, template_input(messages), options)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -3,7 +3,8 @@
 import sys
 from concurrent.futures import Future
 
-from longshore.deploy.supervisor.engine_config import EnginePlan, engine_processes
+from longshore.deploy.supervisor.engine_config import engine_processes
+from longshore.deploy.supervisor.engine_plan import EnginePlan
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import Supervisor

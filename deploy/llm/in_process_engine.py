@@ -8,9 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
-
-import msgspec
 
 from longshore.connectors.base import (
     ConnectorConfig,
@@ -29,7 +28,8 @@ from longshore.connectors.registry import (
     parse_options,
 )
 from longshore.deploy.llm.local_grammars import LocalGrammars
-from longshore.deploy.supervisor.engine_config import EnginePlan, trace_path, worker_config
+from longshore.deploy.supervisor.engine_config import worker_config
+from longshore.deploy.supervisor.engine_plan import EnginePlan, trace_path
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.outputs import (
     EngineOutputs,
@@ -108,7 +108,7 @@ class InProcessEngine:
         self._trace_file: TraceFile | None = None
         if plan.options.enable_return_routed_experts:
             self._experts_fd = os.memfd_create("longshore-experts", os.MFD_CLOEXEC)
-        worker = msgspec.structs.replace(worker_config(plan), routed_experts_fd=self._experts_fd)
+        worker = replace(worker_config(plan), routed_experts_fd=self._experts_fd)
         try:
             self.worker = Worker(worker)
         except BaseException:
@@ -138,7 +138,10 @@ class InProcessEngine:
                 verify_plan=plan.options.verify_plan,
                 grammars=LocalGrammars(plan),
                 experts=self._experts_reader(),
-                decode=load_decoder(plan.scheduler.policy, str(plan.model.path / "tokenizer.json")),
+                decode=load_decoder(
+                    plan.scheduler.policy,
+                    None if (file := plan.model.tokenizer_file) is None else str(file),
+                ),
                 trace=self._open_trace(plan),
             )
         except BaseException:

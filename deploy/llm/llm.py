@@ -2,9 +2,6 @@
 
 import contextlib
 import itertools
-import logging
-import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -12,14 +9,11 @@ from typing import Any, Final, Literal, NoReturn
 import msgspec
 from tqdm import tqdm
 
-from longshore.deploy.cli.options import engine_options
-from longshore.deploy.gateway.text.detokenizer import TokenDecoder
-from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, request_output, run_answers
 from longshore.deploy.llm.beams import BeamSearchParams, beam_sequence, run_searches
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
-from longshore.deploy.llm.chats import Message
-from longshore.deploy.llm.embeddings import pooled_answer
+from longshore.deploy.llm.chats import ChatParameters, Message
+from longshore.deploy.llm.engine_model import close_with, no_attribute, read_engine_model
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.metrics import Metric, metrics_of
 from longshore.deploy.llm.outputs import (
@@ -32,14 +26,13 @@ from longshore.deploy.llm.outputs import (
     ScoringRequestOutput,
     TranscriptionOutput,
 )
-from longshore.deploy.llm.pooler import Pooler, PoolingTask
+from longshore.deploy.llm.pooler import Pooler, PoolingTask, pooled_answer
 from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.progress import Progress, progress_bar
-from longshore.deploy.llm.prompts import CachedPrompt, Prompt, PromptInput
+from longshore.deploy.llm.prompts import CachedPrompt, Prompt, PromptInput, value_errors
 from longshore.deploy.llm.remote_engine import RemoteEngine
-from longshore.deploy.llm.request_reader import CheckedParams, RequestReader, check_no_lora
+from longshore.deploy.llm.request_reader import CheckedParams, check_no_lora
 from longshore.deploy.llm.sampling_params import SamplingParams
-from longshore.deploy.llm.scores import text_pairs
 from longshore.deploy.llm.tokenization import as_tokenization
 from longshore.deploy.llm.tokenizer import Tokenizer
 from longshore.deploy.llm.transcriber import (
@@ -48,13 +41,14 @@ from longshore.deploy.llm.transcriber import (
     check_speech_settings,
     transcribe,
 )
-from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.requests.audio import Audio
 from longshore.deploy.requests.beam_search import BeamSearch
 from longshore.deploy.requests.beam_search import BeamSearchParams as EngineBeamSearchParams
+from longshore.deploy.requests.engine_run import EngineRun
 from longshore.deploy.requests.live_requests import LiveRequests, seed_source
-from longshore.deploy.requests.speech import SpeechModel, Task
-from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.requests.prompts import text_pairs
+from longshore.deploy.requests.speech import Task
+from longshore.deploy.requests.tracing import open_spans
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
@@ -85,48 +79,26 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, in_process: bool = False, **settings: Any) -> None:
-        """model: folder in Hugging Face format, or an id on a model hub.
+        """model: folder in Hugging Face format, GGUF file, or an id on a model hub.
         settings: fields of `EngineOptions`.
 
         Raises ConfigError, or StartFailed if a process cannot start, with the reason.
         """
-        options = engine_options({"log_level": "warning", **settings})
-        self._model = read_model_folder(model)
-        tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
-        plan = plan_engine(options, self._model)
-        self._plan = plan
-        self._max_model_len = plan.identity.max_model_len
-        decoder: TokenDecoder | None = tokenizer
-        self._speech: SpeechModel | None = None
-        if self._model.audio is not None:
-            self._speech = SpeechModel(
-                self._model.path,
-                self._model.audio,
-                tokenizer,
-                vocab_size=self._model.vocab_size,
-                max_model_len=self._max_model_len,
-            )
-            decoder = self._speech.tokenizer
-        self._reader = RequestReader(
-            self._model,
-            tokenizer,
-            decoder,
-            max_model_len=self._max_model_len,
-        )
+        of_model = read_engine_model(model, settings)
+        self._plan, self._reader, self._speech = of_model.plan, of_model.reader, of_model.speech
+        options, self._model = self._plan.options, self._plan.model
         self._requests = LiveRequests(seed_source(options.seed))
         # No generator: an interrupt inside one would end it.
         self._request_ids = map("llm-{}".format, itertools.count(1))
-        self._engine: EngineConnection = InProcessEngine(plan) if in_process else RemoteEngine(plan)
+        self._engine: EngineConnection = (
+            InProcessEngine(self._plan) if in_process else RemoteEngine(self._plan)
+        )
         self._client = BlockingClient(self._requests, self._engine)
-        self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
+        self._spans = open_spans(options.otlp_traces_endpoint, self._model.name)
+        self._finalizer = close_with(self, self._engine, self._spans)
 
     def __getattr__(self, name: str) -> NoReturn:
-        reason = NOT_METHODS.get(name)
-        raise AttributeError(
-            f"LLM has no attribute {name!r}"
-            if reason is None
-            else f"LLM.{name} is not supported: {reason}"
-        )
+        raise no_attribute("LLM", name, NOT_METHODS)
 
     @property
     def settings_in_force(self) -> dict[str, Any]:
@@ -144,10 +116,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ValueError if the model folder has none."""
-        tokenizer = self._reader.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"{self._model.path} has no tokenizer.json")
-        return Tokenizer(tokenizer)
+        return Tokenizer(self._reader.tokenizer())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
@@ -237,6 +206,8 @@ class LLM:
         tools:         descriptions of tools, in OpenAI's format, for the template. The answer is
                        the model's text, including its calls.
         chat_template_kwargs: variables of the template.
+        sampling_params: `structured_outputs` hold after the reasoning that the template's tags
+                       show; the text has both.
         cache:         what is kept of the chats' KV, of all or of each.
         Other arguments and errors as in `generate`.
         """
@@ -249,11 +220,10 @@ class LLM:
             )
         inputs = self._reader.read_chats(
             messages,
+            ChatParameters(
+                add_generation_prompt, continue_final_message, tools, chat_template_kwargs
+            ),
             chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            variables=chat_template_kwargs,
             tokenization=as_tokenization(tokenization_kwargs),
             cache=cache,
         )
@@ -400,7 +370,8 @@ class LLM:
         """
         self._check_takes(text=True, vectors=True, labels=True)
         check_no_lora(lora_request)
-        pairs = text_pairs(data_1, data_2)
+        with value_errors():
+            pairs = text_pairs(data_1, data_2, ("data_1", "data_2"))
         tokenization = as_tokenization(tokenization_kwargs)
         params = pooling_params or PoolingParams()
         return self._pooler.score(pairs, params, use_tqdm, tokenization)
@@ -480,26 +451,18 @@ class LLM:
             ids = prompt.token_ids
             search_params = EngineBeamSearchParams(
                 params.beam_width,
-                min(params.max_tokens, self._max_model_len - len(ids)),
+                min(params.max_tokens, self._plan.identity.max_model_len - len(ids)),
                 params.length_penalty,
                 params.early_stopping,
                 frozenset() if params.ignore_eos else frozenset(self._model.eos_token_ids),
             )
             request_id = next(self._request_ids)
             searches.append(
-                BeamSearch(
-                    self._client,
-                    request_id,
-                    ids,
-                    search_params,
-                    on_change=lambda: None,
-                    cache_salt=prompt.cache_salt,
-                    no_store=prompt.no_store,
-                )
+                BeamSearch(self._client, request_id, ids, search_params, prompt.options)
             )
         with self._cleaned_up():
             max_live = max(1, MAX_LIVE_REQUESTS // params.beam_width)
-            errors = run_searches(searches, self._client, max_live=max_live)
+            errors = run_searches(EngineRun(searches, max_live=max_live), self._client)
         return [
             BeamSearchOutput([], errors[search])
             if search in errors
@@ -527,7 +490,7 @@ class LLM:
 
     def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
         with self._cleaned_up():
-            run_answers(answers, self._client, bar)
+            run_answers(answers, self._client, bar, self._spans)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
@@ -542,9 +505,3 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:
-    """Do nothing in a forked child: the engine belongs to its parent."""
-    if os.getpid() == owner_pid:
-        engine.close()

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longshore.deploy.supervisor.engine_config import EnginePlan
+from longshore.deploy.supervisor.engine_plan import EnginePlan
 from longshore.protocol.requests import StructuredOutput
 from longshore.scheduler.features.grammar import GrammarError, InvalidGrammar, TokenMasks
-from longshore.scheduler.structured_output.backends import Backends, Matcher
-from longshore.scheduler.structured_output.process import MaskWords, fill_row, packed
-from longshore.scheduler.structured_output.schema_support import installed_backends
-from longshore.scheduler.structured_output.vocabulary import load_vocabulary
+from longshore.scheduler.process.structured_output.backends import Backends
+from longshore.scheduler.process.structured_output.matcher import Matcher
+from longshore.scheduler.process.structured_output.process import MaskWords, fill_row, packed
+from longshore.scheduler.process.structured_output.schema_support import installed_backends
+from longshore.scheduler.process.structured_output.vocabulary import load_vocabulary
 
 
 class LocalGrammars:
@@ -37,8 +38,10 @@ class LocalGrammars:
     def _loaded(self) -> Backends:
         model = self._plan.model
         if self._backends is None:
+            if model.tokenizer_file is None:
+                raise GrammarError(f"{model.path} has no tokenizer")
             vocabulary = load_vocabulary(
-                model.path / "tokenizer.json",
+                model.tokenizer_file,
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
             )

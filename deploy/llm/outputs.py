@@ -1,16 +1,12 @@
 """Outputs of `LLM` and `AsyncLLM`: plain values with vLLM's names."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy.typing as npt
 
-from longshore.deploy.gateway.text.answer_text import AnswerText
-from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.token_scores import Logprob
 from longshore.protocol.arrays import Float32Array
-from longshore.protocol.outputs import FinishReason
 
 
 @dataclass
@@ -100,7 +96,7 @@ class RequestOutput:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Those of the first answer."""
+        """The transfer parameters of the first answer."""
         return self.outputs[0].kv_transfer_params if self.outputs else None
 
 
@@ -206,18 +202,3 @@ class BeamSearchOutput:
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
-
-
-def answer_text(
-    tokenizer: TokenDecoder | None,
-    prompt_token_ids: Sequence[int],
-    token_ids: Sequence[int],
-    reason: FinishReason,
-) -> str:
-    """The output text without the stop token; empty without a tokenizer."""
-    if tokenizer is None:
-        return ""
-    if reason is FinishReason.STOPPED:
-        token_ids = token_ids[:-1]
-    text = AnswerText(tokenizer, prompt_token_ids)
-    return text.append(token_ids) + text.finish()

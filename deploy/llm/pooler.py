@@ -3,19 +3,20 @@ vectors."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from longshore.deploy.llm.answer import Answer
-from longshore.deploy.llm.embeddings import pooled_output
 from longshore.deploy.llm.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PooledT,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -25,11 +26,12 @@ from longshore.deploy.llm.pooling_params import PoolingParams
 from longshore.deploy.llm.progress import Progress
 from longshore.deploy.llm.prompts import PromptInput
 from longshore.deploy.llm.request_reader import RequestReader
-from longshore.deploy.llm.scores import compared, labelled, probabilities
 from longshore.deploy.llm.tokenization import Tokenization
 from longshore.deploy.model.classifier import ClassifierModel
+from longshore.deploy.model.embedding import NOT_SAMPLED, cosine
 from longshore.deploy.model.folder import ModelFolder
-from longshore.protocol.arrays import Float32Array
+from longshore.deploy.requests.prompts import Text
+from longshore.protocol.arrays import EMPTY_FLOAT32, Float32Array
 from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
 Run: TypeAlias = Callable[[str, Sequence[PromptInput], EnginePoolingParams, Progress], list[Answer]]
@@ -39,15 +41,49 @@ PoolingTask: TypeAlias = Literal["embed", "classify"]
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How prompts become arrays. pooling: for the engine. output: from its vector, which is empty
+class Encoding(Generic[PooledT]):
+    """How prompts become outputs. pooling: for the engine. output: from its vector, which is empty
     if the request failed."""
 
     pooling: EnginePoolingParams
-    output: Callable[[Float32Array], PoolingOutput]
+    output: Callable[[Float32Array], PooledT]
 
 
-def encoding(model: ModelFolder, task: PoolingTask | None, params: PoolingParams) -> Encoding:
+def pooled_answer(
+    request_id: str,
+    prompt: PromptInput,
+    pooling: EnginePoolingParams,
+    *,
+    priority: int = 0,
+    trace_headers: Mapping[str, str] | None = None,
+) -> Answer:
+    options = msgspec.structs.replace(
+        prompt.options,
+        pooling=pooling,
+        priority=priority,
+        trace_headers=None if trace_headers is None else dict(trace_headers),
+    )
+    return Answer(request_id, prompt, NOT_SAMPLED, options=options)
+
+
+def pooled_output(
+    answer: Answer, make: Callable[[Float32Array], PooledT]
+) -> PoolingRequestOutput[PooledT]:
+    """The output; call it when the request has finished or was aborted."""
+    end = answer.end
+    return PoolingRequestOutput(
+        answer.request_id,
+        make(EMPTY_FLOAT32 if end is None else end.pooled),
+        answer.prompt.token_ids,
+        num_cached_tokens=0 if end is None else end.num_cached_tokens,
+        num_preemptions=0 if end is None else end.num_preemptions,
+        error="the request was aborted" if end is None else end.message,
+    )
+
+
+def encoding(
+    model: ModelFolder, task: PoolingTask | None, params: PoolingParams
+) -> Encoding[PoolingOutput]:
     """task: None: what the model is made for. Raises ValueError if the model does not support the
     task or a setting."""
     if task not in (None, "embed", "classify"):
@@ -57,8 +93,8 @@ def encoding(model: ModelFolder, task: PoolingTask | None, params: PoolingParams
         known = classifier_of(model)
 
         def labels(pooled: Float32Array) -> PoolingOutput:
-            probs = probabilities(known, pooled, use_activation=params.use_activation)
-            return PoolingOutput(np.array(probs, np.float32))
+            probs = known.probabilities(pooled, use_activation=params.use_activation)
+            return PoolingOutput(probs.astype(np.float32))
 
         return Encoding(params.of_labels(), labels)
     if classifier is not None:
@@ -69,7 +105,7 @@ def encoding(model: ModelFolder, task: PoolingTask | None, params: PoolingParams
 
 
 def classifier_of(model: ModelFolder) -> ClassifierModel:
-    """Raises ValueError if the model is none."""
+    """The model's classification head. Raises ValueError if it has none."""
     if model.classifier is None:
         raise ValueError(f"{model.name} has no classification head")
     return model.classifier
@@ -87,11 +123,11 @@ class Pooler:
         self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
     ) -> list[EmbeddingRequestOutput]:
         assert self.model.embedding is not None
-        answers = self.run("embed", prompts, params.of_embedding(self.model.embedding), use_tqdm)
-        return [
-            pooled_output(answer, lambda pooled: EmbeddingOutput(pooled.tolist()))
-            for answer in answers
-        ]
+        how = Encoding(
+            params.of_embedding(self.model.embedding),
+            lambda pooled: EmbeddingOutput(pooled.tolist()),
+        )
+        return self._outputs("embed", prompts, how, use_tqdm)
 
     def encode(
         self,
@@ -100,9 +136,7 @@ class Pooler:
         params: PoolingParams,
         use_tqdm: Progress,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        how = encoding(self.model, task, params)
-        answers = self.run("encode", prompts, how.pooling, use_tqdm)
-        return [pooled_output(answer, how.output) for answer in answers]
+        return self._outputs("encode", prompts, encoding(self.model, task, params), use_tqdm)
 
     def classify(
         self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
@@ -110,15 +144,15 @@ class Pooler:
         classifier = classifier_of(self.model)
 
         def output(pooled: Float32Array) -> ClassificationOutput:
-            probs = probabilities(classifier, pooled, use_activation=params.use_activation)
-            return labelled(classifier, probs)
+            probs = classifier.probabilities(pooled, use_activation=params.use_activation)
+            label = classifier.labels[int(np.argmax(probs))] if probs.size else ""
+            return ClassificationOutput(probs.tolist(), label)
 
-        answers = self._labelled(prompts, params, use_tqdm)
-        return [pooled_output(answer, output) for answer in answers]
+        return self._outputs("classify", prompts, Encoding(params.of_labels(), output), use_tqdm)
 
     def score(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Sequence[tuple[Text, Text]],
         params: PoolingParams,
         use_tqdm: Progress,
         tokenization: Tokenization,
@@ -133,28 +167,45 @@ class Pooler:
             )
 
         def output(pooled: Float32Array) -> ScoringOutput:
-            probs = probabilities(classifier, pooled, use_activation=params.use_activation)
-            return ScoringOutput(probs[0] if probs else math.nan)
+            probs = classifier.probabilities(pooled, use_activation=params.use_activation)
+            return ScoringOutput(probs.item() if probs.size else math.nan)
 
-        answers = self._labelled(self.reader.read_pairs(pairs, tokenization), params, use_tqdm)
-        return [pooled_output(answer, output) for answer in answers]
+        prompts = self.reader.read_pairs(pairs, tokenization)
+        return self._outputs("classify", prompts, Encoding(params.of_labels(), output), use_tqdm)
 
     def _cosines(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Sequence[tuple[Text, Text]],
         params: PoolingParams,
         use_tqdm: Progress,
         tokenization: Tokenization,
     ) -> list[ScoringRequestOutput]:
         if params.use_activation is not None:
             raise ValueError("PoolingParams: use_activation needs a classification head")
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        texts = list(dict.fromkeys(each.text for pair in pairs for each in pair))
         prompts = self.reader.read_all(texts, gives_tokens=False, tokenization=tokenization)
-        vectors = self.embed(prompts, dataclasses.replace(params, use_activation=True), use_tqdm)
+        how = encoding(self.model, "embed", dataclasses.replace(params, use_activation=True))
+        vectors = self._outputs("embed", prompts, how, use_tqdm)
         ends = dict(zip(texts, vectors, strict=True))
-        return [compared(ends[one], ends[other]) for one, other in pairs]
+        return [_compared(ends[one.text], ends[other.text]) for one, other in pairs]
 
-    def _labelled(
-        self, prompts: Sequence[PromptInput], params: PoolingParams, use_tqdm: Progress
-    ) -> list[Answer]:
-        return self.run("classify", prompts, params.of_labels(), use_tqdm)
+    def _outputs(
+        self, what: str, prompts: Sequence[PromptInput], how: Encoding[PooledT], use_tqdm: Progress
+    ) -> list[PoolingRequestOutput[PooledT]]:
+        answers = self.run(what, prompts, how.pooling, use_tqdm)
+        return [pooled_output(answer, how.output) for answer in answers]
+
+
+def _compared(
+    one: PoolingRequestOutput[PoolingOutput], other: PoolingRequestOutput[PoolingOutput]
+) -> ScoringRequestOutput:
+    """The cosine of two embeddings of length 1."""
+    error = one.error or other.error
+    return ScoringRequestOutput(
+        f"{one.request_id}_{other.request_id}",
+        ScoringOutput(math.nan if error else cosine(one.outputs.data, other.outputs.data)),
+        one.prompt_token_ids + other.prompt_token_ids,
+        one.num_cached_tokens + other.num_cached_tokens,
+        num_preemptions=one.num_preemptions + other.num_preemptions,
+        error=error,
+    )

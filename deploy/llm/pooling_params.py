@@ -1,30 +1,15 @@
 """The settings of `LLM.embed`, `encode`, `classify` and `score`, with vLLM's names."""
 
 from dataclasses import dataclass
-from typing import Final
 
-from longshore.deploy.llm.refused_settings import Refused, refusing
-from longshore.deploy.llm.tokenization import TRUNCATE
 from longshore.deploy.model.classifier import CLASSIFIED
 from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.requests.refused import refusing
 from longshore.protocol.requests import PoolingKind
 from longshore.protocol.requests import PoolingParams as EnginePoolingParams
 
-_ACTIVATION: Final = "use use_activation"
 
-UNSUPPORTED_POOLING: Final[Refused] = {
-    "activation": ((), _ACTIVATION),
-    "normalize": ((), _ACTIVATION),
-    "returned_token_ids": ((), "all elements are returned"),
-    "softmax": ((), _ACTIVATION),
-    "step_tag_id": ((), "one vector is pooled from the whole prompt"),
-    "task": (("embed", "classify"), "use the method of LLM with that name"),
-    "truncate_prompt_tokens": ((), TRUNCATE),
-}
-"""Settings of vLLM's `PoolingParams`, of all versions, that are not supported."""
-
-
-@refusing(UNSUPPORTED_POOLING)
+@refusing
 @dataclass(kw_only=True)
 class PoolingParams:
     """How a prompt is pooled. None: as the model folder says.

@@ -6,7 +6,7 @@ from typing import Final, assert_never
 import zmq
 
 from longshore.deploy.llm.engine_processes import EngineProcesses
-from longshore.deploy.supervisor.engine_config import EnginePlan
+from longshore.deploy.supervisor.engine_plan import EnginePlan
 from longshore.protocol.commands import ResetCache
 from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine

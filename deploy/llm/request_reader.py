@@ -2,28 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
+import msgspec
+
+from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.answer import Answer
 from longshore.deploy.llm.chats import (
+    ChatParameters,
     Message,
     as_chats,
-    chat_options,
     other_template,
     rendered_chat,
 )
-from longshore.deploy.llm.prompts import CachedPrompt, Prompt, PromptInput, PromptParser, as_prompts
+from longshore.deploy.llm.prompts import (
+    CachedPrompt,
+    Prompt,
+    PromptInput,
+    as_prompts,
+    cache_options_of,
+    given_prompt,
+    value_errors,
+)
 from longshore.deploy.llm.sampling_params import SamplingParams
 from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.llm.transcriber import SpeechRequest
 from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.parsers.registry import AUTO, load_reasoning_parser
 from longshore.deploy.requests.live_requests import MAX_JOB_ID_CHARACTERS
+from longshore.deploy.requests.prompts import PromptEncoder, Text
 from longshore.deploy.requests.sample_params import sample_params
+from longshore.deploy.requests.thinking import reasoning_before
 from longshore.deploy.requests.validation import sampling_problem
-from longshore.protocol.requests import StructuredOutput
+from longshore.protocol.requests import RequestOptions, StructuredOutput
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -55,9 +68,34 @@ class RequestReader:
         max_model_len: int,
     ) -> None:
         self._model = model
-        self.tokenizer = tokenizer
+        self.encoder = PromptEncoder(
+            tokenizer, vocab_size=model.vocab_size, max_model_len=max_model_len
+        )
         self.decoder = decoder
-        self.parser = PromptParser(tokenizer, model.path, model.vocab_size, max_model_len)
+
+    def tokenizer(self) -> ModelTokenizer:
+        """Raises ValueError if the model folder has none."""
+        if self.encoder.tokenizer is None:
+            raise ValueError(f"{self._model.path} has no tokenizer")
+        return self.encoder.tokenizer
+
+    def read(
+        self,
+        prompt: Prompt,
+        name: str,
+        *,
+        gives_tokens: bool = True,
+        tokenization: Tokenization = AS_USUAL,
+    ) -> PromptInput:
+        """name: of the prompt in errors. gives_tokens: at least one output token must fit after
+        it."""
+        with value_errors("tokenization_kwargs"):
+            form = self.encoder.form(tokenization, gives_tokens=gives_tokens)
+        content, text, options = given_prompt(prompt, name)
+        if isinstance(content, str):
+            content.encode()  # raises ValueError for a lone surrogate
+        with value_errors():
+            return PromptInput(self.encoder.token_ids(content, form, name), text, options)
 
     def read_all(
         self,
@@ -66,13 +104,10 @@ class RequestReader:
         gives_tokens: bool = True,
         tokenization: Tokenization = AS_USUAL,
     ) -> list[PromptInput]:
-        """One or more prompts. gives_tokens: at least one output token must fit after each."""
+        """One or more prompts; see `read`."""
         return [
-            self.parser.parse(
-                prompt,
-                f"prompts[{index}]",
-                gives_tokens=gives_tokens,
-                tokenization=tokenization,
+            self.read(
+                prompt, f"prompts[{index}]", gives_tokens=gives_tokens, tokenization=tokenization
             )
             for index, prompt in enumerate(as_prompts(prompts))
         ]
@@ -80,70 +115,52 @@ class RequestReader:
     def read_chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
+        parameters: ChatParameters,
         *,
-        chat_template: str | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
+        chat_template: str | None = None,
         tokenization: Tokenization = AS_USUAL,
         cache: CachedPrompt | Sequence[CachedPrompt | None] | None = None,
     ) -> list[PromptInput]:
         """The prompts of one or more chats. cache: of all, or of each."""
-        if self.tokenizer is None:
-            raise ValueError(f"a chat needs a tokenizer, but {self._model.path} has none")
-        options = chat_options(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            variables=variables,
-        )
-        template = self.tokenizer.chat_template
+        with value_errors("tokenization_kwargs"):
+            form = self.encoder.form(tokenization, is_rendered=True)
+        with value_errors():
+            template = self.encoder.tokenizer_for("messages").chat_template
         if chat_template is not None:
             template = other_template(chat_template, template)
+        parser = load_reasoning_parser(AUTO, template.source)
         chats = as_chats(messages)
         caches = [cache] * len(chats) if isinstance(cache, Mapping | None) else cache
         if len(caches) != len(chats):
             raise ValueError(f"{len(caches)} cache settings for {len(chats)} chats")
         prompts = []
         for index, (chat, kept) in enumerate(zip(chats, caches, strict=True)):
-            where = f"messages[{index}]"
-            text = rendered_chat(template, chat, options, where)
-            prompts.append(self.parser.parse_rendered(text, where, tokenization, kept))
+            name = f"messages[{index}]"
+            text = rendered_chat(template, chat, parameters, name)
+            for key in sorted((kept or {}).keys() - CachedPrompt.__annotations__):
+                raise ValueError(f"{name}: {key} is no key of CachedPrompt")
+            with value_errors():
+                ids = self.encoder.token_ids(text, form, name)
+            reasoning = reasoning_before(
+                parser, self.encoder.tokenizer, ids, vocab_size=self._model.vocab_size
+            )
+            prompts.append(PromptInput(ids, text, cache_options_of(kept or {}, name), reasoning))
         return prompts
 
     def read_pairs(
-        self, pairs: Sequence[tuple[str, str]], tokenization: Tokenization = AS_USUAL
+        self, pairs: Sequence[tuple[Text, Text]], tokenization: Tokenization = AS_USUAL
     ) -> list[PromptInput]:
         """A prompt of each pair of texts, for models that classify pairs. The second text is
         truncated."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"a pair needs a tokenizer, but {self._model.path} has none")
         if tokenization.add_special_tokens is False:
             raise ValueError(
                 "tokenization_kwargs: add_special_tokens=False is not supported for pairs; they "
                 "separate the two texts"
             )
-        cut = tokenization.cut(
-            tokenizer, max_model_len=self.parser.max_model_len, gives_tokens=False
-        )
-        prompts = []
-        for index, (one, other) in enumerate(pairs):
-            first = tokenizer.part(one)
-            if cut is None:
-                second = tokenizer.part(other)
-            else:
-                room = cut.max_tokens - len(first) - tokenizer.num_pair_tokens
-                if room < 1:
-                    raise ValueError(
-                        f"pair {index}: the first text has {len(first)} tokens, which leaves none "
-                        f"of {cut.max_tokens} for the second; shorten it"
-                    )
-                second = tokenizer.part(other, room, keeps_end=cut.keeps_end)
-            prompt = PromptInput(tokenizer.join(first, second))
-            prompts.append(self.parser.checked(prompt, f"pair {index}", gives_tokens=False))
-        return prompts
+        with value_errors("tokenization_kwargs"):
+            cut = self.encoder.cut(tokenization, gives_tokens=False)
+        with value_errors():
+            return [PromptInput(ids) for ids in self.encoder.pairs(pairs, cut)]
 
     def default_params(self) -> SamplingParams:
         """The defaults of the model's generation_config.json, and 16 tokens if it sets no limit."""
@@ -177,18 +194,16 @@ class RequestReader:
             raise ValueError(
                 f"sampling_params must be longshore.SamplingParams, not a {type(params).__name__}"
             )
-        engine_params = params.engine_params(self.tokenizer)
+        engine_params = params.engine_params(self.encoder.tokenizer)
         problem = sampling_problem(engine_params, vocab_size=self._model.vocab_size)
         if problem is not None:
             raise ValueError(problem)
-        stops = params.stops()
-        if stops.texts and self.tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
-        constraint = params.constraint()
-        if constraint is not None and self.tokenizer is None:
-            raise ValueError(
-                f"structured_outputs needs a tokenizer, but {self._model.path} has none"
-            )
+        stops, constraint = params.stops(), params.constraint()
+        needed = {"stop": stops.texts, "structured_outputs": constraint}
+        with value_errors():
+            for name, given in needed.items():
+                if given:
+                    self.encoder.tokenizer_for(name)
         return CheckedParams(params, engine_params, constraint, stops)
 
     def answers(
@@ -200,48 +215,50 @@ class RequestReader:
         priority: int = 0,
         job_id: str | None = None,
         is_last_step: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> list[Answer]:
         """The answers to one prompt."""
         if job_id is not None and not 1 <= len(job_id) <= MAX_JOB_ID_CHARACTERS:
             raise ValueError(f"job_id must have 1 to {MAX_JOB_ID_CHARACTERS} characters")
         if job_id is None and is_last_step:
             raise ValueError("is_last_step needs job_id")
-        settings, stops = params.settings, params.stops
-        shows_special = not settings.skip_special_tokens
-        decoder = self.decoder if settings.detokenize else None
+        settings, constraint = params.settings, params.constraint
+        if constraint is not None:
+            constraint = msgspec.structs.replace(constraint, free=prompt.reasoning)
+        options = msgspec.structs.replace(
+            prompt.options,
+            structured_output=constraint,
+            skip_reading_prefix_cache=bool(settings.skip_reading_prefix_cache),
+            priority=priority,
+            job_id=job_id,
+            is_last_step=is_last_step,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+        )
         answers: list[Answer] = []
         for index, sampling in enumerate(sample_params(params.engine_params, settings.n)):
             answer = Answer(
                 request_id if settings.n == 1 else f"{request_id}-{index}",
                 prompt,
                 sampling,
-                index,
-                answers[0] if answers else None,
-                decoder,
-                None
-                if decoder is None
-                else AnswerText(decoder, prompt.token_ids, stops, shows_special=shows_special),
-                has_stops=bool(stops.texts),
-                shows_stop=stops.is_shown,
-                structured_output=params.constraint,
-                skips_reading=bool(settings.skip_reading_prefix_cache),
-                priority=priority,
-                job_id=job_id,
-                is_last_step=is_last_step,
+                self.decoder if settings.detokenize else None,
+                params.stops,
+                index=index,
+                num_choices=settings.n,
+                first=answers[0] if answers else None,
+                shows_special=not settings.skip_special_tokens,
+                options=options,
             )
             answers.append(answer)
         return answers
 
     def speech_answer(self, request_id: str, request: SpeechRequest) -> Answer:
         """The answer to one piece of an audio input."""
-        ids = request.prompt_token_ids
         return Answer(
             request_id,
-            PromptInput(ids),
+            PromptInput(request.prompt_token_ids),
             request.sampling,
-            decoder=self.decoder,
-            detokenizer=None if self.decoder is None else AnswerText(self.decoder, ids),
-            multimodal=(request.feature,),
+            self.decoder,
+            options=RequestOptions(multimodal=(request.feature,)),
             num_primed=request.num_primed,
         )
 

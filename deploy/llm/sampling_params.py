@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Final
 
+import msgspec
+
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.bad_words import bad_word_token_ids
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.llm.refused_settings import Refused, refusing
-from longshore.deploy.llm.tokenization import TRUNCATE
-from longshore.deploy.requests.structured_outputs import (
-    StructuredOutputsParams,
-    structured_output,
-)
+from longshore.deploy.parsers.registry import AUTO, load_reasoning_parser
+from longshore.deploy.requests.refused import refusing
+from longshore.deploy.requests.structured_outputs import StructuredOutputsParams, structured_output
+from longshore.deploy.requests.thinking import thinking_budget
 from longshore.deploy.requests.validation import plain_params
 from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.sampling import RepetitionDetection
@@ -26,25 +26,6 @@ from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 
 MAX_ANSWERS: Final = 16_384
 """Limit of `n`."""
-
-UNSUPPORTED: Final[Refused] = {
-    "allowed_token_ids": ((), "use logit_bias to prefer tokens"),
-    "best_of": ((1,), "set n, and choose among the answers by cumulative_logprob"),
-    "extra_args": (({},), "no sampler here reads it"),
-    "flat_logprobs": ((False,), "logprobs is a list with a dict per token"),
-    "guided_decoding": ((), "use structured_outputs=StructuredOutputsParams(...)"),
-    "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
-    "logprob_token_ids": (([],), "logprobs returns the most likely tokens"),
-    "prompt_logprob_start": ((0,), "prompt_logprobs has all tokens of the prompt"),
-    "prompt_logprob_token_ids": (([],), "prompt_logprobs returns the most likely tokens"),
-    "skip_clone": ((False, True), "settings are read when a request begins"),
-    "stream_interval": ((1,), "each output of a stream has all tokens since the one before"),
-    "thinking_token_budget": ((), "max_tokens limits the whole answer"),
-    "trace_decode_token_ids": ((), "sampled tokens cannot be prescribed"),
-    "truncate_prompt_tokens": ((), TRUNCATE),
-    "use_beam_search": ((False,), "call LLM.beam_search"),
-}
-"""Settings of vLLM's `SamplingParams`, of all versions, that are not supported."""
 
 
 class RequestOutputKind(Enum):
@@ -55,7 +36,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@refusing(UNSUPPORTED)
+@refusing
 @dataclass(kw_only=True)
 class SamplingParams:
     """Settings of the answers to a prompt. Raises ValueError naming the setting that is invalid.
@@ -90,6 +71,8 @@ class SamplingParams:
     spaces_between_special_tokens: without effect, because tokenizer.json puts none there.
     output_kind:    what the outputs of `AsyncLLM.generate` have.
     skip_reading_prefix_cache: compute the whole prompt.
+    thinking_token_budget: tokens of reasoning after which it is ended; None or -1: no limit. For
+                    models whose chat template has known tags of reasoning.
     """
 
     n: int = 1
@@ -120,6 +103,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = field(default=None, repr=False)
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self.stops()
@@ -128,7 +112,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **settings: Any) -> "SamplingParams":
-        """The same, where None is the default of every setting except `max_tokens`."""
+        """Make the settings, where None is the default of every setting except `max_tokens`."""
         given = {k: v for k, v in settings.items() if v is not None or k == "max_tokens"}
         return cls(**given)
 
@@ -165,15 +149,31 @@ class SamplingParams:
         """The settings of one answer, for the engine. Raises ValueError: a user can have changed a
         setting since it was checked."""
         words = list(self.bad_words or ())
-        if not words:
-            return self._plain(())
-        if tokenizer is None:
+        if words and tokenizer is None:
             raise ValueError("SamplingParams: bad_words needs a tokenizer, but the model has none")
-        return self._plain(bad_word_token_ids(words, tokenizer))
+        forbidden = () if tokenizer is None or not words else bad_word_token_ids(words, tokenizer)
+        plain = self._plain(forbidden)
+        wanted = self.thinking_token_budget
+        if wanted is None or wanted == -1:
+            return plain
+        template = "" if tokenizer is None else tokenizer.chat_template.source
+        parser = load_reasoning_parser(AUTO, template)
+        budget = thinking_budget(wanted, parser, tokenizer, vocab_size=2**31)
+        if budget is None:
+            raise ValueError(
+                "SamplingParams: thinking_token_budget: the chat template has no known tags of "
+                "reasoning; use max_tokens"
+            )
+        return msgspec.structs.replace(plain, thinking=budget)
 
     def _plain(self, bad_words_token_ids: Sequence[Sequence[int]]) -> EngineSamplingParams:
         if not 1 <= self.n <= MAX_ANSWERS:
             raise ValueError(f"SamplingParams: n={self.n} must be between 1 and {MAX_ANSWERS}")
+        if self.thinking_token_budget is not None and self.thinking_token_budget < -1:
+            raise ValueError(
+                f"SamplingParams: thinking_token_budget={self.thinking_token_budget} must be at "
+                "least 0, or -1 for no limit"
+            )
         values = {name: getattr(self, name) for name in _FOR_ENGINE}
         values["repetition"] = self.repetition_detection
         values["top_k"] = 0 if self.top_k == -1 else self.top_k

@@ -2,21 +2,12 @@
 truncated, with vLLM's names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from longshore.deploy.gateway.openai.errors import ApiError
-from longshore.deploy.gateway.openai.prompt_cut import PromptCut, prompt_cut
-from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-
-TRUNCATE: Final = 'pass tokenization_kwargs={"truncate_prompt_tokens": ...} to the method'
-"""What to do instead of a setting that truncates prompts."""
-
-_KEYS: Final = frozenset({"add_special_tokens", "truncate_prompt_tokens", "truncation_side"})
+import msgspec
 
 
-@dataclass(frozen=True)
-class Tokenization:
+class Tokenization(msgspec.Struct, frozen=True):
     """None: as usual.
 
     add_special_tokens: whether a prompt begins with the tokenizer's special tokens. Usually texts
@@ -31,21 +22,6 @@ class Tokenization:
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
 
-    def cut(
-        self, tokenizer: ModelTokenizer | None, *, max_model_len: int, gives_tokens: bool
-    ) -> PromptCut | None:
-        """How a prompt is truncated; None: not at all. Raises ValueError."""
-        try:
-            # Without output, a prompt may have one token more.
-            cut = prompt_cut(
-                self, max_model_len=max_model_len + (not gives_tokens), max_output_tokens=None
-            )
-        except ApiError as error:
-            raise ValueError(f"tokenization_kwargs: {error}") from error
-        if cut is None or gives_tokens or self.truncation_side is not None or tokenizer is None:
-            return cut
-        return PromptCut(cut.max_tokens, keeps_end=tokenizer.keeps_end)
-
 
 AS_USUAL: Final = Tokenization()
 
@@ -54,16 +30,12 @@ def as_tokenization(given: Mapping[str, Any] | None) -> Tokenization:
     """Raises ValueError for keys and values that are not supported."""
     if given is None:
         return AS_USUAL
-    for name in sorted(given.keys() - _KEYS):
+    keys = Tokenization.__struct_fields__
+    for name in sorted(given.keys() - set(keys)):
         raise ValueError(
-            f"tokenization_kwargs: {name} is not supported; the keys are {', '.join(sorted(_KEYS))}"
+            f"tokenization_kwargs: {name} is not supported; the keys are {', '.join(keys)}"
         )
-    read = Tokenization(**given)
-    if not isinstance(read.add_special_tokens, bool | None):
-        raise ValueError("tokenization_kwargs: add_special_tokens must be True or False")
-    number = read.truncate_prompt_tokens
-    if isinstance(number, bool) or not isinstance(number, int | None):
-        raise ValueError("tokenization_kwargs: truncate_prompt_tokens must be an integer")
-    if read.truncation_side not in (None, "left", "right"):
-        raise ValueError("tokenization_kwargs: truncation_side must be left or right")
-    return read
+    try:
+        return msgspec.convert(given, Tokenization)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tokenization_kwargs: {error}") from error

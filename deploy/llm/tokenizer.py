@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.llm.chats import Message, chat_options, other_template, rendered_chat
+from longshore.deploy.llm.chats import ChatParameters, Message, other_template, rendered_chat
 
 
 class Tokenizer:
@@ -68,11 +68,6 @@ class Tokenizer:
         template = self._tokenizer.chat_template
         if chat_template is not None:
             template = other_template(chat_template, template)
-        options = chat_options(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            variables=variables,
-        )
-        text = rendered_chat(template, conversation, options, "conversation")
+        parameters = ChatParameters(add_generation_prompt, continue_final_message, tools, variables)
+        text = rendered_chat(template, conversation, parameters, "conversation")
         return self._tokenizer.encode_rendered(text) if tokenize else text

@@ -10,13 +10,7 @@ import numpy as np
 
 from longshore.deploy.llm.outputs import RequestOutput, TranscriptionOutput
 from longshore.deploy.llm.sampling_params import SamplingParams
-from longshore.deploy.requests.audio import (
-    Audio,
-    BadAudio,
-    longest_s,
-    read_audio,
-    split_audio,
-)
+from longshore.deploy.requests.audio import Audio, BadAudio, longest_s, read_audio, split_audio
 from longshore.deploy.requests.speech import (
     NUM_PRIMED,
     ONLY_LANGUAGE,

@@ -32,6 +32,18 @@ class ClassifierModel(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
     activation: Activation
 
+    def probabilities(
+        self, scores: npt.NDArray[np.floating[Any]], *, use_activation: bool | None = None
+    ) -> npt.NDArray[np.floating[Any]]:
+        """Of the labels.
+
+        scores: (..., num_labels) -> the same shape; none, of a request that failed: none.
+        use_activation: False: the scores themselves.
+        """
+        if use_activation is False or not scores.size:
+            return scores
+        return self.activated(scores)
+
     def activated(self, scores: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
         """scores: (..., num_labels) -> the same shape."""
         values = scores.astype(np.float64)

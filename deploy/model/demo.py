@@ -96,7 +96,7 @@ def draw_record(container: str, rng: random.Random) -> ContainerRecord:
 def make_prompt(
     num_records: int, seed: int, *, question: str = QUESTIONS[0], listed: bool = True
 ) -> DemoPrompt:
-    """The same prompt for the same arguments, on every machine.
+    """Return the same prompt for the same arguments, on every machine.
 
     A record has 4 tokens and the rest about 12, so 120 records make a prompt of about 490 tokens.
     question: one of QUESTIONS, or another text with `{}` for the container.

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from longshore.deploy.model.json_file import read_json_object, read_text
+from longshore.protocol.arrays import Float32Array
 from longshore.protocol.errors import ConfigError, shortened
 from longshore.protocol.model_files import exists
 from longshore.protocol.requests import PoolingKind, PoolingParams
@@ -60,6 +62,11 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         return PoolingParams(
             kind or self.kind, self.normalize if normalize is None else normalize, dimensions
         )
+
+
+def cosine(one: Float32Array, other: Float32Array) -> float:
+    """Of two embeddings of length 1."""
+    return float(one.astype(np.float64) @ other.astype(np.float64))
 
 
 def read_embedding_model(

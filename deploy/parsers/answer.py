@@ -54,17 +54,18 @@ class ParsedAnswer:
         """The answer has calls, and the arguments of each are complete."""
         return self._num_calls > 0 and self._num_cut == 0
 
-    def feed(self, text: str, *, is_last: bool = False) -> list[Event]:
-        """The events of the next piece of text. `is_last`: no text follows."""
+    def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> list[Event]:
+        """The events of the next piece of text. `is_last`: no text follows. `is_cut`: because the
+        answer has reached its maximum length."""
         events: Iterable[Event] = [Content(text)] if text else []
         if self._reasoning is not None:
             events = self._reasoning.feed(text, is_last=is_last)
         if self._tools is not None:
-            events = self._with_calls(self._tools, events, is_last=is_last)
+            events = self._with_calls(self._tools, events, is_last=is_last, is_cut=is_cut)
         return _joined(events)
 
     def _with_calls(
-        self, tools: "_Stage", events: Iterable[Event], *, is_last: bool
+        self, tools: "_Stage", events: Iterable[Event], *, is_last: bool, is_cut: bool
     ) -> list[Event]:
         parsed: list[Event] = []
         for event in events:
@@ -73,7 +74,7 @@ class ParsedAnswer:
             else:
                 parsed.append(event)
         if is_last:
-            parsed += tools.feed("", is_last=True)
+            parsed += tools.feed("", is_last=True, is_cut=is_cut)
         for event in parsed:
             match event:
                 case ToolCall(arguments=arguments):
@@ -102,10 +103,10 @@ class _Stage:
         self._steps = parser.parse(self._source, context)
         self._has_ended = False
 
-    def feed(self, text: str, *, is_last: bool) -> list[Event]:
+    def feed(self, text: str, *, is_last: bool, is_cut: bool = False) -> list[Event]:
         source = self._source
         source.text += text
-        source.is_complete = is_last
+        source.is_complete, source.is_cut = is_last, is_cut
         events: list[Event] = []
         while not self._has_ended:
             try:
@@ -134,8 +135,8 @@ def _joined(events: Iterable[Event]) -> list[Event]:
                 joined[-1] = Content(before + text)
             case Reasoning(before), Reasoning(text):
                 joined[-1] = Reasoning(before + text)
-            case ToolCall(name, before), MoreArguments(text):
-                joined[-1] = ToolCall(name, before + text)
+            case ToolCall(name, before, call_id), MoreArguments(text):
+                joined[-1] = ToolCall(name, before + text, call_id)
             case MoreArguments(before), MoreArguments(text):
                 joined[-1] = MoreArguments(before + text)
             case _:

@@ -5,18 +5,13 @@ name, the separator and the arguments.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
+from longshore.deploy.parsers.call_grammar import LarkRules
 from longshore.deploy.parsers.json_text import MAX_NAME_CHARACTERS, is_name, json_arguments
-from longshore.deploy.parsers.parser import (
-    AnswerContext,
-    Content,
-    Events,
-    Source,
-    Steps,
-    ToolParser,
-    show_until,
-)
+from longshore.deploy.parsers.marked_calls import MarkedTools
+from longshore.deploy.parsers.parser import CallForm, CallGrammar, Source, Steps
 
 _ALL_BEGIN: Final = "<｜tool▁calls▁begin｜>"
 _ALL_END: Final = "<｜tool▁calls▁end｜>"
@@ -29,19 +24,9 @@ _HEAD: Final = re.compile(
 )
 
 
-class DeepSeekTools(ToolParser):
-    """Markers around the calls are removed, also if there is no valid call between them."""
-
+class DeepSeekTools(MarkedTools):
+    begin, ends, section = _BEGIN, ("```", _END), (_ALL_BEGIN, _ALL_END)
     special_tokens = (_ALL_BEGIN, _ALL_END, _BEGIN, _END, _SEPARATOR)
-
-    def parse(self, source: Source, context: AnswerContext) -> Events:
-        while (found := (yield from show_until(source, _ALL_BEGIN, _ALL_END, _BEGIN))) is not None:
-            index, marker = found
-            begin = index + len(marker)
-            if marker != _BEGIN:
-                source.take((yield from source.space(begin)))
-            elif not (yield from self._call(source, begin)):
-                yield Content(source.take(begin))
 
     def _call(self, source: Source, start: int) -> Steps[bool]:
         brace = yield from source.find(start, "{", 2 * MAX_NAME_CHARACTERS)
@@ -51,12 +36,16 @@ class DeepSeekTools(ToolParser):
         if head is None:
             return False
         name = head[1] or head[2]
-        if not is_name(name, None) or not (yield from json_arguments(source, brace, name)):
-            return False
-        index = yield from source.space()
-        if (yield from source.begins_with(index, "```")) is not None:
-            index = yield from source.space(index + len("```"))
-        if (yield from source.begins_with(index, _END)) is not None:
-            index = yield from source.space(index + len(_END))
-        source.take(index)
-        return True
+        return is_name(name, None) and (yield from json_arguments(source, brace, name))
+
+    def call_grammar(
+        self, forms: Mapping[str, CallForm], special_ids: Mapping[str, int]
+    ) -> CallGrammar:
+        rules = LarkRules(special_ids)
+        calls = []
+        for name, form in forms.items():
+            arguments = rules.json_arguments(form)
+            block = rules.literal(f"function{_SEPARATOR}{name}\n```json\n")
+            calls.append(f"{block} {arguments} {rules.literal(chr(10) + '```')}")
+            calls.append(f"{rules.literal(f'{name}{_SEPARATOR}')} {arguments}")
+        return CallGrammar(_BEGIN, rules.grammar(f"({' | '.join(calls)}) {rules.literal(_END)}"))

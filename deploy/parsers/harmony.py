@@ -7,12 +7,16 @@ ends a message, and `<|start|>assistant` begins the next one.
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Final
 
+from longshore.deploy.parsers.call_grammar import LarkRules
 from longshore.deploy.parsers.json_text import json_arguments
 from longshore.deploy.parsers.parser import (
     AnswerContext,
     AnswerParser,
+    CallForm,
+    CallGrammar,
     Content,
     Events,
     Reasoning,
@@ -74,6 +78,14 @@ class _HarmonyParser(AnswerParser):
 class HarmonyReasoning(_HarmonyParser, ReasoningParser):
     """Leaves calls as they are, for `HarmonyTools`."""
 
+    begin = f"{_CHANNEL}analysis{_MESSAGE}"
+    mark = "<|end|>"
+    answers = (
+        f"{_CHANNEL}final{_MESSAGE}",
+        f"{_CHANNEL}final <|constrain|>json{_MESSAGE}",
+    )
+    end = f"<|end|>{_START}assistant{answers[0]}"
+
     def _message(self, source: Source, header: _Header) -> Steps[None]:
         if not header.is_call:
             source.take(header.end)
@@ -87,6 +99,22 @@ class HarmonyReasoning(_HarmonyParser, ReasoningParser):
 
 class HarmonyTools(_HarmonyParser, ToolParser):
     """Reads the calls; the text of other messages is content."""
+
+    def call_grammar(
+        self, forms: Mapping[str, CallForm], special_ids: Mapping[str, int]
+    ) -> CallGrammar:
+        rules = LarkRules(special_ids)
+        channel = rules.literal(f"{_CHANNEL}commentary")
+        kind = f"{rules.literal(' ')}? ({rules.literal('<|constrain|>')})? {rules.literal('json')}"
+        header = f"({channel})? ({kind})? {rules.literal(_MESSAGE)}"
+        calls = (
+            f"{rules.literal(f'.{name}')} {header} {rules.json_arguments(form)}"
+            for name, form in forms.items()
+        )
+        # Without the dot, which may be one token with the beginning of the name. The model may
+        # write a recipient in its reasoning, too, but not after these tokens.
+        phrases = (f"{_START}assistant to=functions", f"{_CHANNEL}commentary to=functions")
+        return CallGrammar("", rules.grammar(" | ".join(calls)), phrases)
 
     def _message(self, source: Source, header: _Header) -> Steps[None]:
         if header.is_call:

@@ -25,11 +25,12 @@ MAX_NAME_CHARACTERS: Final = 256
 
 _OUTSIDE: Final = re.compile(r'["{}\[\]]')
 _INSIDE: Final = re.compile(r'["\\]')
+_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],]', re.DOTALL)
 _PAIRS: Final = {"}": "{", "]": "["}
-_HEAD: Final = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
-    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_NAMED: Final = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")'
 )
+_HEAD: Final = re.compile(rf'{_NAMED.pattern}\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 
 
 class JsonScanner:
@@ -106,7 +107,7 @@ def json_call(source: Source, start: int, names: frozenset[str] | None = None) -
     scanner = JsonScanner(start)
     limit = start + MAX_HELD_CHARACTERS
     stop = yield from _scan(source, scanner, limit)
-    if stop is None and len(source.text) > limit:
+    if stop is None and (len(source.text) > limit or source.is_cut):
         head = _HEAD.match(source.text, start, limit)
         if head is not None:
             name = read_json(head[1])
@@ -115,6 +116,11 @@ def json_call(source: Source, start: int, names: frozenset[str] | None = None) -
             if not (yield from json_arguments(source, head.end(), name)):
                 return False
             yield from _rest_of_object(source)
+            return True
+        named = _NAMED.match(source.text, start, limit) if source.is_cut else None
+        if named is not None and is_name(name := read_json(named[1]), names):
+            source.take()
+            yield ToolCall(name, "")
             return True
         stop = yield from _scan(source, scanner, start + MAX_OBJECT_CHARACTERS)
     call = read_call(source.text[start:stop], names) if scanner.is_closed and stop else None
@@ -126,7 +132,7 @@ def json_call(source: Source, start: int, names: frozenset[str] | None = None) -
     return True
 
 
-def json_arguments(source: Source, start: int, name: str) -> Steps[bool]:
+def json_arguments(source: Source, start: int, name: str, call_id: str = "") -> Steps[bool]:
     """The arguments of a call of `name`, an object at `start`. Takes it with the text before it;
     False: it is not one, and nothing is taken."""
     if not source.text.startswith("{", start):
@@ -134,21 +140,21 @@ def json_arguments(source: Source, start: int, name: str) -> Steps[bool]:
     scanner = JsonScanner(start)
     limit = start + MAX_HELD_CHARACTERS
     stop = yield from _scan(source, scanner, limit)
-    if stop is None and len(source.text) > limit:
+    if stop is None and (len(source.text) > limit or source.is_cut):
         source.take(start)
         scanner.taken(start)
-        yield from _long_arguments(source, scanner, name)
+        yield from _long_arguments(source, scanner, ToolCall(name, "", call_id))
         return True
     text = source.text[start:stop]
     if stop is None or not scanner.is_closed or not is_json_object(text):
         return False
     source.take(stop)
-    yield ToolCall(name, text)
+    yield ToolCall(name, text, call_id)
     return True
 
 
-def _long_arguments(source: Source, scanner: JsonScanner, name: str) -> Steps[None]:
-    """Pass on the arguments that the text begins with, as they arrive."""
+def _long_arguments(source: Source, scanner: JsonScanner, call: ToolCall) -> Steps[None]:
+    """Pass on the arguments that the text begins with, as they arrive. call: without arguments."""
     has_begun = False
     while True:
         is_over = scanner.scan(source.text) or source.is_complete
@@ -157,7 +163,9 @@ def _long_arguments(source: Source, scanner: JsonScanner, name: str) -> Steps[No
             end -= 1
         if part := source.take(end):
             scanner.taken(len(part))
-            yield MoreArguments(part) if has_begun else ToolCall(name, part)
+            yield (
+                MoreArguments(part) if has_begun else msgspec.structs.replace(call, arguments=part)
+            )
             has_begun = True
         if is_over:
             return
@@ -239,3 +247,18 @@ def write_json(value: object) -> str:
 
 def is_json_object(text: str) -> bool:
     return isinstance(read_json(text), dict)
+
+
+def whole_members(text: str) -> str:
+    """An object that is cut off, with its members that are complete for certain."""
+    depth, end = 0, 0
+    for token in _TOKEN.finditer(text):
+        match token[0]:
+            case "{" | "[":
+                depth += 1
+            case "}" | "]":
+                depth -= 1
+            case "," if depth == 1:
+                end = token.start()
+    members = f"{text[:end]}}}"
+    return members if is_json_object(members) else "{}"

@@ -6,11 +6,15 @@ models of Llama 3.2 also write `[get_weather(city="Oslo"), now()]`.
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
-from longshore.deploy.parsers.json_text import is_name, json_calls, write_json
+from longshore.deploy.parsers.json_text import MAX_NAME_CHARACTERS, is_name, json_calls, write_json
+from longshore.deploy.parsers.llama_grammar import answer_grammar
 from longshore.deploy.parsers.parser import (
     AnswerContext,
+    CallForm,
+    CallGrammar,
     Content,
     Events,
     Source,
@@ -27,7 +31,8 @@ MAX_DEPTH: Final = 32
 _BEGIN: Final = ("<|python_tag|>", "<|python_start|>")
 _END: Final = "<|python_end|>"
 _FIRST_KEY: Final = re.compile(r'\{\s*"([^"\\]*)"')
-_CALL_KEYS: Final = frozenset({"arguments", "function", "id", "name", "parameters", "type"})
+_CALL_KEYS: Final = ("arguments", "function", "id", "name", "parameters", "type")
+_FIRST_CALL: Final = re.compile(r"\[\s*(?:[^\W\d][\w.]*\s*(\()?)?")
 _NOT_BRACKETS: Final = re.compile(r"[^\[\](){}'\"]+")
 _STRING_PART: Final = re.compile(r"[^'\"\\\n]+|\\[\s\S]")
 _CONSTANTS: Final = {"true": True, "false": False, "null": None}
@@ -35,8 +40,9 @@ _PAIRS: Final = {")": "(", "]": "[", "}": "{"}
 
 
 class LlamaTools(ToolParser):
-    """Without a marker before them, calls count only at the beginning of an answer, and only with
-    the names of declared functions: answers in JSON look much the same."""
+    """Reads the tool calls of Llama's models. Without a marker before them, calls count only at the
+    beginning of an answer, and only with the names of declared functions: answers in JSON look much
+    the same."""
 
     special_tokens = (*_BEGIN, _END)
 
@@ -51,6 +57,12 @@ class LlamaTools(ToolParser):
             if not (yield from self._calls(source, start, None)):
                 yield Content(source.take(begin))
 
+    def call_grammar(
+        self, forms: Mapping[str, CallForm], special_ids: Mapping[str, int]
+    ) -> CallGrammar:
+        text = answer_grammar(forms, special_ids, begins=_BEGIN, end=_END, call_keys=_CALL_KEYS)
+        return CallGrammar("", text, is_answer=True)
+
     def _calls(self, source: Source, start: int, names: frozenset[str] | None) -> Steps[bool]:
         """Calls at `start`. Takes them with the text before them; False: there are none."""
         is_call = False
@@ -60,13 +72,10 @@ class LlamaTools(ToolParser):
         if source.text.startswith("{", index):
             if names is None or (yield from _begins_as_call(source, index)):
                 is_call = yield from json_calls(source, start, separators=(";", ","), names=names)
-        elif index > start:
+        elif index > start and (yield from _begins_as_list(source, start)):
             is_call = yield from _python_calls(source, start, names)
         if is_call:
-            index = yield from source.space()
-            if (yield from source.begins_with(index, _END)) is not None:
-                index = yield from source.space(index + len(_END))
-            source.take(index)
+            yield from source.take_markers(_END)
         return is_call
 
 
@@ -79,6 +88,18 @@ def _begins_as_call(source: Source, start: int) -> Steps[bool]:
         rest = source.text[start + 1 :].lstrip()
         begins = not rest or any(f'"{key}"'.startswith(rest) for key in _CALL_KEYS)
         if source.is_complete or not begins:
+            return False
+        yield None
+
+
+def _begins_as_list(source: Source, start: int) -> Steps[bool]:
+    """Whether the list at `start` begins with a call."""
+    while True:
+        first = _FIRST_CALL.match(source.text, start)
+        assert first is not None
+        if first[1] or first.end() < len(source.text) or source.is_complete:
+            return bool(first[1])
+        if first.end() - start > 2 * MAX_NAME_CHARACTERS:
             return False
         yield None
 

@@ -7,23 +7,18 @@ name, and `[ARGS]` may be missing.
 import re
 import secrets
 import string
+from collections.abc import Mapping
 from typing import Final
 
+from longshore.deploy.parsers.call_grammar import LarkRules, json_call_rule
 from longshore.deploy.parsers.json_text import (
     MAX_NAME_CHARACTERS,
     is_name,
     json_arguments,
     json_calls,
 )
-from longshore.deploy.parsers.parser import (
-    AnswerContext,
-    Content,
-    Events,
-    Source,
-    Steps,
-    ToolParser,
-    show_until,
-)
+from longshore.deploy.parsers.marked_calls import MarkedTools
+from longshore.deploy.parsers.parser import CallForm, CallGrammar, Source, Steps
 
 _BEGIN: Final = "[TOOL_CALLS]"
 _ARGUMENTS: Final = "[ARGS]"
@@ -32,28 +27,19 @@ _NAME: Final = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*"
 _ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
-class MistralTools(ToolParser):
-    """Its templates accept only ids of nine letters and digits."""
+class MistralTools(MarkedTools):
+    """Reads the tool calls of Mistral's models, whose templates accept only ids of nine letters and
+    digits."""
 
+    begin = _BEGIN
     special_tokens = (_BEGIN, _ARGUMENTS, _CALL_ID)
 
     def call_id(self) -> str:
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
-    def parse(self, source: Source, context: AnswerContext) -> Events:
-        while (found := (yield from show_until(source, _BEGIN))) is not None:
-            begin = found[0] + len(_BEGIN)
-            start = yield from source.space(begin)
-            if source.text.startswith(("[", "{"), start):
-                is_call = yield from json_calls(source, start, separators=(",",))
-            else:
-                is_call = yield from self._named_call(source, start)
-            if is_call:
-                source.take((yield from source.space()))
-            else:
-                yield Content(source.take(begin))
-
-    def _named_call(self, source: Source, start: int) -> Steps[bool]:
+    def _call(self, source: Source, start: int) -> Steps[bool]:
+        if source.text.startswith(("[", "{"), start):
+            return (yield from json_calls(source, start, separators=(",",)))
         brace = yield from source.find(start, "{", 2 * MAX_NAME_CHARACTERS)
         if brace is None:
             return False
@@ -61,3 +47,16 @@ class MistralTools(ToolParser):
         if head is None or not is_name(head[1], None):
             return False
         return (yield from json_arguments(source, brace, head[1]))
+
+    def call_grammar(
+        self, forms: Mapping[str, CallForm], special_ids: Mapping[str, int]
+    ) -> CallGrammar:
+        rules = LarkRules(special_ids)
+        call = rules.rule(json_call_rule(rules, forms))
+        named = (
+            f"{rules.literal(f'{name}{_ARGUMENTS}')} {rules.json_arguments(form)}"
+            for name, form in forms.items()
+        )
+        comma = rules.literal(", ")
+        array = f'"[" {call} ({comma} {call})* "]"'
+        return CallGrammar(_BEGIN, rules.grammar(f"{array} | {' | '.join(named)}"))

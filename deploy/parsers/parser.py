@@ -7,8 +7,8 @@ is never lost: if a parser raises, that text is shown as it is.
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
-from typing import ClassVar, TypeAlias, TypeVar
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -26,10 +26,12 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call begins. arguments: JSON text, or the beginning of it."""
+    """A call begins. arguments: JSON text, or the beginning of it. call_id: as the model writes it;
+    empty: it writes none."""
 
     name: str
     arguments: str
+    call_id: str = ""
 
 
 class MoreArguments(msgspec.Struct, frozen=True):
@@ -43,6 +45,11 @@ Events: TypeAlias = Iterator[Event | None]
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Event | None, None, T]
 """Part of a parser: yields events, or None if it needs more text; returns T."""
+Lookahead: TypeAlias = Generator[None, None, T]
+"""Part of a parser that takes nothing: yields None if it needs more text; returns T."""
+Translation: TypeAlias = Generator[str | None, None, bool]
+"""Yields the arguments of a call as JSON, in parts, or None if it needs more text; returns whether
+they are complete."""
 
 
 class AnswerContext(msgspec.Struct, frozen=True):
@@ -50,16 +57,20 @@ class AnswerContext(msgspec.Struct, frozen=True):
 
     tool_names: functions that the request declares.
     prompt_end: the end of the prompt's text, including special tokens.
+    schemas:    JSON schemas of the functions' arguments, by name.
     """
 
     tool_names: frozenset[str] = frozenset()
     prompt_end: str = ""
+    schemas: Mapping[str, Mapping[str, Any]] = {}
 
 
 class Source:
     """The text of one answer that the parser has not taken yet.
 
     is_complete:   no more text will come.
+    is_cut:        because the answer has reached its maximum length: a call that has begun is given
+                   as far as it has come.
     num_malformed: long objects that were no calls.
     """
 
@@ -67,6 +78,7 @@ class Source:
         self.text = ""
         self.num_malformed = 0
         self.is_complete = False
+        self.is_cut = False
 
     def take(self, num_characters: int | None = None) -> str:
         """Remove and return the beginning of the text; None: all of it."""
@@ -75,7 +87,7 @@ class Source:
         taken, self.text = self.text[:num_characters], self.text[num_characters:]
         return taken
 
-    def space(self, start: int = 0) -> Steps[int]:
+    def space(self, start: int = 0) -> Lookahead[int]:
         """The index of the first character from `start` on that is not white space."""
         while True:
             rest = self.text[start:]
@@ -84,7 +96,7 @@ class Source:
                 return start + num_space
             yield None
 
-    def begins_with(self, start: int, *markers: str) -> Steps[str | None]:
+    def begins_with(self, start: int, *markers: str) -> Lookahead[str | None]:
         """The marker that the text has at `start`; None: none of them."""
         while True:
             rest = self.text[start:]
@@ -95,7 +107,18 @@ class Source:
                 return None
             yield None
 
-    def find(self, start: int, end: str, max_characters: int) -> Steps[int | None]:
+    def take_markers(self, *markers: str) -> Lookahead[bool]:
+        """Take each of the markers that follows, in this order, and the white space around them.
+        Returns whether the last one did."""
+        self.take((yield from self.space()))
+        found = None
+        for marker in markers:
+            found = yield from self.begins_with(0, marker)
+            if found is not None:
+                self.take((yield from self.space(len(marker))))
+        return found is not None
+
+    def find(self, start: int, end: str, max_characters: int) -> Lookahead[int | None]:
         """The index of `end` at or after `start`; None: it is not within `max_characters`."""
         while True:
             index = self.text.find(end, start, start + max_characters)
@@ -169,7 +192,50 @@ class AnswerParser(ABC):
 
 
 class ReasoningParser(AnswerParser):
-    """Separates reasoning from the rest of an answer: yields `Reasoning` and `Content`."""
+    """Separates reasoning from the rest of an answer: yields `Reasoning` and `Content`.
+
+    begin: what opens the reasoning, at the end of the prompt or the beginning of the answer.
+    mark:  what the model ends it with.
+    end:   what is put there instead if the reasoning exceeds its budget. Empty: it can have none.
+    answers: each begins an answer, also one without reasoning. Empty: `mark` does, if there is
+           reasoning.
+    """
+
+    begin: ClassVar[str] = ""
+    mark: ClassVar[str] = ""
+    end: ClassVar[str] = ""
+    answers: ClassVar[tuple[str, ...]] = ()
+
+
+class NotExpressible(ValueError):
+    """A format of calls cannot enforce what a function asks for."""
+
+
+class CallForm(msgspec.Struct, frozen=True):
+    """What a function's arguments follow.
+
+    schema:    a JSON schema; None: they are any object.
+    syntax, definition: of a custom tool: the grammar of its only argument `input`.
+    """
+
+    schema: Mapping[str, Any] | None = None
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str = ""
+
+
+class CallGrammar(msgspec.Struct, frozen=True):
+    """What calls follow from their marker on.
+
+    marker:  the token that begins a call, or several of them.
+    text:    the grammar of what follows it, up to the end of the call.
+    phrases: texts that begin a call instead, if the marker is empty.
+    is_answer: nothing marks calls: the grammar is of the whole answer.
+    """
+
+    marker: str
+    text: str
+    phrases: tuple[str, ...] = ()
+    is_answer: bool = False
 
 
 class ToolParser(AnswerParser):
@@ -178,3 +244,10 @@ class ToolParser(AnswerParser):
     def call_id(self) -> str:
         """A new id of a call."""
         return f"call_{secrets.token_hex(12)}"
+
+    def call_grammar(
+        self, forms: Mapping[str, CallForm], special_ids: Mapping[str, int]
+    ) -> CallGrammar | None:
+        """The grammar of calls of these functions; None: the format has none. special_ids: of
+        the model's special tokens. Raises NotExpressible."""
+        return None

@@ -12,12 +12,16 @@ from typing import Any, Final, TypeVar
 from longshore.deploy.parsers.answer import AnswerParsers
 from longshore.deploy.parsers.deepseek import DeepSeekTools
 from longshore.deploy.parsers.demo import DemoTools
+from longshore.deploy.parsers.gemma import GemmaReasoning, GemmaTools
 from longshore.deploy.parsers.harmony import HarmonyReasoning, HarmonyTools
 from longshore.deploy.parsers.hermes import HermesTools
+from longshore.deploy.parsers.kimi import KimiTools
 from longshore.deploy.parsers.llama import LlamaTools
 from longshore.deploy.parsers.mistral import MistralTools
+from longshore.deploy.parsers.nemotron import NemotronTools
 from longshore.deploy.parsers.parser import AnswerParser, ReasoningParser, ToolParser
 from longshore.deploy.parsers.think import ThinkReasoning
+from longshore.deploy.parsers.xml import GlmTools, MiniMaxTools, Qwen3CoderTools
 from longshore.protocol.errors import ConfigError
 
 TOOL_PARSERS_GROUP: Final = "longshore.tool_parsers"
@@ -29,27 +33,38 @@ TOOL_PARSERS: Final[Mapping[str, type[ToolParser]]] = MappingProxyType(
     {
         "deepseek": DeepSeekTools,
         "demo": DemoTools,
+        "gemma4": GemmaTools,
+        "glm45": GlmTools,
         "harmony": HarmonyTools,
         "hermes": HermesTools,
+        "kimi_k2": KimiTools,
         "llama": LlamaTools,
+        "minimax_m2": MiniMaxTools,
         "mistral": MistralTools,
+        "nemotron": NemotronTools,
+        "qwen3_coder": Qwen3CoderTools,
     }
 )
 REASONING_PARSERS: Final[Mapping[str, type[ReasoningParser]]] = MappingProxyType(
-    {"harmony": HarmonyReasoning, "think": ThinkReasoning}
+    {"gemma4": GemmaReasoning, "harmony": HarmonyReasoning, "think": ThinkReasoning}
 )
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "deepseek_r1": "think",
         "deepseek_v3": "deepseek",
         "deepseek_v31": "deepseek",
+        "glm45": "think",
+        "glm47": "glm45",
+        "kimi_k2": "think",
         "llama3_json": "llama",
         "llama4_json": "llama",
         "llama4_pythonic": "llama",
+        "minimax_m2": "think",
         "openai": "harmony",
         "openai_gptoss": "harmony",
         "pythonic": "llama",
         "qwen3": "think",
+        "qwen3_xml": "qwen3_coder",
     }
 )
 """vLLM's names of parsers."""
@@ -62,9 +77,19 @@ _TOOL_MARKS: Final = (
     ("deepseek", ("<｜tool▁calls▁begin｜>",), ()),
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("llama", ("<|python_tag|>", "<|python_start|>", "dictionary of argument name"), ()),
-    ("hermes", ("<tool_call>",), ("<function=", "<arg_key>")),
+    ("gemma4", ("<|tool_call>call:",), ()),
+    ("kimi_k2", ("<|tool_call_begin|>",), ()),
+    ("minimax_m2", ("<minimax:tool_call>",), ()),
+    ("nemotron", ("<TOOLCALL>",), ()),
+    ("qwen3_coder", ("<parameter=",), ("<seed:tool_call>",)),
+    ("glm45", ("<arg_key>",), ()),
+    ("hermes", ("<tool_call>",), ("<function=", "<arg_key>", "<invoke name=")),
 )
-_REASONING_MARKS: Final = (("harmony", "<|channel|>"), ("think", "</think>"))
+_REASONING_MARKS: Final = (
+    ("gemma4", "<|channel>"),
+    ("harmony", "<|channel|>"),
+    ("think", "</think>"),
+)
 
 ParserT = TypeVar("ParserT", bound=AnswerParser)
 
@@ -89,7 +114,7 @@ def load_tool_parser(name: str, template: str = "") -> ToolParser | None:
 
 
 def load_reasoning_parser(name: str, template: str = "") -> ReasoningParser | None:
-    """As `load_tool_parser`; `none` is a name, too."""
+    """Load as `load_tool_parser` does; `none` is a name, too."""
     if name == AUTO:
         for found, mark in _REASONING_MARKS:
             if mark in template:

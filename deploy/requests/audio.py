@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 Samples: TypeAlias = npt.NDArray[np.float32]
 """(n,), mono, usually within -1..1"""
@@ -48,7 +49,7 @@ def require_extra(*names: str) -> list[ModuleType]:
         return [importlib.import_module(name) for name in names]
     except (ImportError, OSError) as error:  # OSError: soundfile without its library
         raise ConfigError(
-            f"cannot read audio: {error}. Install the extra: pip install 'longshore[audio]'"
+            f"cannot read audio: {error}. Install the extra: {install_command('audio')}"
         ) from error
 
 

@@ -10,13 +10,15 @@ Candidates, scores and the end condition equal those of transformers' `generate(
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Unpack
+from typing import Literal
 
+import msgspec
 import numpy as np
 
-from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
+from longshore.deploy.requests.errors import check_end
+from longshore.deploy.requests.live_requests import LiveRequest, RequestClient
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import NO_TENANT, Tenant
+from longshore.protocol.requests import NO_OPTIONS, RequestOptions
 from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 
@@ -84,6 +86,15 @@ class FinishedBeam:
     beam: Beam
     score: float
 
+    @property
+    def reason(self) -> FinishReason:
+        return FinishReason.STOPPED if self.beam.has_ended else FinishReason.LENGTH_CAPPED
+
+    @property
+    def text_token_ids(self) -> Sequence[int]:
+        """Without the token that ended it."""
+        return self.beam.token_ids[:-1] if self.beam.has_ended else self.beam.token_ids
+
 
 class BeamTree:
     """The search without I/O: takes candidates, chooses beams.
@@ -99,8 +110,8 @@ class BeamTree:
         self.finished: list[FinishedBeam] = []
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """One step. candidates: per beam, (token id, log probability) of its most likely next
-        tokens, `num_candidates` of them or the whole vocabulary."""
+        """Grow all beams by one token. candidates: per beam, (token id, log probability) of its
+        most likely next tokens, `num_candidates` of them or the whole vocabulary."""
         params, width = self._params, self._params.beam_width
         self._num_tokens += 1
         is_last = self._num_tokens == params.max_tokens
@@ -142,33 +153,8 @@ class BeamTree:
         return self._score(self.beams[0].logprob, num_tokens) <= self.finished[-1].score
 
 
-class RequestClient(Protocol):
-    """Submits requests to an engine and aborts them."""
-
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        **fields: Unpack[RequestFields],
-    ) -> LiveRequest: ...
-
-    def abort(self, requests: Sequence[LiveRequest]) -> None: ...
-
-
-class BeamSearchFailed(Exception):
-    """The engine rejected a beam's request or failed on it; see `reason`."""
-
-    def __init__(self, text: str, reason: FinishReason) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
 class BeamSearch:
-    """One prompt's search on an engine. Always `close` it.
-
-    on_change: called when `advance` may have something to do.
-    """
+    """One prompt's search, a `Part` of an `EngineRun`. Always `close` it."""
 
     def __init__(
         self,
@@ -176,19 +162,12 @@ class BeamSearch:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: BeamSearchParams,
-        *,
-        on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        no_store: bool = False,
-        tenant: Tenant = NO_TENANT,
+        options: RequestOptions = NO_OPTIONS,
     ) -> None:
         self._client = client
         self._request_id = request_id
         self.prompt_token_ids = prompt_token_ids
-        self._on_change = on_change
-        self._priority, self._tenant = priority, tenant
-        self._cache_salt, self._no_store = cache_salt, no_store
+        self._options = msgspec.structs.replace(options, resumable=True, keeps_blocks=True)
         self._sampling = SamplingParams(
             temperature=0.0,
             seed=0,
@@ -201,8 +180,9 @@ class BeamSearch:
         self._num_requests = 0
         self.num_cached_tokens = 0
 
-    def start(self) -> None:
+    def start(self, on_change: Callable[[], None]) -> None:
         """Submit the first request. Raises EngineDead."""
+        self._on_change = on_change
         self._send([])
 
     @property
@@ -216,13 +196,12 @@ class BeamSearch:
 
     def advance(self) -> bool:
         """Start the next step if all beams have finished; returns whether they have. Raises
-        BeamSearchFailed, EngineDead."""
+        RequestError, EngineDead."""
         for live in self._live:
             if live.failure is not None:
                 raise live.failure
-            end = live.finished
-            if end is not None and end.reason in (FinishReason.ERROR, FinishReason.IGNORED):
-                raise BeamSearchFailed(end.message or "the engine failed on a beam", end.reason)
+            if live.finished is not None:
+                check_end(live.finished)
         if self.is_over or any(live.is_live for live in self._live):
             return False
         if self._num_requests == 1:
@@ -249,13 +228,9 @@ class BeamSearch:
                     f"{self._request_id}-{self._num_requests}",
                     [*self.prompt_token_ids, *beam.token_ids],
                     self._sampling,
+                    self._options,
                     on_change=self._on_change,
-                    priority=self._priority,
-                    cache_salt=self._cache_salt,
-                    no_store=self._no_store,
-                    tenant=self._tenant,
                     fork_of=parents[beam.parent] if parents else None,
-                    keeps_blocks=True,
                 )
             )
 

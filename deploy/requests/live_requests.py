@@ -6,9 +6,9 @@ The gateway and `LLM` both use this table; each sends and receives the messages 
 import random
 import time
 from array import array
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Required, TypedDict
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -17,15 +17,11 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest
 from longshore.protocol.requests import (
-    NO_TENANT,
+    NO_OPTIONS,
     AbortRequests,
     AddRequest,
-    CacheHint,
-    MultimodalFeature,
-    PoolingParams,
+    RequestOptions,
     StopFound,
-    StructuredOutput,
-    Tenant,
 )
 from longshore.protocol.sampling import SamplingParams
 
@@ -41,6 +37,24 @@ def seed_source(seed: int | None, number: int = 0) -> random.Random:
     if seed is None:
         return random.SystemRandom()
     return random.Random(seed if number == 0 else f"{seed} of client {number}")
+
+
+AT_NO_ENGINE: Final = -1
+
+
+@dataclass(eq=False, slots=True)
+class Leg:
+    """A request at one engine, or AT_NO_ENGINE while it waits for one; by `time.monotonic`.
+
+    sent_s: when it was sent there.
+    end:    what the engine has said of its end there; None if it is there, was aborted or was lost.
+    ended_s: when that arrived.
+    """
+
+    engine: int
+    sent_s: float
+    end: FinishedRequest | None = None
+    ended_s: float | None = None
 
 
 @dataclass(eq=False)
@@ -63,7 +77,7 @@ class LiveRequest:
     is_prefill_leg: its engine computes its next token only.
     kv_transfer_params: for the connector of the next engine that it is sent to.
     session_key:   requests with the same one belong together, for routing.
-    opened_s:      when it was opened, by `time.monotonic`.
+    legs:          the engines that it was sent to, in order.
     on_change:     called after new tokens, the finish or a failure.
     """
 
@@ -85,7 +99,12 @@ class LiveRequest:
     is_prefill_leg: bool = False
     kv_transfer_params: dict[str, Any] | None = None
     session_key: str | None = None
-    opened_s: float = field(default_factory=time.monotonic)
+    legs: list[Leg] = field(default_factory=lambda: [Leg(0, time.monotonic())])
+
+    @property
+    def opened_s(self) -> float:
+        """When it was opened, by `time.monotonic`."""
+        return self.legs[0].sent_s
 
     @property
     def is_live(self) -> bool:
@@ -121,26 +140,23 @@ MAX_JOB_ID_CHARACTERS: Final = 256
 """The scheduler's name of a job begins with that of its tenant."""
 
 
-class RequestFields(TypedDict, total=False):
-    """The keyword arguments of `LiveRequests.open`, for functions that pass them on."""
+class RequestClient(Protocol):
+    """Submits requests to an engine and aborts them."""
 
-    on_change: Required[Callable[[], None]]
-    priority: int
-    cache_salt: str | None
-    fork_of: LiveRequest | None
-    keeps_blocks: bool
-    multimodal: tuple[MultimodalFeature, ...]
-    num_primed: int
-    tenant: Tenant
-    trace_headers: Mapping[str, str] | None
-    skips_reading: bool
-    pooling: PoolingParams | None
-    structured_output: StructuredOutput | None
-    cache_hint: CacheHint | None
-    no_store: bool
-    job_id: str | None
-    is_last_step: bool
-    kv_transfer_params: dict[str, Any] | None
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        options: RequestOptions = ...,
+        *,
+        on_change: Callable[[], None],
+        fork_of: LiveRequest | None = ...,
+        num_primed: int = ...,
+    ) -> LiveRequest:
+        """Queue a request; see `LiveRequests.open`. Raises EngineDead."""
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None: ...
 
 
 class LiveRequests:
@@ -149,6 +165,7 @@ class LiveRequests:
     seeds: source of seeds for requests without one; None: random.
     on_late_end: called with the end of a request that is not live any more.
     notify: calls `on_change` of each request that has changed, perhaps later; None: at once.
+    engine: number of the engine that the messages are for.
     """
 
     def __init__(
@@ -156,7 +173,10 @@ class LiveRequests:
         seeds: random.Random | None = None,
         on_late_end: Callable[[FinishedRequest], None] = lambda finished: None,
         notify: Callable[[Collection[LiveRequest]], None] | None = None,
+        *,
+        engine: int = 0,
     ) -> None:
+        self._engine = engine
         self._on_late_end = on_late_end
         self._notify = notify or _notify_at_once
         self._by_handle: dict[int, LiveRequest] = {}
@@ -178,44 +198,27 @@ class LiveRequests:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
         on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
         fork_of: LiveRequest | None = None,
-        keeps_blocks: bool = False,
-        multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
-        tenant: Tenant = NO_TENANT,
-        trace_headers: Mapping[str, str] | None = None,
-        skips_reading: bool = False,
-        pooling: PoolingParams | None = None,
-        structured_output: StructuredOutput | None = None,
-        cache_hint: CacheHint | None = None,
-        no_store: bool = False,
-        job_id: str | None = None,
-        is_last_step: bool = False,
-        kv_transfer_params: dict[str, Any] | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
-        fork_of:      request whose KV it starts with.
-        keeps_blocks: when finished, it keeps its blocks for forks until it is aborted.
-        pooling:      it returns an embedding and no tokens.
-        structured_output: constrains its output.
-        cache_hint:   how long its KV is worth keeping.
-        no_store:     its KV is not stored by a connector. Give it a salt that no other request has.
-        job_id, is_last_step: the job of its tenant of which it is a turn, and whether no other turn
-                      follows.
-        skips_reading: it does not look up the prefix cache.
-        kv_transfer_params: for the connector.
-        num_primed:   number of tokens at the prompt's end that are sent as previous output. They
-                      count for limits and bad words of `sampling`, but not for the answer.
+        options:    a job is one of the request's tenant. With `no_store`, give it a salt that no
+                    other request has.
+        fork_of:    request whose KV it starts with.
+        num_primed: number of tokens at the prompt's end that are sent as previous output. They
+                    count for limits and bad words of `sampling`, but not for the answer.
         """
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
+        if options.job_id is not None and options.tenant.name:
+            job_id = f"{options.tenant.name}/{options.job_id}"
+            options = msgspec.structs.replace(options, job_id=job_id)
         num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(
             request_id=request_id,
@@ -223,28 +226,22 @@ class LiveRequests:
             prompt_token_ids=int32_array(prompt_token_ids[:num_prompt]),
             output_token_ids=int32_array(prompt_token_ids[num_prompt:]),
             sampling=sampling,
-            priority=priority,
-            cache_salt=cache_salt,
-            multimodal=multimodal,
-            resumable=keeps_blocks,
-            keeps_blocks=keeps_blocks,
-            tenant=tenant,
-            trace_headers=dict(trace_headers) if trace_headers else None,
-            skip_reading_prefix_cache=skips_reading,
-            pooling=pooling,
-            structured_output=structured_output,
-            cache_hint=cache_hint,
-            no_store=no_store,
-            job_id=job_id if job_id is None or not tenant.name else f"{tenant.name}/{job_id}",
-            is_last_step=job_id is None or is_last_step,
-            kv_transfer_params=kv_transfer_params,
+            options=options,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         live = LiveRequest(
-            request_id, handle, prompt_token_ids, message, on_change, num_primed=num_primed
+            request_id,
+            handle,
+            prompt_token_ids,
+            message,
+            on_change,
+            num_primed=num_primed,
+            engine=self._engine,
+            legs=[Leg(self._engine, time.monotonic())],
         )
-        if kv_transfer_params is not None and not kv_transfer_params.get("do_remote_prefill"):
-            live.kv_transfer_params = kv_transfer_params  # what it asks for, of any engine
+        params = options.kv_transfer_params
+        if params is not None and not params.get("do_remote_prefill"):
+            live.kv_transfer_params = params  # what it asks for, of any engine
         self._by_handle[handle] = live
         return live, message
 
@@ -261,6 +258,9 @@ class LiveRequests:
         live.handle, self._next_handle = self._next_handle, (self._next_handle + 1) & 0x7FFFFFFF
         self._by_handle[live.handle] = live
         live.num_tokens_sent = live.num_tokens
+        now_s = time.monotonic()
+        live.engine = self._engine
+        live.legs.append(Leg(self._engine, now_s))
         first = live.message
         token_ids = int32_array(
             [*first.output_token_ids.tolist(), *live.taken_token_ids, *live.new_token_ids]
@@ -277,13 +277,16 @@ class LiveRequests:
         params = live.kv_transfer_params
         if params is not None and params.get("do_remote_prefill"):
             live.kv_transfer_params = None  # the KV can be pulled once
+        options = first.options
+        if params is not options.kv_transfer_params:
+            options = msgspec.structs.replace(options, kv_transfer_params=params)
         return msgspec.structs.replace(
             first,
             handle=live.handle,
             output_token_ids=token_ids,
             sampling=sampling,
-            age_s=time.monotonic() - live.opened_s,
-            kv_transfer_params=params,
+            options=options,
+            age_s=now_s - live.opened_s,
             fork_of=None if fork_of is None else fork_of.handle,
         )
 
@@ -341,6 +344,7 @@ class LiveRequests:
                 if not finished.session_continues:
                     del by_handle[finished.handle]
                 live.finished = finished
+                live.legs[-1].end, live.legs[-1].ended_s = finished, time.monotonic()
                 changed[finished.handle] = live
             else:
                 self._on_late_end(finished)

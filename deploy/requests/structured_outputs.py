@@ -4,16 +4,17 @@ Here a constraint is checked for what needs no grammar: that there is one, its t
 whether a JSON schema is one. What a grammar compiler cannot express, the engine rejects.
 """
 
+import copy
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_CONSTRAINT_BYTES, StructuredOutput
-from longshore.scheduler.structured_output.schema_support import subschemas
+from longshore.scheduler.process.structured_output.schema_support import subschemas
 
 MAX_CHOICES: Final = 1024
 MAX_CHECKED_SCHEMAS: Final = 64
@@ -117,24 +118,30 @@ def _json_schema(schema: str | dict[str, Any], *, is_closed: bool) -> Structured
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     except (TypeError, ValueError, RecursionError) as error:
         raise StructuredOutputError("json", f"the JSON schema is not JSON: {error}") from error
-    _check_schema(_bounded("json", text))
+    check_schema(_bounded("json", text))
     if is_closed:
-        text = _closed(text)
+        text = msgspec.json.encode(_closed(msgspec.json.decode(text))).decode()
     return StructuredOutput("json_schema", text)
 
 
-def _closed(text: str) -> str:
-    """The schema, which forbids properties that it does not name."""
-    schema = msgspec.json.decode(text)
+def strict_arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a strict function's arguments: an object, without properties that it does not
+    name."""
+    return _closed(copy.deepcopy({"type": "object", "properties": {}, **parameters}))
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, changed to forbid properties that it does not name."""
     for _, node in list(subschemas(schema)):
         if isinstance(node, dict) and "properties" in node:
             node.setdefault("additionalProperties", False)
-    return msgspec.json.encode(schema).decode()
+    return schema
 
 
 @functools.lru_cache(MAX_CHECKED_SCHEMAS)
-def _check_schema(text: str) -> None:
-    """Raise StructuredOutputError, with a JSON pointer, unless `text` is a JSON schema."""
+def check_schema(text: str) -> None:
+    """Raise StructuredOutputError, with a JSON pointer, unless `text` is a JSON schema. The first
+    call imports a library, which takes a while."""
     try:
         schema = msgspec.json.decode(text)
         if not isinstance(schema, dict):

@@ -1,30 +1,12 @@
-"""Validates a prompt and its settings for a model, before they are sent to an engine."""
+"""Validates the settings of a prompt, before they are sent to an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
-
-
-def prompt_problem(
-    token_ids: Sequence[int], *, vocab_size: int, max_model_len: int, gives_tokens: bool = True
-) -> str | None:
-    """Why the prompt is invalid; None if it is valid. gives_tokens: at least one output token must
-    fit too."""
-    if not token_ids:
-        return "the prompt has no tokens; there is nothing to continue"
-    if len(token_ids) + gives_tokens > max_model_len:
-        return (  # client libraries recognize this error by `maximum context length`
-            f"the prompt has {len(token_ids)} tokens; this model's maximum context length is "
-            f"{max_model_len} tokens{', including at least one output token' * gives_tokens}"
-        )
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        return f"the prompt has token id {outside}, outside the vocabulary (0 to {vocab_size - 1})"
-    return None
 
 
 def plain_params(settings: Mapping[str, Any]) -> SamplingParams:
