@@ -16,7 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from longshore.deploy.admin.actions import ACTION_NAMES, MAX_REQUEST_BYTES, KVSnapshot, Status
-from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailable
+from longshore.deploy.gateway.api.errors import ApiError
+from longshore.deploy.requests.errors import Unavailable, invalid
 from longshore.protocol.errors import shortened
 
 ADMIN_PREFIX: Final = "/admin/"
@@ -25,16 +26,49 @@ SLEEP_PATHS: Final = ("/sleep", "/wake_up", "/is_sleeping")
 CHUNK_BYTES: Final = 65_536
 
 
-class AdminRoutes:
-    """key: what clients send as `Authorization: Bearer KEY`. socket: the admin socket."""
+class AdminSocket:
+    """Passes actions on to the supervisor. path: of the admin socket."""
 
-    def __init__(self, key: str, socket: Path) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def perform(self, action: dict[str, Any]) -> Response:
+        """The content of the response is the supervisor's answer. Raises RequestError."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(
+                str(self._path), limit=16 * MAX_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise Unavailable(f"the supervisor does not answer: {error}") from error
+        try:
+            writer.write(msgspec.json.encode(action) + b"\n")
+            answer = await reader.readline()
+        except (OSError, ValueError):
+            answer = b""
+        if not answer:
+            writer.close()
+            raise Unavailable("the supervisor has closed the connection")
+        status = _status_of(answer)
+        if action["action"] == KVSnapshot.__struct_config__.tag and status == 200:
+            return StreamingResponse(_rest(reader, writer), media_type="application/x-ndjson")
+        writer.close()
+        return Response(answer, status_code=status, media_type="application/json")
+
+    async def is_done(self, action: dict[str, Any]) -> bool:
+        """Whether an action was carried out. Raises RequestError."""
+        return (await self.perform(action)).status_code == 200
+
+
+class AdminRoutes:
+    """key: what clients send as `Authorization: Bearer KEY`. supervisor: carries out actions."""
+
+    def __init__(self, key: str, supervisor: AdminSocket) -> None:
         self._key = key.encode()
-        self._socket = socket
+        self.perform = supervisor.perform
 
     @property
     def routes(self) -> list[Route]:
-        """One per action. They are POSTs, except for the status."""
+        """Make one route per action. They are POSTs, except for the status."""
         reading = (Status.__struct_config__.tag,)
         return [
             Route(ADMIN_PREFIX + name, self._act, methods=["GET" if name in reading else "POST"])
@@ -46,30 +80,8 @@ class AdminRoutes:
         name = request.url.path.rsplit("/", 1)[-1]
         return await self.perform({**await _fields_of(request), "action": name})
 
-    async def perform(self, action: dict[str, Any]) -> Response:
-        """Pass an action on. The content of the response is the supervisor's answer."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(
-                str(self._socket), limit=16 * MAX_REQUEST_BYTES
-            )
-        except OSError as error:
-            raise unavailable(f"the supervisor does not answer: {error}") from error
-        try:
-            writer.write(msgspec.json.encode(action) + b"\n")
-            answer = await reader.readline()
-        except (OSError, ValueError):
-            answer = b""
-        if not answer:
-            writer.close()
-            raise unavailable("the supervisor has closed the connection")
-        status = _status_of(answer)
-        if action["action"] == KVSnapshot.__struct_config__.tag and status == 200:
-            return StreamingResponse(_rest(reader, writer), media_type="application/x-ndjson")
-        writer.close()
-        return Response(answer, status_code=status, media_type="application/json")
-
     def check_key(self, request: Request) -> None:
-        """Raise ApiError unless the request has the admin key."""
+        """Raise RequestError unless the request has the admin key."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not is_right:

@@ -32,6 +32,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens_per_minute: limit of prompt and generated tokens within a minute, in all gateways.
     cache_share: the share of the KV cache that its cache hints retain at most.
     min_priority: the most urgent priority that its requests may have; None: any.
+    slot:       of its counts in KeyUsage. No other key of the deployment has had it.
     """
 
     name: str = ""
@@ -42,11 +43,17 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens_per_minute: int | None = None
     cache_share: float = 0.25
     min_priority: int | None = None
+    slot: int = 0
 
     @property
     def tenant(self) -> Tenant:
         """Whose requests these are, for the scheduler."""
         return Tenant(self.name, self.weight, self.cache_share)
+
+    @property
+    def owner(self) -> str:
+        """Whose stored files are its, as a part of a file's name."""
+        return hashlib.sha256(self.digest.encode()).hexdigest()[:32]
 
     def cache_salt(self, given: str | None) -> str | None:
         """The cache salt of a request for which the client sent the salt `given`.
@@ -79,6 +86,7 @@ def plain_keys(keys: Sequence[str], sharing: CacheSharing) -> tuple[ApiKey, ...]
             name=f"key-{number}",
             digest=digest,
             cache_id=digest if sharing == "key" else None,
+            slot=number - 1,
         )
         for number, digest in enumerate(digests, start=1)
     )

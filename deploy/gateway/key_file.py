@@ -9,7 +9,7 @@
     cache_share = 0.1
     min_priority = -5
 
-It is read once, when the server starts.
+It is read when the server starts, and again when an operator asks for it.
 """
 
 import tomllib
@@ -19,6 +19,7 @@ from typing import Annotated, Final
 import msgspec
 
 from longshore.deploy.gateway.api_keys import ApiKey, CacheSharing, digest_of
+from longshore.deploy.gateway.key_usage import MAX_SLOTS
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.private_files import read_private
 
@@ -80,9 +81,54 @@ def read_key_file(path: Path, sharing: CacheSharing) -> tuple[ApiKey, ...]:
                 tokens_per_minute=entry.tokens_per_minute,
                 cache_share=entry.cache_share,
                 min_priority=entry.min_priority,
+                slot=len(keys),
             )
         )
     return tuple(keys)
+
+
+class DeploymentKeys:
+    """The API keys of a deployment. One thread at a time may read and use new ones.
+
+    keys: the current ones.
+    path: of the file from which an operator may have them read again; None: there is none.
+    sharing: see `read_key_file`.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[ApiKey, ...] = (),
+        path: Path | None = None,
+        sharing: CacheSharing = "all",
+    ) -> None:
+        self.keys = keys
+        self._path = path
+        self._sharing: CacheSharing = sharing
+        self._num_slots = len(keys)
+
+    def read_again(self) -> tuple[ApiKey, ...]:
+        """The keys that the file has now. A key that has the name of a current one continues its
+        counts. Raises ConfigError."""
+        if self._path is None:
+            raise ConfigError("this deployment was started without api_key_file")
+        slots = {key.name: key.slot for key in self.keys}
+        keys = []
+        num_slots = self._num_slots
+        for key in read_key_file(self._path, self._sharing):
+            if (slot := slots.get(key.name)) is None:
+                slot, num_slots = num_slots, num_slots + 1
+            keys.append(msgspec.structs.replace(key, slot=slot))
+        if num_slots > MAX_SLOTS:
+            raise ConfigError(
+                f"this deployment has had {self._num_slots} API keys, and can have {MAX_SLOTS} "
+                "until it is restarted"
+            )
+        return tuple(keys)
+
+    def use(self, keys: tuple[ApiKey, ...]) -> None:
+        """They are the current ones from now on. keys: what `read_again` has returned."""
+        self.keys = keys
+        self._num_slots = max(self._num_slots, *(key.slot + 1 for key in keys))
 
 
 def _read_private(path: Path) -> str:

@@ -15,11 +15,13 @@ from typing import Final
 import numpy as np
 
 from longshore.deploy.gateway.api_keys import ApiKey
-from longshore.deploy.gateway.metrics import KEY_LIMITS, GatewayMetrics
-from longshore.deploy.gateway.openai.errors import ApiError, invalid, rate_limited
+from longshore.deploy.gateway.metrics import KEY_LIMITS, GatewayMetrics, KeyCounts
+from longshore.deploy.requests.errors import RateLimited, RequestError, invalid
 
 WINDOW_S: Final = 60
 LIVE_REQUESTS, TOKENS_PER_MINUTE = KEY_LIMITS
+MAX_SLOTS: Final = 4000
+"""Limit of the keys that a deployment can have had. Memory is used for those that send requests."""
 _NUM_CELLS: Final = 64
 """One per second; more than the window has, so that no cell in it is overwritten."""
 
@@ -47,7 +49,7 @@ _UNLIMITED: Final = Admitted(lambda: None, lambda _: None)
 class KeyUsage:
     """Counts live requests and tokens by key, and compares them with the keys' limits.
 
-    keys:   the same ones, in the same order, in all gateways.
+    keys:   the same ones in all gateways.
     number: of this gateway. What it counted before a restart is dropped: those requests are lost.
     memory_fd: memory shared by all gateways; None: there is only one.
     now_s:  a clock that all gateways share.
@@ -63,11 +65,11 @@ class KeyUsage:
         memory_fd: int | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._index = {key.name: index for index, key in enumerate(keys)}
-        self._counts = [metrics.keys.counts(key.name) for key in keys]
+        self._counts: dict[int, KeyCounts] = {}
+        self._metrics = metrics
         self._number = number
         self._now_s = now_s
-        shape = (num_gateways, len(keys), 1 + 2 * _NUM_CELLS)
+        shape = (num_gateways, MAX_SLOTS, 1 + 2 * _NUM_CELLS)
         if memory_fd is None or not keys:
             counters = np.zeros(shape, np.int64)
         else:
@@ -77,15 +79,22 @@ class KeyUsage:
         self._num_live = counters[:, :, 0]
         self._seconds = counters[:, :, 1 : 1 + _NUM_CELLS]
         self._tokens = counters[:, :, 1 + _NUM_CELLS :]
-        self._num_live[number] = 0
+        self._num_live[number, [key.slot for key in keys]] = 0
+        self.use(keys)
+
+    def use(self, keys: Sequence[ApiKey]) -> None:
+        """Count for these keys from now on. Requests of others may still be running."""
+        for key in keys:
+            if key.slot not in self._counts:
+                self._counts[key.slot] = self._metrics.keys.counts(key.name)
 
     def num_live(self, key: ApiKey) -> int:
         """Live requests of a key, in all gateways."""
-        return int(self._num_live[:, self._index[key.name]].sum()) if key.name else 0
+        return int(self._num_live[:, key.slot].sum()) if key.name else 0
 
     def num_tokens(self, key: ApiKey) -> int:
         """Tokens that a key has used within the last minute, in all gateways."""
-        return sum(tokens for _, tokens in self._used(self._index[key.name]))
+        return sum(tokens for _, tokens in self._used(key.slot))
 
     def num_at_a_time(self, maximum: int, key: ApiKey) -> int:
         """Parts of a request that may be live at a time, at most `maximum`."""
@@ -95,10 +104,10 @@ class KeyUsage:
 
     def admit(self, key: ApiKey, *, num_live: int, num_tokens: int) -> Admitted:
         """Count a request with `num_live` requests to the engine and `num_tokens` prompt tokens.
-        Raises ApiError if it exceeds a limit of its key."""
+        Raises RequestError if it exceeds a limit of its key."""
         if not key.name:
             return _UNLIMITED
-        index = self._index[key.name]
+        index = key.slot
         counts = self._counts[index]
         own = self._num_live[self._number]
         own[index] += num_live
@@ -109,7 +118,7 @@ class KeyUsage:
                 self._charge(index, -num_tokens)
         if error is not None:
             own[index] -= num_live
-            counts.rejected[error.body.code or ""].inc()
+            counts.rejected[error.code or ""].inc()
             raise error
         counts.live_requests.inc(num_live)
         counts.tokens.inc(num_tokens)
@@ -124,7 +133,7 @@ class KeyUsage:
 
         return Admitted(end, charge)
 
-    def _live_error(self, key: ApiKey, index: int, num_new: int) -> ApiError | None:
+    def _live_error(self, key: ApiKey, index: int, num_new: int) -> RequestError | None:
         limit = key.max_live_requests
         if limit is None:
             return None
@@ -137,14 +146,14 @@ class KeyUsage:
         num_live = int(self._num_live[:, index].sum())
         if num_live <= limit:
             return None
-        return rate_limited(
+        return RateLimited(
             f"{num_live - num_new} requests of this API key are running or waiting, and its limit "
             f"is {limit} (max_live_requests); retry later",
             LIVE_REQUESTS,
             retry_after_s=1,
         )
 
-    def _token_error(self, key: ApiKey, index: int, num_new: int) -> ApiError | None:
+    def _token_error(self, key: ApiKey, index: int, num_new: int) -> RequestError | None:
         limit = key.tokens_per_minute
         if limit is None:
             return None
@@ -164,7 +173,7 @@ class KeyUsage:
             if excess <= 0:
                 retry_after_s = second + WINDOW_S - int(self._now_s()) + 1
                 break
-        return rate_limited(
+        return RateLimited(
             f"this API key has used its {limit} tokens per minute (tokens_per_minute; prompts and "
             f"answers count); retry in {retry_after_s} s",
             TOKENS_PER_MINUTE,

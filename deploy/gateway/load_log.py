@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from longshore.deploy.cli.metric_samples import Sample, Window
-from longshore.deploy.cli.top_overview import Overview, overview
+from longshore.deploy.gateway.metric_samples import Sample, Window
+from longshore.deploy.gateway.overview import Overview, overview
 from longshore.deploy.gateway.rejection_log import REJECTED
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ docs/metrics.md lists them all; a test compares. Times are in seconds.
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -14,13 +15,18 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 import longshore
-from longshore.deploy.cli.metric_samples import Sample, sample_of
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
-from longshore.deploy.gateway.sample_label import label_samples, sample_label
+from longshore.deploy.gateway.metric_samples import Sample, sample_of
+from longshore.deploy.gateway.sample_label import (
+    families_of,
+    joined,
+    label_samples,
+    sample_label,
+)
 from longshore.deploy.gateway.vllm_metrics import PREFIX, VllmNames
 from longshore.deploy.supervisor.restart_history import RestartRecord
-from longshore.protocol.handshake import PROTOCOL_VERSION
+from longshore.protocol.handshake import PROTOCOL_VERSION, EngineReady
 from longshore.protocol.outputs import (
     FinishedRequest,
     FinishReason,
@@ -113,21 +119,31 @@ class GatewayMetrics:
     """One registry per gateway, so that one test process can have several.
 
     model_name: the label `model_name` of all metrics; None: they have none.
-    vllm_names: return the metrics under vLLM's names, too.
+    vllm_names: return all metrics that vLLM has under its names, too, not only a few.
+    of_process: have those of the process, too.
     """
 
-    def __init__(self, model_name: str | None = None, *, vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str | None = None,
+        *,
+        vllm_names: bool = False,
+        of_process: bool = True,
+    ) -> None:
+        self._further: list[GatewayMetrics] = []
+        self._has_vllm_names = vllm_names
         registry = self._registry = CollectorRegistry()
         self._model = None if model_name is None else sample_label("model_name", model_name)
-        self._vllm_names = CollectorRegistry() if vllm_names else None
-        if self._vllm_names is not None:
-            self._vllm_names.register(VllmNames(registry))
+        self._vllm_names = VllmNames(registry, all_names=vllm_names)
+        self._vllm_registry = CollectorRegistry(auto_describe=False)
+        self._vllm_registry.register(self._vllm_names)
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
         phase = partial(Histogram, buckets=_PHASE_BOUNDS_S, registry=registry)
-        ProcessCollector(registry=registry)
-        _show_build(registry)
+        if of_process:
+            ProcessCollector(registry=registry)
+            _show_build(registry)
         self._ready = gauge("longshore_ready", "1 if the gateway accepts requests, else 0")
         self.responses = counter(
             "longshore_http_responses",
@@ -189,6 +205,13 @@ class GatewayMetrics:
         self._engines = EngineMetrics()
         registry.register(self._engines)
 
+    def of_model(self, model_name: str) -> "GatewayMetrics":
+        """The metrics of a further model, which `sample` and `render` add to these. Those of HTTP
+        and of API keys are counted here, for all models."""
+        further = GatewayMetrics(model_name, vllm_names=self._has_vllm_names, of_process=False)
+        self._further.append(further)
+        return further
+
     def watch(self, collector: Collector) -> None:
         """Add the metrics of a collector, which is called at every scrape."""
         self._registry.register(collector)
@@ -238,6 +261,10 @@ class GatewayMetrics:
         """
         self._engines.observe(engine, stats)
 
+    def engine_ready(self, engine: str, ready: EngineReady) -> None:
+        """The engine has its KV cache."""
+        self._vllm_names.engine_ready(engine, ready)
+
     def engine_lost(self, engine: str) -> None:
         """What an engine that is not ready holds is nothing."""
         self._engines.engine_lost(engine)
@@ -245,16 +272,22 @@ class GatewayMetrics:
     def remove_engine(self, engine: str) -> None:
         """The engine is gone: its series end."""
         self._engines.remove_engine(engine)
+        self._vllm_names.remove_engine(engine)
 
     def sample(self, taken_s: float) -> Sample:
         """All metrics now, to compare with a later sample."""
-        return sample_of(self._registry.collect(), taken_s)
+        every = (self, *self._further)
+        return sample_of(chain.from_iterable(each._registry.collect() for each in every), taken_s)
 
     def render(self) -> bytes:
         """The Prometheus text format."""
-        text = generate_latest(self._registry)
-        if self._vllm_names is not None:
-            text += generate_latest(self._vllm_names)
+        if not self._further:
+            return self._own_text()
+        texts = (each._own_text() for each in (self, *self._further))
+        return joined(chain.from_iterable(map(families_of, texts)))
+
+    def _own_text(self) -> bytes:
+        text = generate_latest(self._registry) + generate_latest(self._vllm_registry)
         return text if self._model is None else label_samples(text, self._model, _OWN)
 
 

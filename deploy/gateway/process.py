@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,24 +21,21 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from longshore.deploy.admin.actions import SOCKET_NAME
-from longshore.deploy.gateway.admin_routes import AdminRoutes
+from longshore.deploy.gateway.admin_routes import AdminRoutes, AdminSocket
+from longshore.deploy.gateway.api.endpoint import Service, Services
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.app import Gateway
+from longshore.deploy.gateway.batches.store import BatchStore
 from longshore.deploy.gateway.config import GatewayConfig
-from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.engines.member_commands import MemberCommands
-from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
 from longshore.deploy.gateway.http.connection import BoundedConnection
+from longshore.deploy.gateway.idle_sleep import IdleSleep
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.load_log import LoadLog
-from longshore.deploy.gateway.openai.endpoint import Service
-from longshore.deploy.gateway.openai.prompts import PromptReader
-from longshore.deploy.gateway.openai.responses import Model
+from longshore.deploy.gateway.request_log import AccessLog
 from longshore.deploy.gateway.responses_api.store import ResponseStore
-from longshore.deploy.gateway.router.routing import Routing
-from longshore.deploy.gateway.text.tokenizer import ModelTokenizer, load_tokenizer
-from longshore.deploy.parsers.answer import AnswerParsers
-from longshore.deploy.parsers.registry import load_parsers
-from longshore.deploy.requests.speech import SpeechModel
+from longshore.deploy.gateway.served_model import ServedModel
+from longshore.deploy.requests.tracing import open_spans
 from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.replica import Replica
@@ -47,7 +43,9 @@ from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.commands import EngineMember
 from longshore.protocol.errors import EngineDead, HandshakeRejected, LongshoreError
-from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.handshake import EngineReady
+from longshore.protocol.logs.records import fields
+from longshore.protocol.settings import read_config
 from longshore.protocol.transport.lifeline import (
     ALIVE_INTERVAL_S,
     Failed,
@@ -70,7 +68,7 @@ LAST_ROUNDS: Final = 32
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal; returns the exit status."""
     (config_file,) = argv
-    config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
+    config = read_config(Path(config_file), GatewayConfig)
     set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
     disable_created_metrics()  # an unused timestamp per counter
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
@@ -91,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 async def _serve(config: GatewayConfig, lifeline: Lifeline, commands: MemberCommands) -> None:
     process = GatewayProcess(config)
     members = asyncio.create_task(
-        commands.run(process.add_engine, process.remove_engine, lifeline.report)
+        commands.run(process.add_engine, process.remove_engine, process.use_keys, lifeline.report)
     )
     try:
         serving = asyncio.create_task(process.serve())
@@ -101,9 +99,11 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline, commands: MemberComm
             ready.result()
             alive = asyncio.create_task(_report_alive(lifeline))
             load = asyncio.create_task(process.load_log.run())
+            history = asyncio.create_task(process.history.run())
+            idle = [asyncio.create_task(each.run()) for each in process.idle_sleeps]
             await serving
-            alive.cancel()
-            load.cancel()
+            for task in (alive, load, history, *idle):
+                task.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
             await serving
@@ -124,27 +124,25 @@ class GatewayProcess:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        model = Model(
-            id=config.served_model_name,
-            created=int(time.time()),
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-        )
-        aliases = (msgspec.structs.replace(model, id=name) for name in config.model_aliases)
+        settings = config.settings
+        supervisor = _supervisor(config)
         self._gateway = Gateway(
-            (model, *aliases),
+            config.models,
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
             number=config.number,
             peers=config.peers,
             api_keys=config.api_keys,
-            admin=_admin_routes(config),
+            admin=_admin_routes(config, supervisor),
             response_store=_response_store(config),
             allowed_hosts=config.allowed_hosts,
-            cors_allow_origins=config.cors_allow_origins,
-            access_log=config.access_log,
-            vllm_metrics=config.vllm_metrics,
-            is_strict=config.strict_requests,
+            cors_allow_origins=settings.cors_allow_origins or (),
+            log=AccessLog(is_on=settings.access_log, has_probes=settings.access_log_probes),
+            vllm_metrics=settings.metrics_names == "vllm",
+            is_strict=settings.strict_requests,
+            batch_store=_batch_store(config),
+            batch_priority=config.batch_priority,
+            server_settings=config.server_settings,
         )
         self._key_usage = KeyUsage(
             config.api_keys,
@@ -155,40 +153,29 @@ class GatewayProcess:
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         self._gateway.metrics.watch_restarts(partial(read_restarts, self._runtime_dir))
-        name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
-        hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
-        num_gateways = max(1, len(config.peers)) + config.num_elsewhere
-        self._routing = Routing(
-            config.routing,
-            config.current_members,
-            number=config.number,
-            num_gateways=num_gateways,
-        )
-        self._gateway.metrics.watch(self._routing)
-        self._gateway.lacking_knowledge = self._routing.lacking_knowledge
-        self._engines = Engines(
-            (),
-            hello,
-            router=self._routing.router,
-            split_config=config.split,
-            num_gateways=num_gateways,
-            number=config.number,
-            seed=config.seed,
-            on_stats=self._gateway.metrics.observe_scheduler,
-            on_ready=self._note_ready,
-            why_stopped=partial(read_death_note, self._runtime_dir),
-            why_lost=self._why_lost,
-        )
-        for member in config.current_members:
-            self._engines.add_engine(member.number, member.clients)
-        if any(member.role != "unified" for member in config.current_members):
-            self._gateway.metrics.watch(SplitMetrics(self._engines.split))
+        self._gateway.lacking_knowledge = self._lacking_knowledge
+        first, metrics = config.models[0], self._gateway.metrics
+        self._spans = open_spans(config.otlp_traces_endpoint, first.name)
+        self._models = [
+            ServedModel(
+                model,
+                config,
+                metrics if model is first else metrics.of_model(model.name),
+                spans=self._spans,
+                perform=None if supervisor is None else supervisor.is_done,
+                why_stopped=partial(read_death_note, self._runtime_dir),
+                why_lost=self._why_lost,
+            )
+            for model in config.models
+        ]
+        for further in self._models[1:]:
+            further.metrics.watch_readiness(self._not_ready_reason)
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
                 http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
                     BoundedConnection,
-                    unread_timeout_s=config.unread_timeout_s,
+                    unread_timeout_s=settings.unread_timeout_s,
                     max_connections=self._max_connections,
                 ),
                 ws="none",
@@ -197,85 +184,53 @@ class GatewayProcess:
                 access_log=False,  # `AccessLog` logs more
                 # `stop` ends running requests before this timeout, which is for clients that do not
                 # read.
-                timeout_graceful_shutdown=round(config.drain_timeout_s) + GRACE_S,
+                timeout_graceful_shutdown=round(settings.drain_timeout_s) + GRACE_S,
                 server_header=False,
             )
         )
+        self._batches: asyncio.Task[None] | None = None
+        self.history = self._gateway.history
         self.load_log = LoadLog(self._gateway.metrics.sample)
-        self._tokenizer: ModelTokenizer | None = None
 
     async def start(self, lifeline: Lifeline) -> None:
-        """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
+        """Load the tokenizers, wait for the engines, then accept requests and report readiness."""
         config = self._config
         lifeline.report(Progress("loading the tokenizer"))
-        self._tokenizer = tokenizer = load_tokenizer(
-            Path(config.model),
-            chat_template_file=None if config.chat_template is None else Path(config.chat_template),
-            advice_level=logging.WARNING if config.generates_text else logging.DEBUG,
-        )
-        speech = None
-        if config.audio is not None:
-            speech = SpeechModel(
-                Path(config.model),
-                config.audio,
-                tokenizer,
-                vocab_size=config.vocab_size,
-                max_model_len=config.max_model_len,
-            )
-        details = {"max_model_len": str(config.max_model_len)}
+        for model in self._models:
+            model.load_tokenizer()
+        engines: list[EngineReady | None] = [None] * len(self._models)
+        details = {"max_model_len": str(config.models[0].max_model_len)}
         if config.awaits_engines:
             lifeline.report(Progress("waiting for the scheduler"))
-            engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
-            await self._routing.wait_until_known()
-            details = _details(engine)
-        prompts = PromptReader(
-            tokenizer,
-            config.sampling_defaults,
-            vocab_size=config.vocab_size,
-            max_model_len=int(details["max_model_len"]),
-            eos_token_ids=config.eos_token_ids,
-        )
-        self._gateway.serve_with(
-            Service(
-                config.served_model_name,
-                self._engines,
-                tokenizer,
-                prompts,
-                self._gateway.metrics,
-                config.max_body_bytes,
-                config.max_live_requests,
-                self._key_usage,
-                speech,
-                config.max_audio_bytes,
-                config.max_audio_s,
-                config.embedding,
-                config.classifier,
-                transfers=config.transfers,
-                parsers=_answer_parsers(config, tokenizer),
-                has_score_template=config.chat_template is not None,
-                model_aliases=config.model_aliases,
-                session_header=(
-                    config.routing.session_header
-                    if config.routing.policy == "session_affinity"
-                    else None
-                ),
-            )
-        )
+            engines = [await model.wait_until_ready() for model in self._models]
+            if engines[0] is not None:
+                details = _details(engines[0])
+        services: list[Service] = []
+        for model, engine in zip(self._models, engines, strict=True):
+            first = services[0] if services else None
+            services.append(model.service(engine, self._key_usage, first))
+        self._gateway.serve_with(Services(services))
         # All present objects live as long as the process, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         lifeline.report(Ready(details))
 
+    @property
+    def idle_sleeps(self) -> list[IdleSleep]:
+        """Of the models whose engines sleep by themselves."""
+        return [model.idle_sleep for model in self._models if model.idle_sleep is not None]
+
     async def add_engine(self, member: EngineMember) -> None:
         """Use another engine, and return when it is ready; do nothing if it is used. Raises
         EngineDead or HandshakeRejected; then it is not used."""
-        if member.number in self._engines.clients:
+        model = self._models[0]  # the only one, if engines can be added
+        clients = model.engines.clients
+        if member.number in clients:
             return
-        self._routing.add_engine(member)
-        self._engines.add_engine(member.number, member.clients)
+        model.add_engine(member)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self._engines.clients[member.number].wait_until_ready()
+                await clients[member.number].wait_until_ready()
         except (EngineDead, HandshakeRejected):
             self.remove_engine(member.number)
             raise
@@ -284,21 +239,33 @@ class GatewayProcess:
             raise EngineDead(
                 f"engine {member.number} has not answered for {CONNECT_TIMEOUT_S:g} s"
             ) from None
-        logger.info("engine %d (%s) gets requests", member.number, member.role)
+        about = fields(engine=f"engine-{member.number}")
+        logger.info("engine %d (%s) gets requests", member.number, member.role, extra=about)
 
     def remove_engine(self, engine: int) -> None:
-        """Use an engine no more, if it is used. Raises ValueError if it is the only one."""
-        if engine not in self._engines.clients:
-            return
-        if len(self._engines) == 1:
-            raise ValueError(f"engine {engine} is the only one")
-        self._routing.remove_engine(engine)
-        self._engines.remove_engine(engine)
-        self._gateway.metrics.remove_engine(str(engine))
-        logger.info("engine %d gets no more requests", engine)
+        """Use an engine no more, if it is used. Raises ValueError if it is the only one of its
+        model."""
+        for model in self._models:
+            if engine not in model.engines.clients:
+                continue
+            if len(model.engines) == 1:
+                raise ValueError(f"engine {engine} is the only one")
+            model.remove_engine(engine)
+            about = fields(engine=f"engine-{engine}")
+            logger.info("engine %d gets no more requests", engine, extra=about)
+
+    def use_keys(self, path: Path) -> int:
+        """Take the API keys of a file of the supervisor; returns their number. Running requests go
+        on, also those of keys that are gone."""
+        keys = msgspec.json.decode(path.read_bytes(), type=tuple[ApiKey, ...])
+        self._key_usage.use(keys)
+        self._gateway.use_keys(keys)
+        logger.info("%d API keys are valid from now on", len(keys))
+        return len(keys)
 
     def _max_connections(self) -> int:
-        return connections_left(4 * len(self._engines) + len(self._config.peers))
+        num_engines = sum(len(model.engines) for model in self._models)
+        return connections_left(4 * num_engines + len(self._config.peers))
 
     async def serve(self) -> None:
         """Serve HTTP until a stop signal, and then until the running requests have finished."""
@@ -306,11 +273,14 @@ class GatewayProcess:
         for signal_number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(signal_number, self.stop)
         await self._gateway.peers.listen()
+        if self._gateway.batches is not None:
+            self._batches = asyncio.create_task(self._gateway.batches.run())
         try:
             with socket.socket(fileno=self._config.listen_fd) as listener:
                 listener.setblocking(False)
                 await self._server.serve(sockets=[listener])
         finally:
+            self._stop_batches()
             self._gateway.peers.close()
             self._gateway.log.close()
 
@@ -321,38 +291,50 @@ class GatewayProcess:
             return
         death = read_death_note(self._runtime_dir)
         if death is not None:
-            self._engines.shut_down(f"the engine has stopped: {death}")
+            self._shut_down(f"the engine has stopped: {death}")
         logger.info(
             "draining: no new requests are accepted; %d are running",
-            self._engines.num_own_requests,
+            sum(model.engines.num_own_requests for model in self._models),
         )
         self._server.should_exit = True
-        self._engines.begin_drain()
+        self._stop_batches()
+        for model in self._models:
+            model.engines.begin_drain()
         asyncio.get_running_loop().call_later(
-            self._config.drain_timeout_s, self._engines.shut_down, "the server is shutting down"
+            self._config.settings.drain_timeout_s, self._shut_down, "the server is shutting down"
         )
 
-    def _note_ready(self, engine: int, is_ready: bool) -> None:
-        self._routing.follow(engine, is_ready)
-        if not is_ready:
-            self._gateway.metrics.engine_lost(str(engine))
+    def _shut_down(self, reason: str) -> None:
+        for model in self._models:
+            model.engines.shut_down(reason)
+
+    def _stop_batches(self) -> None:
+        """They go on with the next process."""
+        if self._batches is not None:
+            self._batches.cancel()
 
     def _why_lost(self, engine: int) -> str | None:
         return read_restarts(self._runtime_dir).deaths.get(Replica(engine).engine_id)
 
     def _not_ready_reason(self) -> str | None:
-        if not self._gateway.is_serving and self._engines.death is None:
+        deaths = [each.engines.death for each in self._models if each.engines.death is not None]
+        if not self._gateway.is_serving and not deaths:
             progress = read_progress_note(self._runtime_dir)
             return "the engine is still starting" + (f": {progress}" if progress else "")
-        if self._engines.not_ready_reason is not None:
-            return self._engines.not_ready_reason
+        for model in self._models:
+            if (reason := model.not_ready_reason) is not None:
+                return reason if len(self._models) == 1 else f"{model.config.name}: {reason}"
         return "draining" if self._server.should_exit else None
 
+    def _lacking_knowledge(self) -> str | None:
+        found = (model.routing.lacking_knowledge() for model in self._models)
+        return next((each for each in found if each is not None), None)
+
     def close(self) -> None:
-        self._engines.close()
-        self._routing.close()
-        if self._tokenizer is not None:
-            self._tokenizer.close()
+        for model in self._models:
+            model.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 class _Server(uvicorn.Server):
@@ -369,10 +351,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
-    if config.admin_key is None or config.runtime_dir is None:
+def _supervisor(config: GatewayConfig) -> AdminSocket | None:
+    if config.runtime_dir is None:
         return None
-    return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+    return AdminSocket(Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
+
+
+def _admin_routes(config: GatewayConfig, supervisor: AdminSocket | None) -> AdminRoutes | None:
+    if config.admin_key is None or supervisor is None:
+        return None
+    return AdminRoutes(config.admin_key, supervisor)
 
 
 def _response_store(config: GatewayConfig) -> ResponseStore | None:
@@ -383,13 +371,17 @@ def _response_store(config: GatewayConfig) -> ResponseStore | None:
         number=config.number,
         num_gateways=max(1, len(config.peers)),
         max_bytes=config.max_stored_bytes,
-        ttl_s=config.stored_response_ttl_s,
+        ttl_s=config.settings.stored_response_ttl_s,
     )
 
 
-def _answer_parsers(config: GatewayConfig, tokenizer: ModelTokenizer | None) -> AnswerParsers:
-    template = "" if tokenizer is None else tokenizer.chat_template.source
-    return load_parsers(config.tool_call_parser, config.reasoning_parser, template)
+def _batch_store(config: GatewayConfig) -> BatchStore | None:
+    max_bytes = config.settings.stored_files_mib << 20
+    if config.files_dir is None or not max_bytes:
+        return None
+    return BatchStore(
+        Path(config.files_dir), max_bytes=max_bytes, ttl_s=config.settings.stored_file_ttl_s
+    )
 
 
 def _details(engine: EngineReady) -> dict[str, str]:

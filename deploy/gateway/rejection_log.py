@@ -4,7 +4,8 @@ import asyncio
 import logging
 from typing import Final
 
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.api.errors import reason_of, status_of
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.logs.records import Field, fields
 
 REJECTED: Final = frozenset({401, 408, 413, 414, 429, 431, 503})
@@ -14,7 +15,7 @@ INTERVAL_S: Final = 10.0
 
 
 class RejectionLog:
-    """Logs through `logger`. Used inside a running event loop."""
+    """Logs rejected requests through `logger`. Used inside a running event loop."""
 
     def __init__(self, logger: logging.Logger, interval_s: float = INTERVAL_S) -> None:
         self._logger = logger
@@ -22,9 +23,9 @@ class RejectionLog:
         # Rejections that are not logged yet, by status and code of the error.
         self._num_more: dict[tuple[int, str], int] = {}
 
-    def rejected(self, error: ApiError, **about: Field) -> None:
+    def rejected(self, error: RequestError, **about: Field) -> None:
         """Log one rejection, or count it if the same reason was logged a moment ago."""
-        reason = (error.status, error.body.code or error.body.type)
+        reason = (status_of(error), reason_of(error))
         if reason in self._num_more:
             self._num_more[reason] += 1
             return

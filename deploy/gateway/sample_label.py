@@ -1,4 +1,34 @@
-"""Labels that are added to samples in Prometheus' text format."""
+"""Texts in Prometheus' format: labels that are added to samples, and texts that are joined."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """A metric. head: its lines of help and type, without line ends. samples: likewise."""
+
+    name: bytes
+    head: bytes
+    samples: list[bytes]
+
+
+def families_of(text: bytes) -> Iterator[Family]:
+    """The metrics of a text."""
+    for family in text.split(b"# HELP ")[1:]:
+        lines = family.splitlines()
+        head = b"# HELP " + b"\n".join(lines[:2])
+        yield Family(family.split(b" ", 1)[0], head, lines[2:])
+
+
+def joined(families: Iterable[Family]) -> bytes:
+    """A text in which each metric stands once, with all its samples."""
+    heads: dict[bytes, bytes] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for name, head, own in families:
+        heads.setdefault(name, head)
+        samples.setdefault(name, []).extend(own)
+    lines = [line for name, head in heads.items() for line in (head, *samples[name])]
+    return b"\n".join(lines) + b"\n"
 
 
 def sample_label(name: str, value: str) -> bytes:

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from longshore.deploy.admin.actions import SleepEngine, Status, WakeEngine
 from longshore.deploy.gateway.admin_routes import SLEEP_PATHS, AdminRoutes
-from longshore.deploy.gateway.openai.errors import invalid, unavailable
+from longshore.deploy.requests.errors import Unavailable, invalid
 from longshore.protocol.errors import shortened
 
 _TIMEOUTS: Final = {"wait": {}, "keep": {"timeout_s": 0}}
@@ -74,11 +74,11 @@ class SleepRoutes:
         response = await self._admin.perform({"action": Status.__struct_config__.tag})
         status = msgspec.json.decode(response.body, type=_Statuses)
         if status.error is not None:
-            raise unavailable(f"it is not known whether the engines sleep: {status.error}")
+            raise Unavailable(f"it is not known whether the engines sleep: {status.error}")
         schedulers = [each for each in status.results if each.process.startswith("scheduler")]
         for each in schedulers:
             if each.values.is_sleeping is None:
-                raise unavailable(
+                raise Unavailable(
                     f"it is not known whether all engines sleep: {each.process}: {each.message}"
                 )
         are_asleep = [each.values.is_sleeping for each in schedulers]
@@ -86,7 +86,7 @@ class SleepRoutes:
 
 
 def _check_names(request: Request, *known: str) -> None:
-    """Raise ApiError for a query parameter that does not exist here."""
+    """Raise RequestError for a query parameter that does not exist here."""
     for name in request.query_params:
         if name not in known:
             raise invalid(

@@ -21,7 +21,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    """signature: empty; this server does not sign reasoning."""
+    """signature: see ReasoningSeal; empty while the block grows."""
 
     thinking: str
     signature: str = ""
@@ -64,6 +64,12 @@ class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
     thinking: str
 
 
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    """The last delta of a thinking block."""
+
+    signature: str
+
+
 class InputJsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
     partial_json: str
 
@@ -88,7 +94,7 @@ class ContentBlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
 
 class ContentBlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):

@@ -5,20 +5,23 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.chat_messages import (
+from longshore.deploy.gateway.api.sealed_reasoning import ReasoningSeal
+from longshore.deploy.gateway.api.unknown_fields import ignore_fields
+from longshore.deploy.requests.chat_messages import (
     CalledFunction,
     ChatMessage,
     ContentPart,
     MessageToolCall,
     Unread,
+    arguments_object,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.requests.errors import RequestError, invalid
 from longshore.protocol.errors import shortened
 
 _OF_ROLE: Final = {
     "system": ("text",),
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 
 
@@ -48,7 +51,8 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
     not supported, or have no effect.
 
     text:     of type `text`.
-    thinking: of type `thinking`.
+    thinking, signature: of type `thinking`.
+    data:     of type `redacted_thinking`.
     id, name, input: of type `tool_use`.
     tool_use_id, content: of type `tool_result`.
     """
@@ -56,18 +60,18 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     text: str | None = None
     thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = msgspec.UNSET
     tool_use_id: str | None = None
     content: str | list[ResultBlock] | None = None
     cache_control: CacheControl | None = None
     caller: Unread = msgspec.UNSET
     citations: Unread = msgspec.UNSET
     context: Unread = msgspec.UNSET
-    data: Unread = msgspec.UNSET
     is_error: Unread = msgspec.UNSET
-    signature: Unread = msgspec.UNSET
     source: Unread = msgspec.UNSET
     title: Unread = msgspec.UNSET
 
@@ -82,8 +86,10 @@ class MessageParam(msgspec.Struct, forbid_unknown_fields=True):
     content: Content
 
 
-def chat_messages(system: Content | None, messages: Sequence[MessageParam]) -> list[ChatMessage]:
-    """The messages in OpenAI's format. Raises ApiError for what is not supported."""
+def chat_messages(
+    system: Content | None, messages: Sequence[MessageParam], seal: ReasoningSeal
+) -> list[ChatMessage]:
+    """The messages in OpenAI's format. Raises RequestError for what is not supported."""
     if not messages:
         raise invalid("messages is empty; it needs at least one message", param="messages")
     turns: list[tuple[str, list[ContentBlock]]] = []
@@ -91,6 +97,7 @@ def chat_messages(system: Content | None, messages: Sequence[MessageParam]) -> l
         turns.append(("system", _checked(system, "system", "system")))
     for position, message in enumerate(messages):
         blocks = _checked(message.content, message.role, f"messages.{position}.content")
+        _complete(blocks, f"messages[{position}].content", seal)
         if turns and turns[-1][0] == message.role:
             turns[-1][1].extend(blocks)
         else:
@@ -101,7 +108,7 @@ def chat_messages(system: Content | None, messages: Sequence[MessageParam]) -> l
 def cache_controls(
     system: Content | None, messages: Sequence[MessageParam]
 ) -> Iterable[CacheControl]:
-    """Those of all blocks."""
+    """The `cache_control` of all content blocks that have one."""
     for content in (system, *(message.content for message in messages)):
         for block in content if isinstance(content, list) else ():
             nested = block.content if isinstance(block.content, list) else ()
@@ -110,17 +117,33 @@ def cache_controls(
                     yield control
 
 
+def _complete(blocks: Sequence[ContentBlock], where: str, seal: ReasoningSeal) -> None:
+    """Set the text of reasoning that has none, and the input of calls that is no object. The
+    response names the latter, and what cannot be opened, such as reasoning of another server."""
+    for index, block in enumerate(blocks):
+        if block.type == "tool_use":
+            block.input, is_object = arguments_object(block.input)
+            if not is_object:
+                ignore_fields((f"{where}[{index}].input",))
+        sealed = block.data if block.type == "redacted_thinking" else block.signature
+        if sealed and not block.thinking:
+            block.thinking = seal.open(sealed)
+            if block.thinking is None:
+                name = "data" if block.type == "redacted_thinking" else "signature"
+                ignore_fields((f"{where}[{index}].{name}",))
+
+
 def _messages(role: str, blocks: Sequence[ContentBlock]) -> list[ChatMessage]:
     """The messages of one turn: results of tools come before the user's text, as in OpenAI's
     format."""
     texts = [ContentPart("text", block.text) for block in blocks if block.type == "text"]
     if role == "assistant":
         calls = [
-            MessageToolCall(CalledFunction(block.name or "", block.input or {}), block.id)
+            MessageToolCall(CalledFunction(block.name or "", block.input), block.id)
             for block in blocks
             if block.type == "tool_use"
         ]
-        thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
+        thoughts = [block.thinking for block in blocks if block.thinking]
         return [
             ChatMessage(
                 role,
@@ -144,7 +167,7 @@ def _result_text(block: ContentBlock) -> str | list[ContentPart]:
 
 
 def _checked(content: Content, role: str, where: str) -> list[ContentBlock]:
-    """The blocks. Raises ApiError for those that are not supported."""
+    """The blocks. Raises RequestError for those that are not supported."""
     if isinstance(content, str):
         return [ContentBlock("text", content)]
     for position, block in enumerate(content):
@@ -154,10 +177,12 @@ def _checked(content: Content, role: str, where: str) -> list[ContentBlock]:
         for name in {
             "text": ("text",),
             "thinking": ("thinking",),
+            "redacted_thinking": ("data",),
             "tool_use": ("id", "name", "input"),
             "tool_result": ("tool_use_id",),
         }[block.type]:
-            if getattr(block, name) is None:
+            value = getattr(block, name)
+            if value is msgspec.UNSET or (value is None and name != "input"):
                 raise invalid(f"{place}.{name} is missing", param=where.partition(".")[0])
         for index, inner in enumerate(block.content if isinstance(block.content, list) else ()):
             if inner.type != "text" or inner.text is None:
@@ -165,7 +190,7 @@ def _checked(content: Content, role: str, where: str) -> list[ContentBlock]:
     return list(content)
 
 
-def _unsupported(place: str, kind: str, role: str) -> ApiError:
+def _unsupported(place: str, kind: str, role: str) -> RequestError:
     allowed = " or ".join(map(repr, _OF_ROLE.get(role, ("text",))))
     return invalid(
         f"{place}: a block of type {shortened(kind)!r} is not supported here; send {allowed}",

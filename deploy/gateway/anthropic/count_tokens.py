@@ -7,13 +7,8 @@ import msgspec
 from longshore.deploy.gateway.anthropic.bodies import TokenCount
 from longshore.deploy.gateway.anthropic.messages import parse_conversation
 from longshore.deploy.gateway.anthropic.requests import Conversation
+from longshore.deploy.gateway.api.endpoint import ApiEndpoint, Service, check_model, read_in_turn
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.openai.endpoint import (
-    ApiEndpoint,
-    Service,
-    check_model,
-    read_in_turn,
-)
 
 
 class CountTokensEndpoint(ApiEndpoint):
@@ -23,7 +18,8 @@ class CountTokensEndpoint(ApiEndpoint):
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         body = await read_in_turn(exchange, service)
-        chat = await service.json.run(len(body), partial(parse_conversation, Conversation), body)
+        read = partial(parse_conversation, Conversation, service.seal)
+        chat = await service.json.run(len(body), read, body)
         check_model(chat.model, service)
         token_ids = await service.prompts.chat_token_ids(chat)
         await exchange.send_json(msgspec.json.encode(TokenCount(len(token_ids))))

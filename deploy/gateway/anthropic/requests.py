@@ -1,6 +1,6 @@
 """Request bodies of Anthropic's Messages API, and the chat that they mean."""
 
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -12,46 +12,36 @@ from longshore.deploy.gateway.anthropic.content import (
     chat_messages,
 )
 from longshore.deploy.gateway.anthropic.tools import Tool, ToolChoice, set_tools
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.requests import (
+from longshore.deploy.gateway.api.requests import (
     CacheSalt,
     ChatRequest,
+    Effort,
     Int32,
     JobId,
     StreamOptions,
-    check_deadline,
-    check_job,
-    check_no_store,
 )
-from longshore.deploy.gateway.openai.structured_output import JsonSchemaFormat, ResponseFormat
+from longshore.deploy.gateway.api.sealed_reasoning import ReasoningSeal
+from longshore.deploy.gateway.api.structured_output import JsonSchemaFormat, ResponseFormat
+from longshore.deploy.requests.errors import invalid
 from longshore.protocol.requests import CacheHint
 
 MAX_CACHE_BREAKPOINTS: Final = 4
 _TTLS_S: Final = {"5m": 300.0, "1h": 3600.0}
 
-# Accepted, without effect on the answer.
-IGNORED: Final = frozenset({"metadata", "user_profile_id", "workspace_id"})
-# Not supported yet. The values here (and null) have no effect, so they are accepted.
-UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "output_format": (),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
-
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """type: `disabled` leaves the reasoning out of the answer; with the others, the answer has it.
-    budget_tokens, display: accepted; how much the model reasons depends on the model, and the
-    answer has all of it."""
+    """type: `disabled` turns reasoning off if the template can, and leaves it out of the answer.
+    budget_tokens: see `ThinkingBudget`.
+    display: `omitted` leaves the text out of the answer's blocks, which still have a signature."""
 
-    type: Literal["adaptive", "enabled", "disabled"]
+    type: Literal["adaptive", "between_tools", "enabled", "disabled"]
     budget_tokens: Int32 | None = None
-    display: Literal["summarized"] | None = None
+    display: str | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """None: the model decides."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,16 +52,33 @@ class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """effort: accepted are null and `high`, the default."""
+    """effort: see `thinking_variables`."""
 
     format: OutputFormat | None = None
-    effort: Literal["high"] | None = None
+    effort: Effort | None = None
 
 
-class HintedChat(ChatRequest, kw_only=True):
-    """A chat with the hint of its cache_control."""
+class ConversationChat(ChatRequest, kw_only=True):
+    """A chat with what only Anthropic's API has.
+
+    hint:     of its cache_control.
+    thinking: see `Thinking`.
+    """
+
+    effort_name: ClassVar[str] = "output_config.effort"
+    budget_name: ClassVar[str] = "thinking.budget_tokens"
 
     hint: CacheHint | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        return None if self.thinking is None else self.thinking.thinks
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether blocks of reasoning have their text."""
+        return self.thinking is None or self.thinking.display != "omitted"
 
     def cache_hint(self) -> CacheHint | None:
         return self.hint
@@ -88,22 +95,35 @@ class Conversation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
-    def chat(self) -> ChatRequest:
+    def chat(self, seal: ReasoningSeal) -> ConversationChat:
         """The request as a chat, which continues the last message if it is the assistant's. Raises
-        ApiError for what is not supported."""
-        chat = HintedChat(model=self.model, messages=chat_messages(self.system, self.messages))
+        RequestError for what is not supported."""
+        messages = chat_messages(self.system, self.messages, seal)
+        chat = ConversationChat(model=self.model, messages=messages)
         chat.hint = self._cache_hint()
+        chat.thinking = self.thinking
+        chat.thinking_token_budget = None if self.thinking is None else self.thinking.budget_tokens
         chat.continue_final_message = self.messages[-1].role == "assistant"
         set_tools(chat, self.tools, self.tool_choice)
         chat.include_reasoning = self.thinking is None or self.thinking.type != "disabled"
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = JsonSchemaFormat("answer", self.output_config.format.schema)
+        config = self.output_config or OutputConfig()
+        chat.reasoning_effort = config.effort
+        form = config.format or self.output_format
+        if config.format is not None and self.output_format not in (None, config.format):
+            raise invalid(
+                "output_format is the former name of output_config.format, but differs; remove one "
+                "of them",
+                param="output_format",
+            )
+        if form is not None:
+            schema = JsonSchemaFormat("answer", form.schema)
             chat.response_format = ResponseFormat("json_schema", schema)
         return chat
 
     def _cache_hint(self) -> CacheHint | None:
-        """The longest of those asked for. Raises ApiError for too many."""
+        """The longest of those asked for. Raises RequestError for too many."""
         controls = [
             self.cache_control,
             *(tool.cache_control for tool in self.tools or ()),
@@ -136,9 +156,9 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
     priority: Int32 | None = None
     seed: int | None = None
 
-    def chat(self) -> ChatRequest:
-        """The request as a chat. Raises ApiError naming the invalid parameter."""
-        chat = super().chat()
+    def chat(self, seal: ReasoningSeal) -> ConversationChat:
+        """The request as a chat. Raises RequestError naming the invalid parameter."""
+        chat = super().chat(seal)
         for name in (
             *("max_tokens", "temperature", "top_p", "top_k", "stream"),
             *("cache_salt", "deadline_s", "no_store", "priority", "seed", "job_id", "is_last_step"),
@@ -148,7 +168,5 @@ class MessagesRequest(Conversation, kw_only=True, forbid_unknown_fields=True):
         chat.stops("stop_sequences")
         if self.stream:
             chat.stream_options = StreamOptions(include_usage=True)
-        check_deadline(chat.deadline_s)
-        check_no_store(chat)
-        check_job(chat)
+        chat.check()
         return chat

@@ -5,19 +5,18 @@ from typing import Any, Literal
 import msgspec
 
 from longshore.deploy.gateway.anthropic.content import CacheControl
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.requests import ChatRequest
-from longshore.protocol.errors import shortened
+from longshore.deploy.gateway.api.requests import ChatRequest
+from longshore.deploy.gateway.api.tools import leave_out
+from longshore.deploy.requests.errors import invalid
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the client runs. Tools that Anthropic runs, or defines, are not supported:
-    they have another `type`, or no `input_schema`.
+    """A function that the client runs. Tools that Anthropic runs, or defines, have another `type`.
 
     eager_input_streaming: accepted; arguments are sent as they are generated in any case.
     """
 
-    name: str
+    name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
@@ -26,14 +25,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
 
     def function(self, position: int) -> dict[str, Any]:
-        """The definition of the function. Raises ApiError."""
-        if self.type not in (None, "custom"):
-            raise invalid(
-                f"tools.{position}: the tool type {shortened(self.type)!r} is not supported; "
-                "send tools with input_schema, which the client runs",
-                param="tools",
-                code="unsupported_parameter",
-            )
+        """The definition of the function. Raises RequestError."""
         if self.input_schema is None:
             raise invalid(f"tools.{position}.input_schema is missing", param="tools")
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
@@ -53,9 +45,14 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def set_tools(chat: ChatRequest, tools: list[Tool] | None, choice: ToolChoice | None) -> None:
-    """Set the parameters of the chat. Raises ApiError."""
-    if tools:
-        chat.tools = [tool.function(position) for position, tool in enumerate(tools)]
+    """Set the parameters of the chat. Raises RequestError."""
+    functions = []
+    for position, tool in enumerate(tools or ()):
+        if tool.type in (None, "custom"):
+            functions.append(tool.function(position))
+        else:
+            leave_out(tool.type)
+    chat.tools = functions or None
     if choice is None:
         return
     if choice.disable_parallel_tool_use is not None:

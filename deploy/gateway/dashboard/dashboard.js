@@ -94,14 +94,16 @@ async function unpacked(text) {
 }
 
 let engine = new URLSearchParams(location.search).get("engine"); // null: the first one
+let hasSamples = false;
 
 async function readState() {
   const query = engine === null ? "" : `?engine=${encodeURIComponent(engine)}`;
   const [text, metrics] = await Promise.all([ask(`dashboard/state${query}`), ask("metrics")]);
   const state = JSON.parse(text);
-  if (engine === null) {
+  if (!hasSamples) {
+    hasSamples = true;
     engine = String(state.engine);
-    loadSamples();
+    await loadSamples();
   }
   state.states = new Uint8Array(await unpacked(state.states));
   state.block_ids = new Int32Array(await unpacked(state.block_ids));
@@ -594,6 +596,7 @@ const CHARTS = [
   ["Rejected / s", rate, [["429", per(answered((status) => status === 429))], ["others", per(answered((status) => status !== 429 && isRejection(status)))]], 1, true],
   ["HTTP errors / s", rate, [["4xx", per(answered((status) => status >= 400 && status < 500 && !isRejection(status)))], ["5xx", per(answered(isError))]], 1, true],
 ];
+const SCALE_PX = 44;  // room for the labels of the vertical axis, as wide as the padding of .axis
 const charts = CHARTS.map(([title, write, series, least, isOfAll = false], index) => {
   const box = make("div", "chart"), head = make("div", "head"), values = make("div", "values");
   const top = make("span", "top num"), canvas = make("canvas"), axis = make("div", "axis");
@@ -608,16 +611,16 @@ const charts = CHARTS.map(([title, write, series, least, isOfAll = false], index
     return number;
   });
   axis.append(make("span"), make("span"), make("span"));
-  canvas.setAttribute("aria-hidden", "true");
+  canvas.setAttribute("role", "img");
   canvas.addEventListener("mousemove", (event) => {
     const area = canvas.getBoundingClientRect();
-    pointAt((event.clientX - area.left) / area.width);
+    pointAt(Math.max(0, (event.clientX - area.left - SCALE_PX) / (area.width - SCALE_PX)));
   });
   canvas.addEventListener("mouseleave", () => pointAt(null));
   box.append(head, values, canvas, axis);
   box.dataset.chart = index;
   $("charts").append(box);
-  return { write, series, least, top, canvas, numbers, axis };
+  return { title, write, series, least, top, canvas, numbers, axis };
 });
 let rangeS = RANGES_S[0], pointed = null;  // pointed: 0 to 1, from the left of a chart
 
@@ -643,16 +646,35 @@ function clock(s, isLong) {
   return new Date(s * 1000).toLocaleTimeString([], { hourCycle: "h23", hour: "2-digit", minute: "2-digit", ...(isLong ? {} : { second: "2-digit" }) });
 }
 
+// The labels of the vertical axis, from its top to its bottom, with a line at each.
+function drawScale(context, labels, scale) {
+  const { width, height } = context.canvas, size = 9 * scale;
+  context.canvas.dataset.scale = labels.join();
+  context.font = `${size}px system-ui, sans-serif`;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  labels.forEach((label, place) => {
+    const y = place * (height - 1) / (labels.length - 1);
+    context.fillStyle = map.palette.line;
+    context.fillRect(SCALE_PX * scale, Math.floor(y), width, 1);
+    context.fillStyle = map.palette.text;
+    context.globalAlpha = 0.6;
+    context.fillText(label, (SCALE_PX - 4) * scale, Math.min(Math.max(y, size / 2 + 1), height - size / 2 - 1));
+    context.globalAlpha = 1;
+  });
+}
+
 function drawCharts() {
   if (!samples.length) return;
   const end = samples.at(-1).s, scale = window.devicePixelRatio || 1;
   const shown = samples.filter((sample) => sample.s >= end - rangeS);
   const at = pointed === null ? end : end - rangeS * (1 - pointed);
   const near = shown.reduce((best, sample) => (Math.abs(sample.s - at) < Math.abs(best.s - at) ? sample : best));
-  charts.forEach(({ write, series, least, top, canvas, numbers, axis }, index) => {
+  charts.forEach(({ title, write, series, least, top, canvas, numbers, axis }, index) => {
     const width = Math.floor(canvas.clientWidth * scale), height = Math.floor(canvas.clientHeight * scale);
     if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
-    const context = canvas.getContext("2d"), placeOf = (sample) => width * (1 - (end - sample.s) / rangeS);
+    const context = canvas.getContext("2d"), left = SCALE_PX * scale;
+    const placeOf = (sample) => left + (width - left) * (1 - (end - sample.s) / rangeS);
     let highest = least, isEmpty = true;
     for (const sample of shown) {
       for (const value of sample.values[index]) {
@@ -664,7 +686,7 @@ function drawCharts() {
     context.clearRect(0, 0, width, height);
     context.fillStyle = map.palette.line;
     context.fillRect(0, height - 1, width, 1);
-    for (const part of [0, 0.5]) context.fillRect(Math.round(width * part), 0, 1, height);
+    for (const part of [0, 0.5]) context.fillRect(Math.round(left + (width - left) * part), 0, 1, height);
     context.lineWidth = 1.75 * scale;
     context.lineJoin = "round";
     for (let line = series.length - 1; line >= 0; line--) {
@@ -686,6 +708,9 @@ function drawCharts() {
       context.fillStyle = map.palette.text;
       context.fillRect(Math.round(placeOf(near)), 0, 1, height);
     }
+    drawScale(context, isEmpty ? [] : [highest, highest / 2, 0].map(write), scale);
+    const told = series.map(([name], line) => `${name} ${numbers[line].textContent}`.trim()).join(", ");
+    canvas.setAttribute("aria-label", `${title}: ${told}${isEmpty ? "" : `; the axis ends at ${write(highest)}`}`);
     setText(top, pointed === null ? (isEmpty ? "" : `to ${write(highest)}`) : clock(near.s));
     [end - rangeS, end - rangeS / 2, end].forEach((s, tick) => setText(axis.children[tick], clock(s, rangeS > 600)));
   });
@@ -718,13 +743,21 @@ function saveSamples() {
   try { sessionStorage.setItem(SAVED_AS, JSON.stringify({ engine, kept })); } catch { /* no room: start anew */ }
 }
 
-function loadSamples() {
+// What the server has of the last hour, and from where it is denser what this page had before a reload.
+async function loadSamples() {
+  const isWhole = ([, values]) => values.length === CHARTS.length;
+  let kept = [], points = [];
   try {
     const saved = JSON.parse(sessionStorage.getItem(SAVED_AS));
-    if (saved?.engine !== engine) return;
-    const isWhole = ([, values]) => values.length === CHARTS.length;
-    for (const [s, values] of saved.kept.filter(isWhole)) samples.push({ s, values, state: null, metrics: null });
+    if (saved?.engine === engine) kept = saved.kept.filter(isWhole);
   } catch { /* written by another version */ }
+  try {
+    const { times, values } = JSON.parse(await ask(`dashboard/history?engine=${encodeURIComponent(engine)}`));
+    points = times.map((s, index) => [s, values[index]]).filter(isWhole);
+  } catch { /* the page begins without */ }
+  const isNew = ([s]) => !kept.some(([own]) => Math.abs(own - s) < WINDOW_S);
+  const all = [...points.filter(isNew), ...kept].sort(([a], [b]) => a - b);
+  samples.unshift(...all.map(([s, values]) => ({ s, values, state: null, metrics: null })));
 }
 
 // ---- Responses and ends of requests, since the start of the gateways
@@ -858,6 +891,5 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 new ResizeObserver(() => { drawMap(); drawCharts(); }).observe(document.body);
 
 readPalette();
-if (engine !== null) loadSamples();
 setRange(RANGES_S.find((s) => String(s) === new URLSearchParams(location.search).get("range")) ?? RANGES_S[0]);
 poll();

@@ -1,8 +1,8 @@
 """The dashboard: a live page that shows how the engine uses its KV blocks.
 
 The page is `dashboard.html` with its style and script inlined, so that it loads nothing else; a
-content security policy allows only these two. It fetches `/dashboard/state` once a second while it
-is visible; the engine is queried only then.
+content security policy allows only these two. It fetches `/dashboard/history` when it is opened,
+and `/dashboard/state` once a second while it is visible; the engine is queried only then.
 """
 
 import asyncio
@@ -18,8 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import longshore
-from longshore.deploy.gateway.openai.endpoint import Service
-from longshore.deploy.gateway.openai.errors import ApiError, unavailable
+from longshore.deploy.gateway.api.endpoint import Services
+from longshore.deploy.gateway.api.errors import ApiError
+from longshore.deploy.gateway.dashboard.history import History, Values
+from longshore.deploy.requests.errors import Unavailable
 from longshore.protocol.arrays import Int32Array, UInt8Array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.statistics import (
@@ -64,13 +66,24 @@ class DashboardState(msgspec.Struct, frozen=True):
     num_prefix_hit_tokens: int
 
 
-class Dashboard:
-    """The two routes. service: returns None until the engine is ready; timeout_s: seconds that a
-    scheduler has to answer."""
+class DashboardHistory(msgspec.Struct, frozen=True):
+    """The charts of the last hour. times: Unix times in seconds. values: at each time, a list per
+    chart, with a value per line of it."""
 
-    def __init__(self, service: Callable[[], Service | None], timeout_s: float) -> None:
-        self._service = service
+    times: list[float]
+    values: list[Values]
+
+
+class Dashboard:
+    """The routes. services: returns None until the engines are ready; timeout_s: seconds that a
+    scheduler has to answer; history: of the charts."""
+
+    def __init__(
+        self, services: Callable[[], Services | None], timeout_s: float, history: History
+    ) -> None:
+        self._services = services
         self._timeout_s = timeout_s
+        self._history = history
         self._page, policy = _read_page()
         self._headers = {
             "content-security-policy": policy,
@@ -83,12 +96,27 @@ class Dashboard:
         """The page. It needs no key; it asks the user for one if the state needs it."""
         return Response(self._page, media_type="text/html", headers=self._headers)
 
+    async def history(self, request: Request) -> Response:
+        """The points of the charts, as `History.of` has them."""
+        services = self._services()
+        if services is None:
+            raise Unavailable("the engine is still starting; /ready shows the progress")
+        engine = chosen_engine(requested_engine(request, services), services)
+        points = self._history.of(engine)
+        content = msgspec.json.encode(
+            DashboardHistory([time_s for time_s, _ in points], [values for _, values in points])
+        )
+        return Response(
+            content, media_type="application/json", headers={"cache-control": "no-store"}
+        )
+
     async def state(self, request: Request) -> Response:
         """`DashboardState` as JSON."""
-        service = self._service()
-        if service is None:
-            raise unavailable("the engine is still starting; /ready shows the progress")
-        engine = chosen_engine(requested_engine(request, service), service)
+        services = self._services()
+        if services is None:
+            raise Unavailable("the engine is still starting; /ready shows the progress")
+        engine = chosen_engine(requested_engine(request, services), services)
+        service = services.of_engine(engine)
         block_snapshot = await ask_scheduler(
             service.client.describe_blocks(self._timeout_s, engine),
             self._timeout_s,
@@ -99,7 +127,7 @@ class Dashboard:
             service.model_name,
             block_snapshot,
             engine=engine,
-            engines=tuple(service.client.clients),
+            engines=tuple(services.engines),
             restarting=service.client.clients[engine].pause,
         )
         return Response(
@@ -107,9 +135,9 @@ class Dashboard:
         )
 
 
-def requested_engine(request: Request, service: Service) -> int | None:
+def requested_engine(request: Request, services: Services) -> int | None:
     """The number in the query `engine`; None without one. Raises ApiError 404 if unknown."""
-    given, engines = request.query_params.get("engine"), sorted(service.client.clients)
+    given, engines = request.query_params.get("engine"), services.engines
     if given is None:
         return None
     if given not in map(str, engines):
@@ -121,14 +149,14 @@ def requested_engine(request: Request, service: Service) -> int | None:
     return int(given)
 
 
-def chosen_engine(engine: int | None, service: Service) -> int:
+def chosen_engine(engine: int | None, services: Services) -> int:
     """The first engine, unless one was requested."""
-    return min(service.client.clients) if engine is None else engine
+    return services.engines[0] if engine is None else engine
 
 
 async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, engine: int) -> ResultT:
-    """The answer of an engine's scheduler process. Raises ApiError: 504 if it does not answer, 503
-    if it has died."""
+    """The answer of an engine's scheduler process. Raises ApiError: 504 if it does not answer,
+    503 if it has died."""
     try:
         return await answer
     except TimeoutError:
@@ -139,7 +167,7 @@ async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, engine: in
             code="scheduler_silent",
         ) from None
     except EngineDead as error:
-        raise unavailable(str(error)) from error
+        raise Unavailable(str(error)) from error
 
 
 def encode_state(
@@ -179,10 +207,10 @@ def _packed(array: UInt8Array | Int32Array) -> str:
 
 def _read_page() -> tuple[str, str]:
     """The page, and the content security policy with the hashes of its style and script."""
-    page = (_FILES / "dashboard.html").read_text()
+    page = (_FILES / "dashboard.html").read_text(encoding="utf-8")
     sources = {}
     for kind, suffix in (("style", "css"), ("script", "js")):
-        text = (_FILES / f"dashboard.{suffix}").read_text()
+        text = (_FILES / f"dashboard.{suffix}").read_text(encoding="utf-8")
         page = page.replace(f"<{kind}></{kind}>", f"<{kind}>{text}</{kind}>")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         sources[kind] = f"'sha256-{digest}'"

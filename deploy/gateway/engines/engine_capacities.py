@@ -62,7 +62,7 @@ class EngineCapacities:
 
     @property
     def closed_engines(self) -> list[int]:
-        """Those that have a capacity here, and are not open any more."""
+        """The engines that have a capacity here, and are not open any more."""
         return [engine for engine in self._num_blocks if not self.is_open(engine)]
 
     def update(self, engine: int) -> int | None:
@@ -83,7 +83,7 @@ class EngineCapacities:
         return max(capacities, default=0)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Of a request of this length, at the engine where it needs the most."""
+        """Blocks of a request of this length, at the engine where it needs the most."""
         ready = [each.ready for each in self._engines.values() if each.ready is not None]
         return max((each.capacity.blocks_of(num_tokens) for each in ready), default=num_tokens)
 
@@ -100,7 +100,7 @@ class EngineCapacities:
 
     @property
     def max_model_len(self) -> int:
-        """Of the engine whose requests must be the shortest."""
+        """The limit of the engine whose requests must be the shortest."""
         ready = [each.ready for each in self._engines.values() if each.ready is not None]
         return min((each.identity.max_model_len for each in ready), default=sys.maxsize)
 

@@ -12,20 +12,17 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Final, Unpack, assert_never
+from typing import Final, assert_never
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from longshore.deploy.requests.live_requests import (
-    MAX_LOST,
-    LiveRequest,
-    LiveRequests,
-    RequestFields,
-)
+from longshore.deploy.requests.live_requests import MAX_LOST, LiveRequest, LiveRequests
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.commands import DRAINED, DRAINING
 from longshore.protocol.errors import EngineDead, HandshakeRejected, MessagesLost
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
+from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import (
     AdmissionChanged,
     EngineContinues,
@@ -34,7 +31,7 @@ from longshore.protocol.outputs import (
     EnginePaused,
     FinishedRequest,
 )
-from longshore.protocol.requests import AbortRequests, AddRequest
+from longshore.protocol.requests import NO_OPTIONS, AbortRequests, AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import (
     BlockSnapshot,
@@ -112,13 +109,13 @@ class EngineClient:
     ) -> None:
         self._endpoint = endpoint
         self._hello = hello
-        self._number = number
+        self._about = fields(engine=f"engine-{number}")  # of all log records
         self._context = zmq.Context()
         self._is_remote = endpoint.address.startswith("tcp://")
         interval_ms = REMOTE_RECONNECT_INTERVAL_MS if self._is_remote else RECONNECT_INTERVAL_MS
         self._context.setsockopt(zmq.RECONNECT_IVL, interval_ms)
         self._loop = asyncio.get_running_loop()
-        self._requests = LiveRequests(seeds, on_late_end, self._notify)
+        self._requests = LiveRequests(seeds, on_late_end, self._notify, engine=number)
         self._noted: OrderedDict[LiveRequest, None] = OrderedDict()  # changed, and not notified
         self._notifies_soon = False
         # Live here, but the engine that is ready has not got them yet.
@@ -209,7 +206,11 @@ class EngineClient:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        **fields: Unpack[RequestFields],
+        options: RequestOptions = NO_OPTIONS,
+        *,
+        on_change: Callable[[], None],
+        fork_of: LiveRequest | None = None,
+        num_primed: int = 0,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead."""
         if self.death is not None:
@@ -218,9 +219,11 @@ class EngineClient:
             request_id,
             prompt_token_ids,
             sampling,
-            **fields,
+            options,
+            on_change=on_change,
+            fork_of=fork_of,
+            num_primed=num_primed,
         )
-        live.engine = self._number
         self._send_request(live, message)
         return live
 
@@ -230,13 +233,12 @@ class EngineClient:
         """Continue requests that another engine, or an earlier life of this one, had, or has lost;
         see `LiveRequests.resume`."""
         for live in requests:
-            live.engine = self._number
             self._send_request(live, self._requests.resume(live, fork_of))
 
     def _send_request(self, live: LiveRequest, message: AddRequest) -> None:
         """If this loses the engine, another one may have the request afterwards."""
         if not self.is_ready or self._unsent:  # so the KV that it offers was not pulled
-            live.kv_transfer_params = message.kv_transfer_params
+            live.kv_transfer_params = message.options.kv_transfer_params
         if self._unsent:
             self._unsent[live] = None  # behind those that came before it
         else:
@@ -347,7 +349,12 @@ class EngineClient:
                     if not self._is_remote:
                         self._die(HandshakeRejected(reason))
                     else:
-                        logger.warning("%s; trying again in %g s", reason, REJECTED_INTERVAL_S)
+                        logger.warning(
+                            "%s; trying again in %g s",
+                            reason,
+                            REJECTED_INTERVAL_S,
+                            extra=self._about,
+                        )
                         self._lose(reason, retry_after_s=REJECTED_INTERVAL_S)
                 case EnginePaused():
                     self._begin_pause(message)
@@ -368,9 +375,9 @@ class EngineClient:
         self.pause = reason = message.reason
         self.is_asleep = message.is_asleep
         if self.is_asleep:
-            logger.info("the engine sleeps: %s", reason)
+            logger.info("the engine sleeps: %s", reason, extra=self._about)
         else:
-            logger.warning("the engine has lost its workers: %s", reason)
+            logger.warning("the engine has lost its workers: %s", reason, extra=self._about)
             fatal = f"the engine's workers have died {MAX_LOST} times while it had this request"
             aborted = self._requests.fail_fatal(EngineDead(f"{fatal}: {reason}"), self._unsent)
             if aborted is not None:
@@ -380,7 +387,12 @@ class EngineClient:
     def _end_pause(self, engine_id: str) -> None:
         self.pause, self.is_asleep = None, False
         self._leaving.clear()
-        logger.info("%s runs again; %d requests continue", engine_id, len(self._requests))
+        logger.info(
+            "%s runs again; %d requests continue",
+            engine_id,
+            len(self._requests),
+            extra=self._about,
+        )
         self._on_change()
 
     def _become_ready(self, message: EngineReady) -> None:
@@ -390,7 +402,12 @@ class EngineClient:
         if not self._first_ready.done():
             self._first_ready.set_result(message)
         if loss is not None:
-            logger.info("%s is ready; %d requests continue", message.engine_id, len(self._requests))
+            logger.info(
+                "%s is ready; %d requests continue",
+                message.engine_id,
+                len(self._requests),
+                extra=self._about,
+            )
         self._leaving.clear()
         self._unsent = OrderedDict.fromkeys(self._requests.remove_finished())
         self._send_unsent()
@@ -452,7 +469,14 @@ class EngineClient:
         if was_ready:
             fatal = f"the engine has died {MAX_LOST} times while it had this request: {reason}"
             self._requests.fail_fatal(EngineDead(fatal), self._unsent)
-            logger.warning("lost the engine: %s; %d requests wait", reason, len(self._requests))
+            is_planned = self.closed_reason in (DRAINING, DRAINED)
+            logger.log(
+                logging.INFO if is_planned else logging.WARNING,
+                "lost the engine: %s; %d requests wait",
+                self.closed_reason if is_planned else reason,
+                len(self._requests),
+                extra=self._about,
+            )
         self._requests.fail_stopped(EngineDead(f"the engine was lost: {self.loss}"))
         self._fail_queries(EngineDead(f"the engine is being restarted: {reason}"))
         self._unsent.clear()
@@ -478,7 +502,7 @@ class EngineClient:
         self._next_ping.cancel()
         if self._retry is not None:
             self._retry.cancel()
-        logger.error("%s; %d requests are lost", self.death, len(self._requests))
+        logger.error("%s; %d requests are lost", self.death, len(self._requests), extra=self._about)
         self._unsent.clear()
         self._requests.fail_all(self.death)
         if not self._first_ready.done():

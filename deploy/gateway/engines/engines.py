@@ -7,29 +7,21 @@ first engine is ready again.
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Unpack
+from typing import Final
 
 from longshore.deploy.gateway.engines.engine_client import EngineClient
 from longshore.deploy.gateway.engines.split_requests import (
-    SplitConfig,
     SplitRequests,
 )
-from longshore.deploy.gateway.router.policies import (
-    Decision,
-    RoutedPrompt,
-    can_reuse,
-    extra_keys_of,
-)
+from longshore.deploy.gateway.router.policies import Decision, RoutedPrompt
 from longshore.deploy.gateway.router.router import Router, Stage
-from longshore.deploy.gateway.router.stages import routed_prompt, stage_of
-from longshore.deploy.requests.live_requests import (
-    LiveRequest,
-    RequestFields,
-    seed_source,
-)
+from longshore.deploy.gateway.router.stages import routed_prompt, routed_so_far, stage_of
+from longshore.deploy.gateway.settings import SplitSettings
+from longshore.deploy.requests.live_requests import LiveRequest, seed_source
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.requests import NO_OPTIONS, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import BlockSnapshot, EngineReport, SchedulerStats
 from longshore.protocol.transport.channel import Endpoint
@@ -51,6 +43,7 @@ class Engines:
     number:   number of this gateway.
     seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
+    on_submit: called before a request is submitted.
     on_stats: called with an engine's number and its statistics.
     on_ready: called with an engine's number and whether it is ready, at every change of its state.
     why_stopped: see EngineClient.
@@ -64,10 +57,11 @@ class Engines:
         *,
         router: Router | None = None,
         roles: Sequence[Role] = (),
-        split_config: SplitConfig = SplitConfig(),  # noqa: B008  # it is immutable
+        split_config: SplitSettings = SplitSettings(),  # noqa: B008  # it is immutable
         num_gateways: int = 1,
         number: int = 0,
         seed: int | None = None,
+        on_submit: Callable[[], None] = lambda: None,
         on_stats: Callable[[str, SchedulerStats], None],
         on_ready: Callable[[int, bool], None] = lambda engine, is_ready: None,
         why_stopped: Callable[[], str | None] = lambda: None,
@@ -75,6 +69,7 @@ class Engines:
     ) -> None:
         self._router = router or Router(len(endpoints), roles=roles)
         self._loop = asyncio.get_running_loop()
+        self._on_submit = on_submit
         self._on_stats = on_stats
         self._on_ready = on_ready
         self._why_lost = why_lost
@@ -168,6 +163,11 @@ class Engines:
         return f"the engine is being restarted: {why}"
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether all engines sleep."""
+        return bool(self.clients) and all(each.is_asleep for each in self.clients.values())
+
+    @property
     def num_own_requests(self) -> int:
         """Live requests of this gateway."""
         num_sent = sum(client.num_live_requests for client in self._all_clients)
@@ -207,9 +207,12 @@ class Engines:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions = NO_OPTIONS,
         *,
+        on_change: Callable[[], None],
+        fork_of: LiveRequest | None = None,
+        num_primed: int = 0,
         session_key: str | None = None,
-        **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request at the engine that the router chooses, or a fork at its parent's
         engine; see `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead,
@@ -217,28 +220,24 @@ class Engines:
 
         session_key: requests with the same one belong together.
         """
-        if self.split.takes(prompt_token_ids, sampling, fields):
+        self._on_submit()
+        request = request_id, prompt_token_ids, sampling, options
+        if self.split.takes(prompt_token_ids, sampling, options, fork_of, num_primed):
             return self.split.submit(
-                request_id, prompt_token_ids, sampling, session_key=session_key, fields=fields
+                *request,
+                on_change=on_change,
+                fork_of=fork_of,
+                num_primed=num_primed,
+                session_key=session_key,
             )
-        fork_of = fields.get("fork_of")
-        if fork_of is not None and not self._usable().get(fork_of.engine, False):
-            fork_of = fields["fork_of"] = None  # what it would start from is lost
-        if fork_of is not None:
+        if fork_of is not None and self._usable().get(fork_of.engine, False):
             return self.clients[fork_of.engine].submit(
-                request_id, prompt_token_ids, sampling, **fields
-            )
-        prompt = RoutedPrompt(
-            prompt_token_ids,
-            extra_keys_of(fields.get("cache_salt"), fields.get("multimodal", ())),
-            uses_prefix=can_reuse(
-                sampling, fields.get("pooling"), skips_reading=fields.get("skips_reading", False)
-            ),
-            session_key=session_key,
-        )
-        decision = self._choose(prompt, stage_of(sampling, fields))
+                *request, on_change=on_change, fork_of=fork_of, num_primed=num_primed
+            )  # else what it would start from is lost
+        prompt = routed_prompt(prompt_token_ids, sampling, options, session_key)
+        decision = self._choose(prompt, stage_of(sampling, options, num_primed))
         live = self.clients[decision.engine].submit(
-            request_id, prompt_token_ids, sampling, **fields
+            *request, on_change=on_change, num_primed=num_primed
         )
         live.session_key = session_key
         self._await_first_change(live, decision)
@@ -335,7 +334,7 @@ class Engines:
             if self.split.moved(live):
                 continue
             self._note_answer(live)
-            decision = self._choose(routed_prompt(live))
+            decision = self._choose(routed_so_far(live))
             live.engine = decision.engine
             self._await_first_change(live, decision)
             self.clients[live.engine].resume([live])

@@ -1,10 +1,12 @@
-"""Carries out the supervisor's commands about engines that come and go, on the gateway's loop."""
+"""Carries out the supervisor's commands about what comes and goes, on the gateway's loop: engines
+and API keys."""
 
 import asyncio
 import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, assert_never
 
 from longshore.protocol.commands import (
@@ -13,6 +15,7 @@ from longshore.protocol.commands import (
     GatewayCommand,
     ReleaseEngine,
     UseEngine,
+    UseKeys,
 )
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 
@@ -38,11 +41,13 @@ class MemberCommands:
         self,
         add: Callable[[EngineMember], Coroutine[Any, Any, None]],
         remove: Callable[[int], None],
+        use_keys: Callable[[Path], int],
         answer: Callable[[CommandAnswer], None],
     ) -> None:
         """Carry out the commands in their order, for ever.
 
         add, remove: of a gateway; both do nothing if that was done before.
+        use_keys:    takes the API keys of a file; returns their number.
         answer:      sends an answer to the supervisor.
         """
         self._loop = asyncio.get_running_loop()
@@ -53,7 +58,7 @@ class MemberCommands:
             while self._received:
                 number, command = self._received.popleft()
                 try:
-                    message = await _carry_out(command, add, remove)
+                    message = await _carry_out(command, add, remove, use_keys)
                 except (EngineDead, HandshakeRejected, ValueError) as error:
                     answer(CommandAnswer(number, False, str(error)))
                 except Exception as error:
@@ -68,6 +73,7 @@ async def _carry_out(
     command: GatewayCommand,
     add: Callable[[EngineMember], Coroutine[Any, Any, None]],
     remove: Callable[[int], None],
+    use_keys: Callable[[Path], int],
 ) -> str:
     match command:
         case UseEngine(member):
@@ -76,5 +82,7 @@ async def _carry_out(
         case ReleaseEngine(engine):
             remove(engine)
             return f"does not use engine {engine} any more"
+        case UseKeys(path):
+            return f"has {use_keys(Path(path))} API keys"
         case _:
             assert_never(command)

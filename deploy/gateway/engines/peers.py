@@ -8,10 +8,15 @@ or hangs is omitted and reported as missing.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Final
 
-from longshore.deploy.gateway.sample_label import labelled, sample_label
+from longshore.deploy.gateway.sample_label import (
+    Family,
+    families_of,
+    joined,
+    labelled,
+    sample_label,
+)
 from longshore.deploy.gateway.vllm_metrics import OF_ENGINES
 from longshore.protocol.logs.limits import LogLimit
 
@@ -37,8 +42,8 @@ class PeerGateways:
 
     number:  number of this gateway.
     paths:   socket paths of all gateways, by number; empty or one path: there are no others.
-    answers: functions that answer the queries `metrics` and `ready` (READY, or the reason why not);
-             answers are never empty.
+    answers: functions that answer the queries `metrics`, `ready` (READY, or the reason why not) and
+             `uncached-clients` (a list in JSON); answers are never empty.
     """
 
     def __init__(
@@ -98,6 +103,10 @@ class PeerGateways:
             self._warnings.warning("query `%s` to gateway %d failed: %s", question, number, why)
             return None
 
+    def __len__(self) -> int:
+        """Number of gateways on this host."""
+        return max(1, len(self._paths))
+
     async def metrics(self) -> bytes:
         """Metrics of the deployment, in Prometheus' text format."""
         answers = await self.ask("metrics")
@@ -119,28 +128,20 @@ class PeerGateways:
 def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
     """Merge texts in Prometheus' format. Samples get the label `gateway`; those of SHARED_FAMILIES
     are taken from `own` unchanged. `longshore_gateway_up` shows which gateways are included."""
-    heads: dict[bytes, bytes] = {}
-    samples: dict[bytes, list[bytes]] = {}
-    for number, text in enumerate(texts):
-        for family in (text or b"").split(b"# HELP ")[1:]:
-            name = family.split(b" ", 1)[0]
-            is_shared = name.startswith(SHARED_FAMILIES)
-            if is_shared and number != own:
-                continue
-            lines = family.splitlines()
-            heads.setdefault(name, b"# HELP " + b"\n".join(lines[:2]))
-            label = partial(labelled, label=sample_label("gateway", str(number)))
-            samples.setdefault(name, []).extend(
-                lines[2:] if is_shared else [label(line) for line in lines[2:]]
-            )
     up = [
         b'longshore_gateway_up{gateway="%d"} %d' % (n, t is not None) for n, t in enumerate(texts)
     ]
-    merged = [
-        b"# HELP longshore_gateway_up Whether this gateway's metrics are included",
-        b"# TYPE longshore_gateway_up gauge",
-        *up,
-    ]
-    for name, head in heads.items():
-        merged += [head, *samples[name]]
-    return b"\n".join(merged) + b"\n"
+    head = (
+        b"# HELP longshore_gateway_up Whether this gateway's metrics are included\n"
+        b"# TYPE longshore_gateway_up gauge"
+    )
+    merged = [Family(b"longshore_gateway_up", head, up)]
+    for number, text in enumerate(texts):
+        label = sample_label("gateway", str(number))
+        for family in families_of(text or b""):
+            if not family.name.startswith(SHARED_FAMILIES):
+                own_samples = [labelled(line, label) for line in family.samples]
+                merged.append(family._replace(samples=own_samples))
+            elif number == own:
+                merged.append(family)
+    return joined(merged)

@@ -9,10 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from longshore.deploy.gateway.router.policies import Decision
-from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.requests.live_requests import AT_NO_ENGINE, LiveRequest
 from longshore.protocol.outputs import FinishedRequest
-
-AT_NO_ENGINE: Final = -1
 
 
 class Phase(enum.Enum):

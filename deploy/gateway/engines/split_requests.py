@@ -28,7 +28,6 @@ import msgspec
 
 from longshore.deploy.gateway.engines.engine_capacities import EngineCapacities, EngineState
 from longshore.deploy.gateway.engines.split_request import (
-    AT_NO_ENGINE,
     Phase,
     SplitRequest,
     joined,
@@ -36,11 +35,13 @@ from longshore.deploy.gateway.engines.split_request import (
 from longshore.deploy.gateway.router.policies import ByEngine, Decision
 from longshore.deploy.gateway.router.role_queue import Assignment, Refusal, RoleQueue
 from longshore.deploy.gateway.router.router import Router, Stage
-from longshore.deploy.gateway.router.stages import routed_prompt, stage_of
-from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
+from longshore.deploy.gateway.router.stages import routed_so_far, stage_of
+from longshore.deploy.gateway.settings import SplitSettings
+from longshore.deploy.requests.live_requests import AT_NO_ENGINE, LiveRequest, LiveRequests
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead, LongshoreError
 from longshore.protocol.outputs import FinishedRequest, FinishReason
+from longshore.protocol.requests import RequestOptions
 from longshore.protocol.sampling import SamplingParams
 
 RESERVED_TOKENS: Final = 256
@@ -64,20 +65,11 @@ Skip: TypeAlias = Literal[
 ]
 """Why a request was sent to a decode engine as a whole; a label of metrics.
 
-short_prompt, cached_prefix: the decode engine has fewer than `min_tokens` tokens to compute,
-           because there are no more, or because it probably has the others.
+short_prompt, cached_prefix: the decode engine has fewer than `disaggregation_min_tokens` tokens to
+           compute, because there are no more, or because it probably has the others.
 last_token: only one token is left to compute.
 too_large: the KV is more than prefill engines may keep.
 """
-
-
-class SplitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """min_tokens: fewer tokens are computed on the decode engine.
-    max_waiting: requests of a gateway that may wait for capacity at a decode engine.
-    """
-
-    min_tokens: int = 64
-    max_waiting: int = 1024
 
 
 class TooManyWaiting(LongshoreError):
@@ -108,7 +100,7 @@ class SplitRequests:
 
     def __init__(
         self,
-        config: SplitConfig,
+        config: SplitSettings,
         engines: Mapping[int, LegEngine],
         router: Router,
         seeds: random.Random,
@@ -125,12 +117,12 @@ class SplitRequests:
             num_gateways=num_gateways,
         )
         self._usable, self._now = usable, now
-        self._new = LiveRequests(seeds)
+        self._new = LiveRequests(seeds, engine=AT_NO_ENGINE)
         self._requests: dict[LiveRequest, SplitRequest] = {}
         self._held: dict[SplitRequest, None] = {}  # which no engine has, in order
         self._num_reserved: Counter[int] = Counter()  # of requests that have not been sent
         self._decode: RoleQueue[SplitRequest] = RoleQueue(
-            self._choose_decode, max_waiting=config.max_waiting
+            self._choose_decode, max_waiting=config.disaggregation_max_waiting
         )
         self._prefill: RoleQueue[SplitRequest] = RoleQueue(
             self._choose_prefill, max_waiting=sys.maxsize
@@ -152,19 +144,23 @@ class SplitRequests:
     # Requests
 
     def takes(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, fields: RequestFields
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        options: RequestOptions,
+        fork_of: LiveRequest | None = None,
+        num_primed: int = 0,
     ) -> bool:
         """Whether a request is one of these. Others are sent to one engine as a whole."""
-        fork_of = fields.get("fork_of")
         if fork_of is not None and fork_of.is_live:
             return fork_of in self._requests
         if not (self._capacities.has_engine("prefill") and self._capacities.any_open("decode")):
             return False
         return (
-            stage_of(sampling, fields) == "whole"
-            and not fields.get("keeps_blocks")
-            and not fields.get("multimodal")
-            and fields.get("kv_transfer_params") is None
+            stage_of(sampling, options, num_primed) == "whole"
+            and not options.keeps_blocks
+            and not options.multimodal
+            and options.kv_transfer_params is None
             and self._capacities.max_model_len - len(prompt_token_ids) > 1
         )
 
@@ -173,15 +169,22 @@ class SplitRequests:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        options: RequestOptions,
         *,
+        on_change: Callable[[], None],
+        fork_of: LiveRequest | None = None,
+        num_primed: int = 0,
         session_key: str | None,
-        fields: RequestFields,
     ) -> LiveRequest:
         """Queue a request. Raises TooManyWaiting."""
-        fork_of = fields.get("fork_of")
-        own = fields.copy()
-        own["fork_of"] = None
-        live, _ = self._new.open(request_id, prompt_token_ids, sampling, **own)
+        live, _ = self._new.open(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            options,
+            on_change=on_change,
+            num_primed=num_primed,
+        )
         self._new.abort([live])  # an engine gives it another handle
         live.session_key = session_key
         split = SplitRequest(live, live.on_change)
@@ -196,7 +199,8 @@ class SplitRequests:
             self._end(split)
             raise TooManyWaiting(
                 f"{num_waiting} requests wait for a decode engine, and the limit is "
-                f"{self._config.max_waiting} (--disaggregation-max-waiting); retry later"
+                f"{self._config.disaggregation_max_waiting} (--disaggregation-max-waiting); retry "
+                "later"
             )
         return live
 
@@ -364,7 +368,7 @@ class SplitRequests:
             for engine, client in self._engines.items()
         }
         decision = self._router.choose(
-            routed_prompt(split.live), num_own, is_usable, self._now(), stage
+            routed_so_far(split.live), num_own, is_usable, self._now(), stage
         )
         assert decision is not None
         return decision
@@ -420,7 +424,7 @@ class SplitRequests:
         self._assigned(self._prefill, outcome)
 
     def _skip_reason(self, split: SplitRequest) -> Skip | None:
-        decision, minimum = split.decision, self._config.min_tokens
+        decision, minimum = split.decision, self._config.disaggregation_min_tokens
         if not self._capacities.any_open("prefill"):
             return "no_prefill_engine"
         if self._num_left(split) < 2:
@@ -461,7 +465,7 @@ class SplitRequests:
             return  # sent, because other requests were
         live = split.live
         num_own = {each: client.num_live_requests for each, client in self._engines.items()}
-        decision = self._router.choose(routed_prompt(live), num_own, self._usable(), self._now())
+        decision = self._router.choose(routed_so_far(live), num_own, self._usable(), self._now())
         if decision is None:
             live.failure = EngineDead("no engine is left")
             live.on_change()

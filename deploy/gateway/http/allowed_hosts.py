@@ -10,7 +10,7 @@ import ipaddress
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.api.errors import ApiError
 from longshore.protocol.errors import shortened
 
 ANY: Final = "*"

@@ -24,8 +24,9 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from longshore.deploy.gateway.api.errors import ApiError, error_json, status_of
 from longshore.deploy.gateway.http.exchange import OUTLET_KEY, ClientGone, Exchange
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.logs.limits import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,11 @@ PROBE_INTERVAL_S: Final = 2.0
 MAX_UNPROBED_S: Final = 10.0  # for HTTP/1.0, which has no `100 Continue`
 
 
-def _last_answer(error: ApiError) -> bytes:
+def _last_answer(error: RequestError) -> bytes:
     """A whole response, after which the connection is closed."""
-    body = error.json()
+    body = error_json(error)
     lines = [
-        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode(),
+        f"HTTP/1.1 {status_of(error)} {http.HTTPStatus(status_of(error)).phrase}".encode(),
         b"connection: close",
         b"content-type: application/json",
         b"content-length: %d" % len(body),
@@ -76,7 +77,6 @@ _NOT_CHUNKED: Final = ApiError(400, "the only transfer coding that is supported 
 _TOO_MANY: Final = ApiError(503, "the server has too many connections; retry later")
 # What a client ignores: before a response, and within a stream of events.
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_COMMENT: Final = b":\n\n"
 
 _refusals: Final = LogLimit(logger, max_per_second=1)
 _rejections: Final = LogLimit(logger, max_per_second=1)
@@ -111,7 +111,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._reader_timer: asyncio.TimerHandle | None = None
         # The request that is answered now; `cycle` is the last one that has arrived.
         self._current: RequestResponseCycle | None = None
-        self._is_stream = False  # its response is a stream of events
+        self._comment = b""  # what its response, if it is a stream, may contain at any time
         self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -160,8 +160,8 @@ class BoundedConnection(HttpToolsProtocol):
         is_first = self._probe_timer is None
         delay_s = FIRST_PROBE_S if is_first else PROBE_INTERVAL_S
         if current.response_started:
-            if self._is_stream:
-                self.write_part(_COMMENT)
+            if self._comment:
+                self.write_part(self._comment)
         elif current.scope["http_version"] == "1.1":
             self.transport.write(_CONTINUE)
         elif is_first:
@@ -172,10 +172,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._probe_timer = self.loop.call_later(delay_s, self._probe)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._current, self._is_stream = cycle, False
+        self._current, self._comment = cycle, b""
         super()._start_asgi_task(cycle, app)
 
-    def _defer(self, error: ApiError) -> bool:
+    def _defer(self, error: RequestError) -> bool:
         """Reject what the client sends now after the responses to earlier requests. False: there
         are none to wait for."""
         if not self._is_answering:
@@ -188,7 +188,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._answer_in_turn(error)
         return True
 
-    def _answer_in_turn(self, error: ApiError) -> None:
+    def _answer_in_turn(self, error: RequestError) -> None:
         """Answer the last request, which waits for earlier ones, with an error, and close."""
 
         async def reject(scope: Any, receive: Any, send: Any) -> None:
@@ -243,9 +243,9 @@ class BoundedConnection(HttpToolsProtocol):
     def is_writable(self) -> bool:
         return not (self.flow.write_paused or self.transport.is_closing())
 
-    def begin_stream(self) -> None:
+    def begin_stream(self, comment: bytes) -> None:
         assert self._current is not None
-        self._is_stream = True
+        self._comment = comment
         self._is_chunked = self._current.scope["http_version"] == "1.1"
         if not self._is_chunked:
             self._current.chunked_encoding = False
@@ -338,16 +338,16 @@ class BoundedConnection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed(b"\r\n".join(head) + rest)
 
-    def _reject_head(self, error: ApiError) -> None:
+    def _reject_head(self, error: RequestError) -> None:
         """Reject what never becomes a request, and log it."""
         if not self._is_ignored and not self.transport.is_closing():
             host, port = self.client or ("unknown", 0)
             _rejections.warning(
-                "request rejected: %s", error, client=f"{host}:{port}", status=error.status
+                "request rejected: %s", error, client=f"{host}:{port}", status=status_of(error)
             )
         self._reject(error)
 
-    def _reject(self, error: ApiError) -> None:
+    def _reject(self, error: RequestError) -> None:
         """Answer, unless a response has begun, and close. May be called by the parser's events."""
         if self._is_ignored or self.transport.is_closing() or self._defer(error):
             return
@@ -370,7 +370,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_message_begin()
             self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
 
-    def _head_error(self) -> ApiError | None:
+    def _head_error(self) -> RequestError | None:
         """Why the head of a request is rejected."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):

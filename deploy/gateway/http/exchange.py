@@ -7,22 +7,33 @@ cancelled at once, even if there is nothing to send.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from longshore.deploy.gateway.http.error_body import error_body
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.api.error_body import error_body
+from longshore.deploy.gateway.api.errors import ApiError, error_json, headers_of, status_of
 from longshore.deploy.gateway.request_log import note_failure
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.errors import shortened
 
 _JSON: Final = (b"content-type", b"application/json")
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 _STREAM_HEADERS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a buffering proxy would delay tokens
 )
+
+
+class StreamFormat(NamedTuple):
+    """The format of a stream's parts. comment: a part that clients ignore."""
+
+    content_type: bytes
+    comment: bytes
+
+
+SERVER_SENT_EVENTS: Final = StreamFormat(b"text/event-stream; charset=utf-8", b":\n\n")
+JSON_LINES: Final = StreamFormat(b"application/x-ndjson", b" ")  # before the next line
 
 
 def server_sent_event(data: bytes, name: str | None = None) -> bytes:
@@ -34,8 +45,8 @@ def server_sent_event(data: bytes, name: str | None = None) -> bytes:
     )
 
 
-def _error_events(error: ApiError) -> Sequence[bytes]:
-    return (server_sent_event(error.json()),)
+def _error_events(error: RequestError) -> Sequence[bytes]:
+    return (server_sent_event(error_json(error)),)
 
 
 OUTLET_KEY: Final = "longshore.outlet"
@@ -56,9 +67,9 @@ class Outlet(Protocol):
     @property
     def is_writable(self) -> bool: ...
 
-    def begin_stream(self) -> None:
+    def begin_stream(self, comment: bytes) -> None:
         """Called before a response without a known length begins. For a client with HTTP/1.0, it
-        ends with the connection instead of in chunks."""
+        ends with the connection instead of in chunks. comment: see `StreamFormat`."""
 
     def write_part(self, data: bytes) -> None:
         """Write without blocking, regardless of `is_writable`. Raises ClientGone."""
@@ -73,14 +84,15 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.status: int | None = None
+        self._body: bytes | None = None
         self._receive = receive
         self._send = send
         self._outlet: Outlet = scope[OUTLET_KEY]
-        self._error_events: Callable[[ApiError], Sequence[bytes]] = _error_events
+        self._error_events: Callable[[RequestError], Sequence[bytes]] = _error_events
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
-        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as the
-        body is known to be larger, and 415 if it is compressed."""
+        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as
+        the body is known to be larger, and 415 if it is compressed."""
         for name, value in self.scope["headers"]:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise ApiError(
@@ -92,6 +104,9 @@ class Exchange:
                 )
             if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
                 raise _too_large(max_bytes, setting)
+        if self._body is not None:
+            body, self._body = self._body, None
+            return body
         chunks: list[bytes] = []
         size_bytes = 0
         while True:
@@ -104,6 +119,10 @@ class Exchange:
                 raise _too_large(max_bytes, setting)
             if not message.get("more_body", False):
                 return b"".join(chunks)
+
+    def put_back(self, body: bytes) -> None:
+        """The next `read_body` returns this body again."""
+        self._body = body
 
     async def run_while_connected(
         self,
@@ -151,24 +170,26 @@ class Exchange:
         await self._start(status, (*headers, (b"content-length", b"%d" % len(body))))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def send_error(self, error: ApiError) -> None:
+    async def send_error(self, error: RequestError) -> None:
         """Send the error as the whole response, or as the last event of a stream that has begun."""
         note_failure(error)
         if self.status is None:
             body = error_body(error, self.scope["path"])
-            await self.send_json(body, error.status, error.headers)
+            await self.send_json(body, status_of(error), headers_of(error))
         else:
             with contextlib.suppress(ClientGone):
                 await self.send_events(*self._error_events(error))
                 await self.end_stream()
 
     async def start_stream(
-        self, error_events: Callable[[ApiError], Sequence[bytes]] = _error_events
+        self,
+        error_events: Callable[[RequestError], Sequence[bytes]] = _error_events,
+        form: StreamFormat = SERVER_SENT_EVENTS,
     ) -> None:
         """Begin a stream of events, with status 200. error_events: what an error is sent as."""
         self._error_events = error_events
-        self._outlet.begin_stream()
-        await self._start(200, _STREAM_HEADERS)
+        self._outlet.begin_stream(form.comment)
+        await self._start(200, ((b"content-type", form.content_type), *_STREAM_HEADERS))
 
     async def send_events(self, *events: bytes) -> None:
         """Send events (see `server_sent_event`); waits while the client reads too slowly."""
@@ -197,7 +218,7 @@ class Exchange:
         )
 
 
-def _too_large(max_bytes: int, setting: str) -> ApiError:
+def _too_large(max_bytes: int, setting: str) -> RequestError:
     return ApiError(
         413, f"the request body is larger than the limit of {max_bytes} bytes (--{setting})"
     )

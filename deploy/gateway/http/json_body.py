@@ -7,8 +7,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
+from longshore.deploy.gateway.api.errors import ApiError
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.protocol.errors import shortened
 
 MAX_INLINE_BYTES: Final = 64 << 10
@@ -37,8 +37,8 @@ class JsonThread:
 
 
 async def read_json_body(exchange: Exchange, max_bytes: int) -> bytes:
-    """The body, unparsed. Raises ApiError: 415 if the content type is not JSON, 413 if the body is
-    larger than `max_bytes`.
+    """The body, unparsed. Raises ApiError: 415 if the content type is not JSON, 413 if the body
+    is larger than `max_bytes`.
 
     Other content types are rejected because a browser sends them to any origin without a preflight:
     any web page could make this server work. JSON needs the origin's consent

@@ -14,14 +14,15 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX, SLEEP_PATHS
-from longshore.deploy.gateway.anthropic.errors import ANTHROPIC_REQUEST_ID_HEADER, is_anthropic
+from longshore.deploy.gateway.api.error_body import ANTHROPIC_REQUEST_ID_HEADER, is_anthropic
+from longshore.deploy.gateway.api.errors import ApiError
+from longshore.deploy.gateway.api.unknown_fields import IgnoredFields, begin_request
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.allowed_hosts import AllowedHosts
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.unknown_fields import IgnoredFields, begin_request
 from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, current, note_bug
+from longshore.deploy.requests.errors import RequestError, invalid
 from longshore.protocol.logs.limits import LogLimit
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class RequestMiddleware:
         self.app = app
         self._hosts = None if api_keys else hosts
         self._paths = paths
-        self._api_keys = api_keys
+        self.api_keys = api_keys
         self._metrics = metrics
         self._log = AccessLog() if log is None else log
         self._is_strict = is_strict
@@ -80,17 +81,22 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        trace = {
-            n: headers[n] for n in TRACE_HEADERS if _TRACE_VALUE.fullmatch(headers.get(n, b""))
-        }
         given = headers.get(REQUEST_ID_HEADER, b"").decode("latin-1")
         is_usable = _REQUEST_ID.fullmatch(given) is not None
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
         scope[_IS_NAMED_KEY] = is_usable
-        scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
+        use_trace_headers(
+            scope,
+            {
+                name.decode(): headers[name].decode()
+                for name in TRACE_HEADERS
+                if _TRACE_VALUE.fullmatch(headers.get(name, b""))
+            },
+        )
         request = self._log.begin(
             scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
         )
+        request.user_agent = headers.get(b"user-agent", b"").decode("latin-1") or None
         ignored = begin_request(is_strict=self._is_strict)
         status: int | None = None
 
@@ -99,7 +105,10 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 request_id = scope[_ID_KEY].encode()
-                extra = [(REQUEST_ID_HEADER, request_id), *trace.items(), *ignored.headers()]
+                trace = [
+                    (name.encode(), value.encode()) for name, value in scope[_TRACE_KEY].items()
+                ]
+                extra = [(REQUEST_ID_HEADER, request_id), *trace, *ignored.headers()]
                 if is_anthropic(scope["path"]):
                     extra.append((ANTHROPIC_REQUEST_ID_HEADER, request_id))
                 message["headers"] = [*message.get("headers", ()), *extra]
@@ -108,11 +117,11 @@ class RequestMiddleware:
         try:
             if given and not is_usable:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
-            if self._hosts is not None:
+            if self._hosts is not None and _API_KEY_KEY not in scope:
                 self._hosts.check(scope["method"], headers)
-            key = self._key(scope["path"], headers)
+            key = scope.get(_API_KEY_KEY) or self._key(scope["path"], headers)
             scope[_API_KEY_KEY], request.key = key, key.name or None
-        except ApiError as error:
+        except RequestError as error:
             await Exchange(scope, receive, send_with_headers).send_error(error)
             self._ended(scope, request, status)
             return
@@ -141,15 +150,15 @@ class RequestMiddleware:
             )
 
     def _key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey:
-        """The key of a request. Raises ApiError if it needs one and has none."""
+        """The key of a request. Raises RequestError if it needs one and has none."""
         is_admins = path.startswith(ADMIN_PREFIX) or path in SLEEP_PATHS
-        if not self._api_keys or path in OPEN_PATHS or is_admins:
+        if not self.api_keys or path in OPEN_PATHS or is_admins:
             return NO_KEY
         authorization = headers.get(b"authorization", b"")
         if not authorization and _X_API_KEY in headers:
             authorization = b"Bearer " + headers[_X_API_KEY]
         scheme, _, given = authorization.partition(b" ")
-        key = find_key(self._api_keys, given.strip())
+        key = find_key(self.api_keys, given.strip())
         if scheme.lower() != b"bearer" or key is None:
             raise ApiError(
                 401,
@@ -163,7 +172,7 @@ class RequestMiddleware:
 
 
 def use_request_id(scope: Scope, request_id: str | None) -> None:
-    """Use the id in a request's body, unless the request has the header. Raises ApiError."""
+    """Use the id in a request's body, unless the request has the header. Raises RequestError."""
     if request_id is None:
         return
     if not _REQUEST_ID.fullmatch(request_id):
@@ -186,7 +195,17 @@ def api_key_of(scope: Scope) -> ApiKey:
     return key
 
 
-def trace_headers_of(scope: Scope) -> Mapping[str, str]:
-    """The client's W3C trace context headers; empty if it sent none."""
-    headers: Mapping[str, str] = scope[_TRACE_KEY]
-    return headers
+def use_api_key(scope: Scope, key: ApiKey) -> None:
+    """The gateway itself asks, on behalf of the owner of the key."""
+    scope[_API_KEY_KEY] = key
+
+
+def use_trace_headers(scope: Scope, headers: Mapping[str, str]) -> None:
+    """These W3C trace context headers are sent to the engines, and back to the client."""
+    scope[_TRACE_KEY] = headers
+
+
+def trace_headers_of(scope: Scope) -> dict[str, str] | None:
+    """The W3C trace context headers of the request; None if there are none. They are the client's,
+    or those of the request's own span."""
+    return scope[_TRACE_KEY] or None

@@ -2,24 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
-from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
-from longshore.deploy.gateway.openai.chat_messages import template_input
-from longshore.deploy.gateway.openai.chat_tools import tool_use
+from longshore.deploy.gateway.api.chat import ChatEndpoint, chat_parsing, echoed_text
+from longshore.deploy.gateway.api.endpoint import ResponseWriter, Service
+from longshore.deploy.gateway.api.logprobs import ChatLogprobs, LogprobsWriter
+from longshore.deploy.gateway.api.requests import ChatRequest
+from longshore.deploy.gateway.api.usage import Usage
+from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas
 from longshore.deploy.gateway.openai.continuous_usage import UsageSoFar
-from longshore.deploy.gateway.openai.endpoint import (
-    GenerationEndpoint,
-    ResponseWriter,
-    Service,
-)
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
-from longshore.deploy.gateway.openai.logprobs import ChatLogprobs, LogprobsWriter
-from longshore.deploy.gateway.openai.prompts import chat_max_tokens
-from longshore.deploy.gateway.openai.requests import ChatRequest
 from longshore.deploy.gateway.openai.responses import (
     ChatAnswer,
     ChatChoice,
@@ -27,50 +19,18 @@ from longshore.deploy.gateway.openai.responses import (
     ChatChunkChoice,
     ChatDelta,
     ChatResponse,
-    Usage,
 )
 from longshore.deploy.gateway.openai.routed_experts import encoded
-from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.parsers.answer import AnswerParsers
-from longshore.deploy.parsers.forced import ForcedCalls
-
-PROMPT_END_TOKENS: Final = 16
+from longshore.deploy.requests.chat_parsing import ChatParsing, ShownAnswer
+from longshore.deploy.requests.generation_spec import GenerationSpec, Piece
 
 
-class ChatEndpoint(GenerationEndpoint[ChatRequest]):
+class ChatCompletionsEndpoint(ChatEndpoint):
     """`n` answers to a list of messages."""
 
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl"
-    request_type = ChatRequest
-
-    async def specify(
-        self, service: Service, request: ChatRequest, request_id: str, arrived_s: float
-    ) -> GenerationSpec:
-        parsing = chat_parsing(service, request)
-        prompt = await service.prompts.chat_prompt(request)
-        return GenerationSpec(
-            request_id=request_id,
-            prompts=[prompt],
-            sampling=service.prompts.sampling(
-                request,
-                chat_max_tokens(request, service.prompts.defaults),
-                logprobs=request.num_logprobs,
-                prompt_logprobs=request.prompt_logprobs,
-            ),
-            priority=request.priority or 0,
-            is_stream=bool(request.stream),
-            arrived_s=arrived_s,
-            num_samples=request.num_samples,
-            stops=service.prompts.stops(request),
-            shown_special_token_ids=shown_special_token_ids(parsing, service.tokenizer),
-            structured_output=await read_constraint(
-                request, service.json, ignores_end=request.ignore_eos
-            ),
-            num_echoed_characters=len(_echoed(request)),
-            num_returned_prompt_ids=len(prompt) if request.return_token_ids else 0,
-        )
 
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec
@@ -84,60 +44,9 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         )
 
 
-def chat_parsing(service: Service, request: ChatRequest) -> ChatParsing | None:
-    """How the answers are parsed; None: they are text. Raises ApiError."""
-    use = tool_use(request)
-    parsers = service.parsers
-    max_calls = None if use.is_parallel else 1
-    if use.is_forced:
-        forced = ForcedCalls(use.forced_name, parsers.tools)
-        return ChatParsing(
-            AnswerParsers(tools=forced),
-            use.names,
-            max_calls,
-            names_call=use.forced_name is not None,
-        )
-    if use.may_call and parsers.tools is None:
-        raise invalid(
-            "tools: this server has no parser for the model's tool calls. Start it with "
-            '--tool-call-parser NAME, or set tool_choice to "required" or "none".',
-            param="tools",
-            code="unsupported_parameter",
-        )
-    if request.constraint() is not None:
-        return None  # the answer is what the constraint allows, from its first token on
-    tools = parsers.tools if use.may_call else None
-    if tools is None and parsers.reasoning is None:
-        return None
-    return ChatParsing(
-        AnswerParsers(parsers.reasoning, tools),
-        use.names,
-        max_calls,
-        has_reasoning=request.include_reasoning is not False,
-    )
-
-
-def shown_special_token_ids(
-    parsing: ChatParsing | None, tokenizer: ModelTokenizer | None
-) -> frozenset[int]:
-    """The special tokens that the parsers have to see."""
-    if parsing is None or tokenizer is None:
-        return frozenset()
-    added = tokenizer.added_tokens
-    return frozenset(added[token] for token in parsing.parsers.special_tokens & added.keys())
-
-
-def _echoed(request: ChatRequest) -> str:
-    """The text that answers begin with: that of the last message, if it is to be echoed."""
-    if not request.echo:
-        return ""
-    (last,) = template_input(request.messages[-1:])
-    opens_no_answer = request.add_generation_prompt is False or request.continue_final_message
-    return str(last["content"] or "") if last["role"] == "assistant" or opens_no_answer else ""
-
-
 class ChatWriter(ResponseWriter):
-    """Chat completions. A stream has first the role, then text or calls, then the finish reason.
+    """Writes the bodies of chat completions. A stream has first the role, then text or calls, then
+    the finish reason.
 
     parsing: how the answers are parsed; None: they are text.
     """
@@ -155,7 +64,7 @@ class ChatWriter(ResponseWriter):
         self._parsing = parsing
         self._deltas: dict[int, ChatDeltas] = {}
         self._logprobs = LogprobsWriter(None if request.return_tokens_as_token_ids else tokenizer)
-        self._echoed = _echoed(request)
+        self._echoed = echoed_text(request)
         self._usage_so_far = UsageSoFar() if request.includes_continuous_usage else None
         self._prompt_ids_are_due = bool(request.return_token_ids)
         self._id = request_id
@@ -181,7 +90,7 @@ class ChatWriter(ResponseWriter):
         delta = ChatDelta(content=piece.text) if piece.text else None
         if self._parsing is not None:
             deltas = self._deltas_of(piece, self._parsing)
-            delta = deltas.feed(piece.text, is_last=reason is not None)
+            delta = deltas.feed(piece.text, reason)
             reason = reason and deltas.finish_reason(reason)
         token_ids = self._piece_token_ids(piece)
         if delta is not None or logprobs is not None or token_ids:
@@ -200,10 +109,9 @@ class ChatWriter(ResponseWriter):
         """The deltas of the answer that the piece belongs to."""
         deltas = self._deltas.get(piece.index)
         if deltas is None:
-            prompt_end = ""
-            if piece.prompt is not None and self._tokenizer is not None:
-                prompt_end = self._tokenizer.decode(piece.prompt.token_ids[-PROMPT_END_TOKENS:])
-            deltas = self._deltas[piece.index] = ChatDeltas(parsing, prompt_end)
+            answer = ShownAnswer(parsing, self._tokenizer, piece)
+            deltas = ChatDeltas(answer, names_call=parsing.names_call)
+            self._deltas[piece.index] = deltas
         return deltas
 
     def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
@@ -237,7 +145,7 @@ class ChatWriter(ResponseWriter):
         message, reason = ChatAnswer(piece.text), piece.finish_reason
         if self._parsing is not None:
             deltas = self._deltas_of(piece, self._parsing)
-            message = deltas.message(piece.text)
+            message = deltas.message(piece.text, reason or "stop")
             reason = reason and deltas.finish_reason(reason)
         if self._echoed:
             content = self._echoed + (message.content or "")

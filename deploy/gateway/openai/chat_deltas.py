@@ -4,64 +4,43 @@ import msgspec
 
 from longshore.deploy.gateway.openai.responses import (
     AnswerToolCall,
+    CalledCustomText,
     CalledFunctionText,
     ChatAnswer,
     ChatDelta,
     ToolCallDelta,
 )
-from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
-from longshore.deploy.parsers.parser import (
-    AnswerContext,
-    Content,
-    MoreArguments,
-    Reasoning,
-    ToolCall,
-)
-
-
-class ChatParsing(msgspec.Struct, frozen=True):
-    """How the answers to one request are parsed.
-
-    tool_names:     functions that the request declares.
-    max_calls:      later calls are left out; None: no limit.
-    has_reasoning:  the answer includes its reasoning.
-    names_call:     the request names the function that is called.
-    """
-
-    parsers: AnswerParsers
-    tool_names: frozenset[str] = frozenset()
-    max_calls: int | None = None
-    has_reasoning: bool = True
-    names_call: bool = False
+from longshore.deploy.parsers.parser import Content, MoreArguments, Reasoning, ToolCall
+from longshore.deploy.requests.chat_parsing import ShownAnswer
 
 
 class ChatDeltas:
-    """The deltas of one answer as its text arrives.
+    """The deltas of one answer as its text arrives."""
 
-    prompt_end: the end of the prompt's text.
-    """
+    def __init__(self, answer: ShownAnswer, *, names_call: bool) -> None:
+        self._answer = answer
+        self._names_call = names_call
 
-    def __init__(self, parsing: ChatParsing, prompt_end: str) -> None:
-        self._parsing = parsing
-        self._num_calls = 0
-        self._answer = ParsedAnswer(parsing.parsers, AnswerContext(parsing.tool_names, prompt_end))
-
-    def feed(self, text: str, *, is_last: bool) -> ChatDelta | None:
-        """The delta of the next piece of text; None: it adds nothing yet."""
-        content, reasoning = "", ""
+    def feed(self, text: str, finish_reason: str | None = None) -> ChatDelta | None:
+        """The delta of the next piece of text; None: it adds nothing yet. finish_reason: of the
+        last piece."""
+        answer, content, reasoning = self._answer, "", ""
         calls: list[ToolCallDelta] = []
-        for event in self._answer.feed(text, is_last=is_last):
+        for event in answer.feed(text, finish_reason):
             match event:
                 case Content(added):
                     content += added
-                case Reasoning(added) if self._parsing.has_reasoning:
+                case Reasoning(added):
                     reasoning += added
+                case ToolCall(name, text) if answer.is_custom(name):
+                    custom, call_id = CalledCustomText(name, text), answer.id_of(event)
+                    index = answer.num_calls - 1
+                    calls.append(ToolCallDelta(index, id=call_id, type="custom", custom=custom))
                 case ToolCall(name, arguments):
-                    self._num_calls += 1
-                    if self._is_shown:
-                        calls.append(self._first_delta(name, arguments))
-                case MoreArguments(added) if self._is_shown:
-                    calls.append(ToolCallDelta(self._num_calls - 1, CalledFunctionText(added)))
+                    function, call_id = CalledFunctionText(arguments, name), answer.id_of(event)
+                    calls.append(ToolCallDelta(answer.num_calls - 1, function, call_id, "function"))
+                case MoreArguments(added):
+                    calls.append(ToolCallDelta(answer.num_calls - 1, CalledFunctionText(added)))
         if not content and not reasoning and not calls:
             return None
         return ChatDelta(
@@ -71,30 +50,18 @@ class ChatDeltas:
             reasoning_content=reasoning or msgspec.UNSET,
         )
 
-    @property
-    def _is_shown(self) -> bool:
-        """Whether the last call is within the limit."""
-        maximum = self._parsing.max_calls
-        return maximum is None or self._num_calls <= maximum
-
-    def _first_delta(self, name: str, arguments: str) -> ToolCallDelta:
-        tools = self._parsing.parsers.tools
-        assert tools is not None
-        function = CalledFunctionText(arguments, name)
-        return ToolCallDelta(self._num_calls - 1, function, tools.call_id(), "function")
-
     def finish_reason(self, reason: str) -> str:
         """`tool_calls` for an answer that ended by itself and whose calls are complete. OpenAI and
         vLLM leave the reason as it is if the request names the function."""
-        if reason != "stop" or self._parsing.names_call:
+        if reason != "stop" or self._names_call:
             return reason
         return "tool_calls" if self._answer.ends_with_calls else reason
 
-    def message(self, text: str) -> ChatAnswer:
+    def message(self, text: str, finish_reason: str) -> ChatAnswer:
         """The message of an answer with this text."""
-        delta = self.feed(text, is_last=True) or ChatDelta()
+        delta = self.feed(text, finish_reason) or ChatDelta()
         calls = tuple(
-            AnswerToolCall(call.id, call.function)
+            AnswerToolCall(call.id, call.function, str(call.type), call.custom)
             for call in delta.tool_calls or ()
             if call.id is not msgspec.UNSET
         )

@@ -3,18 +3,18 @@
 import time
 
 import msgspec
+import numpy as np
 
-from longshore.deploy.gateway.openai.endpoint import Service
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.pooled_inputs import InputRequest
-from longshore.deploy.gateway.openai.pooling_endpoint import (
+from longshore.deploy.gateway.api.endpoint import Service
+from longshore.deploy.gateway.api.pooled_inputs import InputRequest
+from longshore.deploy.gateway.api.pooling_endpoint import (
     PoolingCall,
     PoolingEndpoint,
     PoolingUsage,
     usage_of,
 )
-from longshore.deploy.gateway.openai.scoring import label_scores
 from longshore.deploy.model.classifier import CLASSIFIED
+from longshore.deploy.requests.errors import invalid
 
 
 class ClassificationRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class ClassificationResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifyEndpoint(PoolingEndpoint[ClassificationRequest]):
-    """Available for models with a classification head."""
+    """Labels inputs, with models that have a classification head."""
 
     path = "/classify"
     other_paths = ("/v1/classify",)
@@ -62,14 +62,14 @@ class ClassifyEndpoint(PoolingEndpoint[ClassificationRequest]):
         service, request = call.service, call.request
         prompts = await request.token_ids(service)
         ends = await self.pooled(call, prompts, CLASSIFIED)
-        assert service.classifier is not None
-        labels = service.classifier.labels
+        classifier = service.classifier
+        assert classifier is not None
 
         def whole() -> bytes:
-            assert service.classifier is not None
-            rows = label_scores(ends, service.classifier, use_activation=request.use_activation)
+            scores = np.stack([end.pooled for end in ends])
+            rows = classifier.probabilities(scores, use_activation=request.use_activation).tolist()
             data = [
-                Classification(index, labels[row.index(max(row))], row, len(row))
+                Classification(index, classifier.labels[row.index(max(row))], row, len(row))
                 for index, row in enumerate(rows)
             ]
             return msgspec.json.encode(

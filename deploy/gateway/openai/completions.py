@@ -2,30 +2,30 @@
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
+from longshore.deploy.gateway.api.endpoint import GenerationEndpoint, ResponseWriter, Service
+from longshore.deploy.gateway.api.logprobs import CompletionLogprobs, LogprobsWriter
+from longshore.deploy.gateway.api.prompts import value_or
+from longshore.deploy.gateway.api.requests import MAX_PROMPTS
+from longshore.deploy.gateway.api.structured_output import read_constraint
+from longshore.deploy.gateway.api.thinking import with_budget
+from longshore.deploy.gateway.api.usage import Usage
 from longshore.deploy.gateway.openai.continuous_usage import UsageSoFar
-from longshore.deploy.gateway.openai.endpoint import (
-    GenerationEndpoint,
-    ResponseWriter,
-    Service,
-)
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
-from longshore.deploy.gateway.openai.logprobs import CompletionLogprobs, LogprobsWriter
-from longshore.deploy.gateway.openai.prompts import completion_max_tokens
-from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, CompletionRequest
-from longshore.deploy.gateway.openai.responses import (
-    CompletionChoice,
-    CompletionResponse,
-    Usage,
-)
+from longshore.deploy.gateway.openai.requests import CompletionRequest
+from longshore.deploy.gateway.openai.responses import CompletionChoice, CompletionResponse
 from longshore.deploy.gateway.openai.routed_experts import encoded
-from longshore.deploy.gateway.openai.structured_output import read_constraint
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.requests.beam_search import BeamSearchParams
+from longshore.deploy.requests.errors import invalid
+from longshore.deploy.requests.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.requests.token_scores import TokenScore
+from longshore.protocol.requests import RequestOptions
+
+DEFAULT_COMPLETION_TOKENS: Final = 16
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
@@ -49,7 +49,14 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        prompts = await service.prompts.completion_prompts(request)
+        if request.suffix:
+            _check_infilling(request)
+        prompts = await service.prompts.prompts(
+            request.prompts(),
+            request,
+            max_output_tokens=completion_max_tokens(request, service.prompts.defaults),
+            suffix=request.suffix or "",
+        )
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise invalid(
                 f"n={num_samples} with {len(prompts)} prompts makes too many answers; at most "
@@ -61,15 +68,16 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         return GenerationSpec(
             request_id=request_id,
             prompts=prompts,
-            sampling=sampling,
-            priority=request.priority or 0,
+            sampling=with_budget(sampling, request, service),
             is_stream=bool(request.stream),
             arrived_s=arrived_s,
             num_samples=num_samples,
             scores_only=request.scores_only,
             stops=service.prompts.stops(request),
-            structured_output=await read_constraint(
-                request, service.json, ignores_end=request.ignore_eos
+            options=RequestOptions(
+                structured_output=await read_constraint(
+                    request.constraint(), service.json, ignores_end=request.ignore_eos
+                )
             ),
             beams=self._beams(service, request, max(map(len, prompts))),
             num_echoed_characters=sum(map(len, texts)) if request.echo else 0,
@@ -121,7 +129,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
 
 
 class CompletionWriter(ResponseWriter):
-    """Text completions."""
+    """Writes the bodies of text completions."""
 
     def __init__(
         self,
@@ -218,3 +226,20 @@ class CompletionWriter(ResponseWriter):
 
     def _filled(self, *choices: CompletionChoice) -> CompletionResponse:
         return msgspec.structs.replace(self._frame, choices=choices)
+
+
+def completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
+    """The requested number, else the model's default, else the API's. At least one, because the
+    engine always computes a token."""
+    if request.scores_only:
+        return 1
+    return value_or(request.max_tokens, value_or(defaults.max_tokens, DEFAULT_COMPLETION_TOKENS))
+
+
+def _check_infilling(request: CompletionRequest) -> None:
+    """Raise RequestError if the request does not allow a suffix."""
+    if not all(isinstance(prompt, str) for prompt in request.prompts()):
+        raise invalid("suffix needs prompts as text, not as token ids", param="suffix")
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(request, name):
+            raise invalid(f"{name} is not supported with suffix; remove it", param=name)

@@ -1,7 +1,7 @@
 """Usage in every chunk of a stream (`continuous_usage_stats`, as in vLLM)."""
 
-from longshore.deploy.gateway.openai.generation_spec import Piece
-from longshore.deploy.gateway.openai.responses import Usage
+from longshore.deploy.gateway.api.usage import Usage
+from longshore.deploy.requests.generation_spec import Piece
 
 
 class UsageSoFar:

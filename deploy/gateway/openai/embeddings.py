@@ -1,41 +1,14 @@
-"""POST /v1/embeddings: returns an embedding of each text or list of token ids.
-
-Each input is a request to the engine. A limited number of them run at a time; the embeddings are
-returned together, in order.
-"""
+"""POST /v1/embeddings: returns an embedding of each text or list of token ids."""
 
 import base64
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from longshore.deploy.gateway.openai.endpoint import Service
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.pooled_inputs import InputRequest
-from longshore.deploy.gateway.openai.pooling_endpoint import (
-    PoolingCall,
-    PoolingEndpoint,
-    PoolingUsage,
-    usage_of,
-)
-from longshore.deploy.gateway.openai.requests import Int32
-from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.gateway.api.embeddings import EmbeddingEndpoint, EmbeddingRequest
+from longshore.deploy.gateway.api.pooling_endpoint import PoolingCall, PoolingUsage, usage_of
 from longshore.protocol.outputs import FinishedRequest
-from longshore.protocol.requests import PoolingParams
-
-
-class EmbeddingRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
-    """`normalize` as in vLLM.
-
-    dimensions: number of leading elements to return, normalized again if the embedding is.
-    normalize:  None: the model folder's setting.
-    """
-
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int32 | None = None
-    normalize: bool | None = None
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True):
@@ -53,26 +26,15 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
 
 
-class EmbeddingsEndpoint(PoolingEndpoint[EmbeddingRequest]):
-    """Available for every model that takes text, except classifiers."""
+class EmbeddingsEndpoint(EmbeddingEndpoint):
+    """Embeds texts and token ids."""
 
     path = "/v1/embeddings"
     id_prefix = "embd"
-    param = "input"
-    request_type = EmbeddingRequest
-
-    def check_service(self, service: Service) -> None:
-        embedding_model(service, self.path)
 
     async def answer(self, call: PoolingCall[EmbeddingRequest]) -> bytes:
         service, request = call.service, call.request
-        pooling = embedding_pooling(
-            embedding_model(service, self.path),
-            normalize=request.normalize,
-            dimensions=request.dimensions,
-        )
-        prompts = await request.token_ids(service)
-        ends = await self.pooled(call, prompts, pooling)
+        prompts, ends = await self.embedded(call)
         as_text = request.encoding_format == "base64"
         return await service.json.run(
             sum(end.pooled.nbytes for end in ends),
@@ -82,29 +44,6 @@ class EmbeddingsEndpoint(PoolingEndpoint[EmbeddingRequest]):
             usage_of(prompts, ends),
             as_text=as_text,
         )
-
-
-def embedding_model(service: Service, path: str) -> EmbeddingModel:
-    """How the model pools embeddings. Raises ApiError if it has none."""
-    if service.embedding is not None:
-        return service.embedding
-    if service.classifier is None:
-        kind, other = "is a speech model and has no embeddings", "for models that take text"
-    else:
-        kind = "classifies text and has no embeddings"
-        other = "for embedding models; use /classify, /v1/score or /v1/rerank"
-    raise invalid(f"{service.model_name} {kind}; {path} is {other}", param="model")
-
-
-def embedding_pooling(
-    model: EmbeddingModel, *, normalize: bool | None = None, dimensions: int | None = None
-) -> PoolingParams:
-    """Raises ApiError naming the setting that the model does not support."""
-    try:
-        return model.pooling(normalize=normalize, dimensions=dimensions)
-    except ValueError as error:
-        param = str(error).replace("=", ":").partition(":")[0]
-        raise invalid(str(error).removeprefix("model: "), param=param) from error
 
 
 def _response(

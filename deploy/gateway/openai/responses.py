@@ -1,44 +1,12 @@
 """Response bodies of the OpenAI API: whole answers, chunks of streams, the list of models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-)
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one HTTP request, summed over its prompts. A stream knows the details at its
-    end."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
-
-    @property
-    def num_cached_tokens(self) -> int:
-        details = self.prompt_tokens_details
-        return 0 if details is msgspec.UNSET else details.cached_tokens
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens,
-        completion_tokens,
-        prompt_tokens + completion_tokens,
-        PromptTokensDetails(cached_tokens),
-    )
-
+from longshore.deploy.gateway.api.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
+from longshore.deploy.gateway.api.usage import Usage
 
 PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
@@ -86,19 +54,31 @@ class CalledFunctionText(msgspec.Struct, frozen=True):
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class CalledCustomText(msgspec.Struct, frozen=True):
+    """The call of a custom tool."""
+
+    name: str
+    input: str
+
+
 class AnswerToolCall(msgspec.Struct, frozen=True):
+    """Of a function, or of a custom tool."""
+
     id: str
-    function: CalledFunctionText
+    function: CalledFunctionText | msgspec.UnsetType = msgspec.UNSET
     type: str = "function"
+    custom: CalledCustomText | msgspec.UnsetType = msgspec.UNSET
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """The first delta of a call has its id and name, the next ones only more arguments."""
+    """The first delta of a call has its id and name, the next ones only more arguments. The only
+    delta of a custom tool has all of its input."""
 
     index: int
-    function: CalledFunctionText
+    function: CalledFunctionText | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
     type: str | msgspec.UnsetType = msgspec.UNSET
+    custom: CalledCustomText | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
@@ -219,6 +199,25 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerVersion(msgspec.Struct, frozen=True):
     version: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What results from the settings of an engine."""
+
+    dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Of /server_info. settings: without secrets. engines: those that are ready, by number."""
+
+    version: str
+    settings: Mapping[str, Any]
+    engines: Mapping[int, EngineInfo]
 
 
 class ServerLoad(msgspec.Struct, frozen=True):

@@ -15,27 +15,23 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from longshore.deploy.gateway.openai.embeddings import embedding_model, embedding_pooling
-from longshore.deploy.gateway.openai.endpoint import Service
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.pair_prompts import PairPrompts, Text
-from longshore.deploy.gateway.openai.pooled_inputs import (
-    MAX_INPUTS,
-    empty,
-    max_tokens_of,
-    token_ids_of,
-)
-from longshore.deploy.gateway.openai.pooling_endpoint import (
+from longshore.deploy.gateway.api.embeddings import embedding_model, embedding_pooling
+from longshore.deploy.gateway.api.endpoint import Service
+from longshore.deploy.gateway.api.pooled_inputs import MAX_INPUTS
+from longshore.deploy.gateway.api.pooling_endpoint import (
     PoolingCall,
     PoolingEndpoint,
     PoolingRequest,
     PoolingUsage,
     usage_of,
 )
-from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import Int32, each_of
+from longshore.deploy.gateway.api.requests import Int32, each_of
+from longshore.deploy.gateway.openai.pair_prompts import PairPrompts
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
+from longshore.deploy.model.classifier import CLASSIFIED
+from longshore.deploy.model.embedding import cosine
+from longshore.deploy.requests.errors import invalid
+from longshore.deploy.requests.prompts import PromptCut, PromptForm, Text, text_pairs
 from longshore.protocol.outputs import FinishedRequest
 
 Pairs: TypeAlias = Sequence[tuple[Text, Text]]
@@ -75,7 +71,7 @@ class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
     data_2: str | list[str] | None = None
 
     def pairs(self) -> Pairs:
-        """Raises ApiError."""
+        """The pairs of texts to score. Raises RequestError."""
         every = dict.fromkeys(name for names in SCORE_NAMES for name in names)
         given = {name: value for name in every if (value := getattr(self, name)) is not None}
         if tuple(given) not in SCORE_NAMES:
@@ -84,16 +80,7 @@ class ScoreRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
                 param=_missing_name(list(given)),
             )
         first, second = given
-        ones, others = _texts(given[first], first), _texts(given[second], second)
-        if len(ones) == 1:
-            return [(ones[0], other) for other in others]
-        if len(ones) != len(others):
-            raise invalid(
-                f"{first} has {len(ones)} texts and {second} has {len(others)}; send one text as "
-                f"{first}, or as many as {second}",
-                param=second,
-            )
-        return list(zip(ones, others, strict=True))
+        return _pairs(given[first], given[second], (first, second))
 
 
 class RerankDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +88,7 @@ class RerankDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RerankRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
-    """As in Cohere's, Jina's and vLLM's API.
+    """POST /v1/rerank, with the fields of Cohere's, Jina's and vLLM's API.
 
     top_n: number of results; None or 0: all.
     return_documents: whether results have the document's text.
@@ -117,7 +104,7 @@ class RerankRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
     max_chunks_per_doc: Int32 | None = None
 
     def pairs(self) -> Pairs:
-        """Raises ApiError."""
+        """The query with each document. Raises RequestError."""
         if self.top_n is not None and self.top_n < 0:
             raise invalid(f"top_n={self.top_n} must be at least 0", param="top_n")
         if self.rank_fields not in (None, ["text"]):
@@ -128,8 +115,7 @@ class RerankRequest(ScoringRequest, kw_only=True, forbid_unknown_fields=True):
                 param="max_chunks_per_doc",
             )
         texts = [each if isinstance(each, str) else each.text for each in self.documents]
-        (query,) = _texts(self.query, "query")
-        return [(query, document) for document in _texts(texts, "documents")]
+        return _pairs(self.query, texts, ("query", "documents"))
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -188,26 +174,29 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
     async def scored(
         self, call: PoolingCall[ScoringRequestT], pairs: Pairs
     ) -> tuple[list[float], PoolingUsage]:
-        """The score of each pair. Raises ApiError."""
+        """The score of each pair. Raises RequestError."""
         service, request = call.service, call.request
-        tokenizer = service.tokenizer
-        if tokenizer is None:
-            raise no_tokenizer(self.param)
-        max_tokens = max_tokens_of(request.truncate_prompt_tokens, service)
+        tokenizer = service.prompts.tokenizer_for(self.param)
+        cut = None
+        if request.truncate_prompt_tokens is not None:
+            cut = service.prompts.cut(request, gives_tokens=False)
         if request.max_tokens_per_doc:
-            cut = partial(_cut, keeps_end=request.keeps_end)
-            pairs = await asyncio.to_thread(cut, pairs, tokenizer, request.max_tokens_per_doc)
+            cut_documents = partial(_cut, keeps_end=request.keeps_end)
+            pairs = await asyncio.to_thread(
+                cut_documents, pairs, tokenizer, request.max_tokens_per_doc
+            )
         if service.classifier is None:
-            return await self._compared(call, pairs, max_tokens)
-        prompts = await self._pair_prompts.token_ids(
-            pairs, service, tokenizer, max_tokens=max_tokens, keeps_end=request.keeps_end
-        )
+            return await self._compared(call, pairs, cut)
+        prompts = await self._pair_prompts.token_ids(pairs, service, cut)
         ends = await self.pooled(call, prompts, CLASSIFIED)
-        scores = label_scores(ends, service.classifier, use_activation=request.use_activation)
-        return [score for (score,) in scores], usage_of(prompts, ends)
+        scores = service.classifier.probabilities(
+            np.concatenate([end.pooled for end in ends])[:, None],
+            use_activation=request.use_activation,
+        )
+        return scores[:, 0].tolist(), usage_of(prompts, ends)
 
     async def _compared(
-        self, call: PoolingCall[ScoringRequestT], pairs: Pairs, max_tokens: int | None
+        self, call: PoolingCall[ScoringRequestT], pairs: Pairs, cut: PromptCut | None
     ) -> tuple[list[float], PoolingUsage]:
         service = call.service
         if call.request.use_activation is not None:
@@ -217,13 +206,10 @@ class ScoringEndpoint(PoolingEndpoint[ScoringRequestT]):
             )
         pooling = embedding_pooling(embedding_model(service, self.path), normalize=True)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-
-        prompts = await token_ids_of(
+        prompts = await service.prompts.encode_all(
             [each.text for each in texts],
-            service,
-            max_tokens=max_tokens,
-            keeps_end=call.request.keeps_end,
-            name_of=lambda index: texts[index].name,
+            PromptForm(cut, gives_tokens=False),
+            lambda index: texts[index].name,
         )
         ends = await self.pooled(call, prompts, pooling)
         num_bytes = sum(end.pooled.nbytes for end in ends)
@@ -286,33 +272,17 @@ def _missing_name(given: list[str]) -> str:
     return SCORE_NAMES[0][0]
 
 
-def label_scores(
-    ends: Sequence[FinishedRequest], classifier: ClassifierModel, *, use_activation: bool | None
-) -> list[list[float]]:
-    """The scores of all labels, per request."""
-    scores = np.stack([end.pooled for end in ends])
-    is_activated = use_activation is not False
-    rows: list[list[float]] = (classifier.activated(scores) if is_activated else scores).tolist()
-    return rows
-
-
-def _texts(given: str | list[str], name: str) -> list[Text]:
-    """Raises ApiError for none, too many and empty ones."""
-    if isinstance(given, str):
-        texts = [Text(given, name)]
-    else:
+def _pairs(first: str | list[str], second: str | list[str], names: tuple[str, str]) -> Pairs:
+    """Raises RequestError for none, too many and empty texts."""
+    for given, name in zip((first, second), names, strict=True):
         each_of(given, name, MAX_INPUTS)
-        texts = [Text(text, f"{name}[{index}]") for index, text in enumerate(given)]
-    for text in texts:
-        if not text.text:
-            raise empty(text.name)
-    return texts
+    return text_pairs(first, second, names)
 
 
 def _cut(
     pairs: Pairs, tokenizer: ModelTokenizer, max_tokens: int, *, keeps_end: bool | None
 ) -> Pairs:
-    """Truncate the documents. Raises ApiError."""
+    """Truncate the documents. Raises RequestError."""
     if max_tokens < 0:
         raise invalid(
             f"max_tokens_per_doc={max_tokens} must be at least 1", param="max_tokens_per_doc"
@@ -327,9 +297,6 @@ def _cut(
 
 
 def _cosines(pairs: Pairs, texts: Sequence[Text], ends: Sequence[FinishedRequest]) -> list[float]:
-    """The cosine of the two vectors of each pair; they have length 1."""
+    """The cosine of the two vectors of each pair."""
     vectors = {text: end.pooled for text, end in zip(texts, ends, strict=True)}
-    return [
-        float(vectors[one].astype(np.float64) @ vectors[other].astype(np.float64))
-        for one, other in pairs
-    ]
+    return [cosine(vectors[one], vectors[other]) for one, other in pairs]

@@ -4,31 +4,23 @@
 (`messages`) would send to the engine.
 """
 
-import asyncio
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
+from longshore.deploy.gateway.api.endpoint import ApiEndpoint, Service, check_model, read_in_turn
+from longshore.deploy.gateway.api.parameters import read_parameters
+from longshore.deploy.gateway.api.requests import Effort
+from longshore.deploy.gateway.api.tools import client_tools
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage
-from longshore.deploy.gateway.openai.chat_prompt import chat_prompt_options
-from longshore.deploy.gateway.openai.endpoint import (
-    ApiEndpoint,
-    Service,
-    check_model,
-    read_in_turn,
-)
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.parameters import read_parameters
-from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.requests.chat_messages import ChatMessage
+from longshore.deploy.requests.errors import invalid
+from longshore.deploy.requests.prompts import PromptForm
 
 MAX_DETOKENIZED: Final = 16_384
 """Limit of the token ids of a text, or the model's maximum length if that is larger."""
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
-ArgumentT = TypeVar("ArgumentT")
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,7 +29,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     add_special_tokens: add the special tokens that the model's text begins with. None: like the
         generation endpoints, only for `prompt`; a chat template adds its own.
     return_token_strs: also return the vocabulary's entry of each token.
-    add_generation_prompt, continue_final_message, chat_template_kwargs, tools: as for chats.
+    add_generation_prompt, continue_final_message, chat_template_kwargs, documents,
+        reasoning_effort, tools: as for chats.
     """
 
     prompt: str | None = None
@@ -48,7 +41,11 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Effort | None = None
     tools: list[dict[str, Any]] | None = None
+    effort_name: ClassVar[str] = "reasoning_effort"
+    thinks: ClassVar[bool | None] = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
@@ -77,20 +74,17 @@ class TokenizeEndpoint(ApiEndpoint):
         request = await _read(exchange, service, TokenizeRequest)
         check_model(request.model, service)
         param = "prompt" if request.messages is None else "messages"
-        tokenizer = _tokenizer(service, param)
-        text, with_special = await _text(request, service, tokenizer)
+        tokenizer = service.prompts.tokenizer_for(param)
+        text, form = await _text(request, service)
 
-        def answer(text: str) -> bytes:
-            service.prompts.reject_too_long(text, tokenizer, param)
-            encode = tokenizer.encode if with_special else tokenizer.encode_rendered
-            ids = encode(text)
+        def answer() -> bytes:
+            ids = service.prompts.encoded(text, form, "the prompt", param=param)
             strings = tokenizer.entries(ids) if request.return_token_strs else None
             return msgspec.json.encode(
                 TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
             )
 
-        is_long = len(text) > tokenizer.max_inline_characters
-        await exchange.send_json(await _off_loop_if(is_long, answer, text))
+        await exchange.send_json(await service.prompts.off_loop_if_long(answer, len(text)))
 
 
 class DetokenizeEndpoint(ApiEndpoint):
@@ -101,7 +95,7 @@ class DetokenizeEndpoint(ApiEndpoint):
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         request = await _read(exchange, service, DetokenizeRequest)
         check_model(request.model, service)
-        tokenizer = _tokenizer(service, "tokens")
+        tokenizer = service.prompts.tokenizer_for("tokens")
         maximum = max(MAX_DETOKENIZED, service.prompts.max_model_len)
         if len(request.tokens) > maximum:
             raise invalid(
@@ -109,46 +103,29 @@ class DetokenizeEndpoint(ApiEndpoint):
                 param="tokens",
             )
 
-        def answer(token_ids: list[int]) -> bytes:
-            for token_id in token_ids:
+        def answer() -> bytes:
+            for token_id in request.tokens:
                 if not 0 <= token_id < 2**31:
                     raise invalid(f"tokens has {token_id}, which is not a token id", param="tokens")
-            return msgspec.json.encode(DetokenizeResponse(tokenizer.decode(token_ids)))
+            return msgspec.json.encode(DetokenizeResponse(tokenizer.decode(request.tokens)))
 
-        is_long = len(request.tokens) > MAX_INLINE_CHARACTERS
-        await exchange.send_json(await _off_loop_if(is_long, answer, request.tokens))
+        size = len(request.tokens)
+        await exchange.send_json(await service.prompts.off_loop_if_long(answer, size))
 
 
-async def _text(
-    request: TokenizeRequest, service: Service, tokenizer: ModelTokenizer
-) -> tuple[str, bool]:
-    """The text to tokenize, and whether to add special tokens."""
+async def _text(request: TokenizeRequest, service: Service) -> tuple[str, PromptForm]:
+    """The text to tokenize, and how."""
     special = request.add_special_tokens
     match request.prompt, request.messages:
         case str(text), None:
-            return text, special is None or special
+            return text, PromptForm(with_special=special is not False)
         case None, list(messages):
-            renderer = service.prompts.chat_renderer
-            return await renderer.text(tokenizer, messages, chat_prompt_options(request)), bool(
-                special
-            )
+            request.tools = client_tools(request.tools)
+            text = await service.prompts.chat_text(messages, request)
+            return text, PromptForm(with_special=bool(special))
     raise invalid("either prompt or messages is required, but not both", param="prompt")
-
-
-async def _off_loop_if(
-    is_long: bool, function: Callable[[ArgumentT], bytes], argument: ArgumentT
-) -> bytes:
-    if is_long:
-        return await asyncio.to_thread(function, argument)
-    return function(argument)
 
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
     body = await read_in_turn(exchange, service)
     return await service.json.run(len(body), read_parameters, kind, body)
-
-
-def _tokenizer(service: Service, param: str) -> ModelTokenizer:
-    if service.tokenizer is None:
-        raise no_tokenizer(param)
-    return service.tokenizer

@@ -4,28 +4,16 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from longshore.deploy.gateway.api.field_rules import FIELD_RULES
+from longshore.deploy.gateway.api.parameters import apply_rule, field_at_fault
+from longshore.deploy.gateway.api.requests import Int32
+from longshore.deploy.gateway.api.unknown_fields import ignore_fields
 from longshore.deploy.gateway.http.multipart import Form
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.parameters import IGNORED, field_at_fault
-from longshore.deploy.gateway.openai.requests import Int32
-from longshore.deploy.gateway.openai.unknown_fields import ignore_fields
+from longshore.deploy.requests.errors import invalid
 from longshore.protocol.errors import shortened
 
 MAX_LANGUAGE_CHARACTERS: Final = 64
 FORMATS: Final = ("json", "text")
-# Parameters for timestamps, log probabilities, speakers and splitting by voice activity are not
-# supported.
-_UNSUPPORTED: Final = frozenset(
-    {
-        "chunking_strategy",
-        "include",
-        "keywords",
-        "known_speaker_names",
-        "known_speaker_references",
-        "languages",
-        "timestamp_granularities",
-    }
-)
 
 
 class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,7 +40,7 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     stream: bool = False
 
     def check(self) -> None:
-        """Raise ApiError for an unsupported response format."""
+        """Raise RequestError for an unsupported response format."""
         if self.response_format not in FORMATS:
             known = " or ".join(FORMATS)
             times = self.response_format in ("verbose_json", "srt", "vtt")
@@ -70,21 +58,20 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 def read_request(form: Form) -> tuple[bytes, TranscriptionRequest]:
-    """The file's content and the other fields. Raises ApiError naming the invalid field."""
+    """The file's content and the other fields. Raises RequestError naming the invalid field."""
     values: dict[str, Any] = {}
     for name, value in form.fields:
         plain = name.removesuffix("[]")
-        if plain in _UNSUPPORTED:
-            raise invalid(
-                f"{plain} is not supported; remove it", param=plain, code="unsupported_parameter"
-            )
+        if plain in FIELD_RULES["transcription"]:
+            apply_rule(FIELD_RULES["transcription"], plain, value)
+            continue
         if name in values:
             raise invalid(f"the form has the field {shortened(name)!r} twice", param=name)
         if name == "file":
             raise invalid("the form field `file` is not a file; send it as a file", param="file")
         if name in TranscriptionRequest.__struct_fields__:
             values[name] = value
-        elif plain not in IGNORED:
+        else:
             ignore_fields((name,))
     for name in form.files:
         if name != "file":

@@ -10,14 +10,11 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from longshore.deploy.gateway.api_keys import ApiKey
-from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
-from longshore.deploy.gateway.http.multipart import parse_form
-from longshore.deploy.gateway.openai.endpoint import (
+from longshore.deploy.gateway.api.endpoint import (
     ApiEndpoint,
     ResponseWriter,
     Service,
+    Services,
     answer_whole,
     check_capacity,
     check_model,
@@ -26,14 +23,17 @@ from longshore.deploy.gateway.openai.endpoint import (
     num_at_a_time,
     stream,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
+from longshore.deploy.gateway.api.errors import ApiError
+from longshore.deploy.gateway.api.usage import Usage
+from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.gateway.http.exchange import Exchange
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.multipart import parse_form
 from longshore.deploy.gateway.openai.responses import (
     Transcript,
     TranscriptDelta,
     TranscriptDone,
     TranscriptionUsage,
-    Usage,
     transcription_usage,
 )
 from longshore.deploy.gateway.openai.transcription_requests import (
@@ -41,6 +41,8 @@ from longshore.deploy.gateway.openai.transcription_requests import (
     read_request,
 )
 from longshore.deploy.requests.audio import BadAudio
+from longshore.deploy.requests.errors import invalid
+from longshore.deploy.requests.generation_spec import GenerationSpec, Piece
 from longshore.deploy.requests.speech import (
     NUM_PRIMED,
     BadSpeechRequest,
@@ -48,7 +50,7 @@ from longshore.deploy.requests.speech import (
     Task,
     join_texts,
 )
-from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.requests import MultimodalFeature, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 
 FORM_BYTES: Final = 1 << 20  # size of a request body in addition to the file
@@ -60,6 +62,15 @@ class SpeechEndpoint(ApiEndpoint):
     """Takes an audio file and settings as a form."""
 
     task: ClassVar[Task]
+
+    async def choose(self, exchange: Exchange, services: Services) -> Service:
+        maximum = services.first.max_audio_bytes + FORM_BYTES
+        body = await exchange.read_body(maximum, "max-audio-mib")
+        exchange.put_back(body)
+        headers = dict(exchange.scope["headers"])
+        form = await asyncio.to_thread(parse_form, headers.get(b"content-type", b""), body)
+        _, request = read_request(form)
+        return services.named(request.model)
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         if service.speech is None:  # before the file is read
@@ -118,14 +129,16 @@ class SpeechEndpoint(ApiEndpoint):
                 request_id=request_id,
                 prompts=[prompt] * len(features),
                 sampling=sampling,
-                priority=request.priority,
                 is_stream=request.stream,
                 arrived_s=arrived_s,
-                cache_salt=key.cache_salt(None),
+                options=RequestOptions(
+                    priority=request.priority,
+                    cache_salt=key.cache_salt(None),
+                    trace_headers=trace_headers_of(exchange.scope),
+                ),
                 multimodal=features,
                 num_primed=NUM_PRIMED,
                 max_in_flight=num_at_a_time(MAX_IN_FLIGHT, key, service),
-                trace_headers=trace_headers_of(exchange.scope),
             )
             check_capacity(spec.num_answers, service)
             num_audio_tokens = speech.audio.num_tokens * len(features)
@@ -152,7 +165,7 @@ class TranslationsEndpoint(SpeechEndpoint):
 
 
 def _sampling(request: TranscriptionRequest) -> SamplingParams:
-    """Raises ApiError naming a setting that is out of range."""
+    """Raises RequestError naming a setting that is out of range."""
     try:
         return SamplingParams(
             temperature=request.temperature,
@@ -181,9 +194,9 @@ async def _detect(
         request_id=f"{request_id}-language",
         prompts=[prompt],
         sampling=sampling,
-        priority=request.priority,
         is_stream=False,
         arrived_s=arrived_s,
+        options=RequestOptions(priority=request.priority),
         multimodal=[feature],
     )
     check_capacity(spec.num_answers, service)

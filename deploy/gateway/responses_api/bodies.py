@@ -5,8 +5,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage
-from longshore.deploy.gateway.openai.responses import PromptTokensDetails, Usage
+from longshore.deploy.gateway.api.usage import PromptTokensDetails, Usage
+from longshore.deploy.requests.chat_messages import ChatMessage
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -34,10 +34,13 @@ class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
+    """encrypted_content: see ReasoningSeal."""
+
     id: str
     status: str
     summary: Sequence[str] = ()
     content: Sequence[ReasoningText] = ()
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
@@ -50,7 +53,17 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call
     arguments: str = ""
 
 
-OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(msgspec.Struct, frozen=True, kw_only=True, tag="custom_tool_call"):
+    """input: a text; of an incomplete call, the beginning of it."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str = ""
+
+
+OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class InputText(msgspec.Struct, frozen=True, tag="input_text"):
@@ -71,7 +84,23 @@ class FunctionCallOutput(msgspec.Struct, frozen=True, kw_only=True, tag="functio
     status: str = COMPLETED
 
 
-InputItem: TypeAlias = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+class CustomToolCallOutput(
+    msgspec.Struct, frozen=True, kw_only=True, tag="custom_tool_call_output"
+):
+    id: str
+    call_id: str
+    output: str
+    status: str = COMPLETED
+
+
+InputItem: TypeAlias = (
+    InputMessage
+    | FunctionCall
+    | FunctionCallOutput
+    | CustomToolCall
+    | CustomToolCallOutput
+    | ReasoningItem
+)
 
 
 class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +109,13 @@ class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
     has_more: bool
     object: str = "list"
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: str = "response.input_tokens"
+    input_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -234,6 +270,18 @@ class FunctionCallArgumentsDone(
     arguments: str
 
 
+class CustomToolCallInputDelta(
+    _OfCall, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    delta: str
+
+
+class CustomToolCallInputDone(
+    _OfCall, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+):
+    input: str
+
+
 ResponseStreamEvent: TypeAlias = (
     ResponseCreated
     | ResponseInProgress
@@ -251,11 +299,13 @@ ResponseStreamEvent: TypeAlias = (
     | ReasoningTextDone
     | FunctionCallArgumentsDelta
     | FunctionCallArgumentsDone
+    | CustomToolCallInputDelta
+    | CustomToolCallInputDone
 )
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """What is stored.
+    """A response as it is stored.
 
     input_items:  the items of the request.
     conversation: all messages, including those of former responses and the output, without

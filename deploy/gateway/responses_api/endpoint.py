@@ -9,22 +9,19 @@ from typing import Final
 
 import msgspec
 
-from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import api_key_of
-from longshore.deploy.gateway.openai.answer_blocks import AnswerBlocks
-from longshore.deploy.gateway.openai.beams import BeamGeneration
-from longshore.deploy.gateway.openai.chat import ChatEndpoint, chat_parsing
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage
-from longshore.deploy.gateway.openai.endpoint import (
+from longshore.deploy.gateway.api.beams import BeamGeneration
+from longshore.deploy.gateway.api.chat import ChatEndpoint, chat_parsing
+from longshore.deploy.gateway.api.endpoint import (
     ResponseWriter,
     Service,
     deadline_passed,
     generating,
 )
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.generation import Generation
-from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
-from longshore.deploy.gateway.openai.requests import ChatRequest
+from longshore.deploy.gateway.api.errors import ApiError
+from longshore.deploy.gateway.api.generation import Generation
+from longshore.deploy.gateway.api.requests import ChatRequest
+from longshore.deploy.gateway.http.exchange import Exchange
+from longshore.deploy.gateway.http.middleware import api_key_of
 from longshore.deploy.gateway.request_log import in_background, note_failure
 from longshore.deploy.gateway.responses_api.bodies import COMPLETED, INCOMPLETE
 from longshore.deploy.gateway.responses_api.items import num_characters
@@ -34,9 +31,14 @@ from longshore.deploy.gateway.responses_api.requests import (
     chat_of,
     parse_response_request,
 )
-from longshore.deploy.gateway.responses_api.store import ResponseStore, owner_of
+from longshore.deploy.gateway.responses_api.store import ResponseStore
 from longshore.deploy.gateway.responses_api.writer import ResponseApiWriter
+from longshore.deploy.requests.answer_blocks import AnswerBlocks
+from longshore.deploy.requests.chat_messages import ChatMessage
+from longshore.deploy.requests.errors import PromptTooLong, RequestError, invalid
+from longshore.deploy.requests.generation_spec import GenerationSpec, Piece
 from longshore.protocol.errors import shortened
+from longshore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +66,18 @@ class ResponsesEndpoint(ChatEndpoint):
         self._store = store
         self._running: set[asyncio.Task[None]] = set()
 
-    async def read(self, exchange: Exchange, service: Service) -> ChatRequest:
+    async def read_chat(self, exchange: Exchange, service: Service) -> ResponseChat:
+        """The chat of a request, with the stored one that it continues. Raises RequestError."""
         body = await self.read_body(exchange, service)
         request = await service.json.run(len(body), parse_response_request, body)
-        owner = owner_of(api_key_of(exchange.scope))
+        owner = api_key_of(exchange.scope).owner
         former = await self._former(request, owner)
         size = len(body) + sum(map(num_characters, former))
-        chat = await service.json.run(size, chat_of, request, former, owner)
-        if self._store_for(request) is not None:
+        return await service.json.run(size, chat_of, request, former, owner, service.seal)
+
+    async def read(self, exchange: Exchange, service: Service) -> ChatRequest:
+        chat = await self.read_chat(exchange, service)
+        if self._store_for(chat.original) is not None:
             size = sum(map(num_characters, chat.messages))
             if size > MAX_STORED_CHARACTERS:
                 raise invalid(
@@ -82,7 +88,7 @@ class ResponsesEndpoint(ChatEndpoint):
         return chat
 
     def _store_for(self, request: ResponsesRequest) -> ResponseStore | None:
-        """Where to store the response. Raises ApiError if that is required but impossible."""
+        """Where to store the response. Raises RequestError if that is required but impossible."""
         if self._store is None and (request.store or request.background):
             raise invalid(
                 "this server stores no responses (--stored-responses-mib 0); set store=false and "
@@ -110,16 +116,34 @@ class ResponsesEndpoint(ChatEndpoint):
             )
         return record.conversation
 
+    async def reject(
+        self, exchange: Exchange, service: Service, request: ChatRequest, error: RequestError
+    ) -> None:
+        """A stream fails by an event if the prompt is too long, as OpenAI's does: agents that then
+        compact their conversation look for it there."""
+        if request.stream and isinstance(error, PromptTooLong):
+            sampling = service.prompts.sampling(request, request.max_completion_tokens)
+            writer = self._writer(service, request, sampling)
+            await exchange.start_stream(writer.error_events)
+            await exchange.send_events(*map(writer.event, writer.first_chunks()))
+        raise error from None
+
     def writer(
         self, service: Service, request: ChatRequest, spec: GenerationSpec
     ) -> ResponseWriter:
+        return self._writer(service, request, spec.sampling)
+
+    def _writer(
+        self, service: Service, request: ChatRequest, sampling: SamplingParams
+    ) -> ResponseApiWriter:
         assert isinstance(request, ResponseChat)
         return ResponseApiWriter(
             request,
-            spec,
+            sampling,
             service.model_name,
             AnswerBlocks(chat_parsing(service, request), service.tokenizer),
             self._store_for(request.original),
+            service.seal,
         )
 
     async def answer(
@@ -178,7 +202,7 @@ class ResponsesEndpoint(ChatEndpoint):
                     if not pieces.done():
                         raise deadline_passed(request.deadline_s)
                     writer.whole(pieces.result(), generation.usage())
-                except ApiError as error:
+                except RequestError as error:
                     note_failure(error)
                     writer.failed(error)
                 except Exception:
@@ -191,7 +215,7 @@ class ResponsesEndpoint(ChatEndpoint):
         try:
             if await store.end(owner, response_id):
                 await writer.keep()
-        except (ApiError, OSError) as error:
+        except (RequestError, OSError) as error:
             logger.warning("a response in the background was not stored: %s", error)
 
 

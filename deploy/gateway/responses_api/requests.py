@@ -1,27 +1,25 @@
 """The body of POST /v1/responses, and the chat that it means."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.openai.cache_hints import KVCacheRetention, PromptCacheOptions
-from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES, ChatMessage
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.parameters import read_parameters
-from longshore.deploy.gateway.openai.requests import (
+from longshore.deploy.gateway.api.field_rules import FIELD_RULES
+from longshore.deploy.gateway.api.parameters import read_parameters
+from longshore.deploy.gateway.api.requests import (
     OF_CHATS,
     CacheKey,
     CacheRetention,
     CacheSalt,
     ChatRequest,
+    Effort,
     Int32,
     JobId,
     StreamOptions,
-    check_deadline,
-    check_job,
-    check_no_store,
 )
+from longshore.deploy.gateway.api.sealed_reasoning import ReasoningSeal
+from longshore.deploy.gateway.api.unknown_fields import ignore_fields
 from longshore.deploy.gateway.responses_api.bodies import InputItem
 from longshore.deploy.gateway.responses_api.items import ResponseItem, read_items
 from longshore.deploy.gateway.responses_api.tools import (
@@ -30,33 +28,20 @@ from longshore.deploy.gateway.responses_api.tools import (
     chat_tool_choice,
     chat_tools,
 )
+from longshore.deploy.requests.cache_hints import KVCacheRetention, PromptCacheOptions
+from longshore.deploy.requests.chat_messages import MAX_MESSAGES, ChatMessage
+from longshore.deploy.requests.errors import invalid
 
 MAX_METADATA: Final = 16
+ENCRYPTED_REASONING: Final = "reasoning.encrypted_content"
 _Key: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 _Value: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 
-# Accepted, without effect on the answer.
-IGNORED: Final = frozenset(
-    {
-        "safety_identifier",
-    }
-)
-# Not supported yet. The values here (and null) have no effect, so they are accepted.
-UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "access_programs": (),
-    "background_options": (),
-    "context_management": ([],),
-    "conversation": (),
-    "image": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "reasoning": ({},),
-    "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """effort: see `thinking_variables`. The other fields of OpenAI's are hints."""
+
+    effort: Effort | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +52,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     previous_response_id: a stored response, whose conversation is continued.
     store:        keep the response; None: yes, if this server stores responses.
     background:   return at once; the stored response is completed later.
+    include:      `reasoning.encrypted_content` seals the reasoning; other parts are hints.
     """
 
     input: str | list[ResponseItem]
@@ -76,6 +62,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     temperature: float | None = None
     top_p: float | None = None
     text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -98,6 +86,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: Int32 | None = None
     job_id: JobId | None = None
     is_last_step: bool | None = None
+    thinking_token_budget: Int32 | None = None
+
+    @property
+    def seals_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.include or ())
 
 
 class ResponseChat(ChatRequest, kw_only=True):
@@ -109,6 +102,8 @@ class ResponseChat(ChatRequest, kw_only=True):
     owner:        whose response it is; see `ResponseStore`.
     """
 
+    effort_name: ClassVar[str] = "reasoning.effort"
+
     original: ResponsesRequest
     conversation: Sequence[ChatMessage]
     items: Sequence[InputItem]
@@ -116,11 +111,12 @@ class ResponseChat(ChatRequest, kw_only=True):
 
 
 def parse_response_request(body: bytes) -> ResponsesRequest:
-    """A request body. Raises ApiError naming the invalid parameter."""
+    """A request body. Raises RequestError naming the invalid parameter."""
     request = read_parameters(
-        ResponsesRequest, body, ignored=IGNORED, unsupported=OF_CHATS | UNSUPPORTED
+        ResponsesRequest, body, rules={**OF_CHATS, **FIELD_RULES["responses"]}
     )
-    check_deadline(request.deadline_s)
+    others = [part for part in request.include or () if part != ENCRYPTED_REASONING]
+    ignore_fields(f"include.{part}" for part in others)
     if request.max_output_tokens is not None and request.max_output_tokens < 1:
         raise invalid(
             f"max_output_tokens={request.max_output_tokens} must be at least 1",
@@ -140,18 +136,14 @@ def parse_response_request(body: bytes) -> ResponsesRequest:
         )
     if request.background and request.store is False:
         raise invalid("background needs store=true, or no value for it", param="background")
-    if request.stream_options is not None and request.stream_options.include_usage:
-        raise invalid(
-            "stream_options.include_usage is not a parameter of this endpoint: its last event "
-            "always has the usage",
-            param="stream_options",
-        )
     return request
 
 
-def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str) -> ResponseChat:
-    """The chat of a request that continues the former messages. Raises ApiError."""
-    own, items = read_items(request.input)
+def chat_of(
+    request: ResponsesRequest, former: Sequence[ChatMessage], owner: str, seal: ReasoningSeal
+) -> ResponseChat:
+    """The chat of a request that continues the former messages. Raises RequestError."""
+    own, items = read_items(request.input, seal)
     conversation = [*former, *own]
     if len(conversation) > MAX_MESSAGES:
         raise invalid(
@@ -174,6 +166,7 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         tool_choice=chat_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=chat_response_format(request.text),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -189,9 +182,9 @@ def chat_of(request: ResponsesRequest, former: Sequence[ChatMessage], owner: str
         priority=request.priority,
         job_id=request.job_id,
         is_last_step=request.is_last_step,
+        thinking_token_budget=request.thinking_token_budget,
         stream=request.stream,
         stream_options=StreamOptions(include_usage=True) if request.stream else None,
     )
-    check_no_store(chat)
-    check_job(chat)
+    chat.check()
     return chat

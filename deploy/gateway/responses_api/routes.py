@@ -7,15 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from longshore.deploy.gateway.api.errors import ApiError
 from longshore.deploy.gateway.http.middleware import api_key_of
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.responses_api.bodies import (
     CANCELLED,
     DeletedResponse,
     InputItemList,
     StoredResponse,
 )
-from longshore.deploy.gateway.responses_api.store import ResponseStore, owner_of, with_response
+from longshore.deploy.gateway.responses_api.store import ResponseStore, with_response
+from longshore.deploy.requests.errors import invalid
 from longshore.protocol.errors import shortened
 
 DEFAULT_ITEMS: Final = 20
@@ -89,8 +90,8 @@ class StoredResponseRoutes:
         )
 
     async def _find(self, request: Request) -> tuple[ResponseStore, str, StoredResponse]:
-        """Raises ApiError if the API key has no such response."""
-        owner = owner_of(api_key_of(request.scope))
+        """Raises RequestError if the API key has no such response."""
+        owner = api_key_of(request.scope).owner
         response_id = request.path_params["response_id"]
         record = None if self._store is None else await self._store.get(owner, response_id)
         if self._store is None or record is None:

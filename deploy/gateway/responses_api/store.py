@@ -8,7 +8,6 @@ background also has a mark, an empty file: who removes it decides how the respon
 
 import asyncio
 import contextlib
-import hashlib
 import math
 import os
 import re
@@ -22,7 +21,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.responses_api.bodies import (
     FAILED,
     FailureBody,
@@ -46,11 +44,6 @@ T = TypeVar("T")
 def new_response_id() -> str:
     """An id that cannot be guessed."""
     return f"resp_{uuid.uuid4().hex}"
-
-
-def owner_of(key: ApiKey) -> str:
-    """Whose responses a key's are, as a part of a file's name."""
-    return hashlib.sha256(key.digest.encode()).hexdigest()[:32]
 
 
 class ResponseStore:
@@ -89,7 +82,7 @@ class ResponseStore:
         self._fail_abandoned()
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """None if the owner has no such response, or it has expired."""
+        """Return the response, or None if the owner has no such response, or it has expired."""
         return await self._run(partial(self._get, owner, response_id))
 
     async def put(self, owner: str, record: StoredResponse) -> None:

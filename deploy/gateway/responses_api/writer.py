@@ -8,18 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
-from longshore.deploy.gateway.openai.answer_blocks import (
-    AnswerBlock,
-    AnswerBlocks,
-    BlockDelta,
-    BlockEnd,
-    BlockEvent,
-    BlockStart,
-)
-from longshore.deploy.gateway.openai.endpoint import NamedEventWriter
-from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
-from longshore.deploy.gateway.openai.responses import Usage
+from longshore.deploy.gateway.api.endpoint import NamedEventWriter
+from longshore.deploy.gateway.api.errors import ApiError, body_of, status_of
+from longshore.deploy.gateway.api.sealed_reasoning import ReasoningSeal
+from longshore.deploy.gateway.api.usage import Usage
 from longshore.deploy.gateway.responses_api.bodies import (
     COMPLETED,
     FAILED,
@@ -28,6 +20,9 @@ from longshore.deploy.gateway.responses_api.bodies import (
     QUEUED,
     ContentPartAdded,
     ContentPartDone,
+    CustomToolCall,
+    CustomToolCallInputDelta,
+    CustomToolCallInputDone,
     ErrorEvent,
     FailureBody,
     FunctionCall,
@@ -57,13 +52,25 @@ from longshore.deploy.gateway.responses_api.bodies import (
 from longshore.deploy.gateway.responses_api.requests import ResponseChat
 from longshore.deploy.gateway.responses_api.store import ResponseStore, new_response_id
 from longshore.deploy.gateway.responses_api.tools import TextSettings
+from longshore.deploy.requests.answer_blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockDelta,
+    BlockEnd,
+    BlockEvent,
+    BlockStart,
+)
+from longshore.deploy.requests.errors import PromptTooLong, RequestError, invalid
+from longshore.deploy.requests.generation_spec import Piece
+from longshore.protocol.sampling import SamplingParams
 
 _DELTAS: Final = {
     "text": OutputTextDelta,
     "reasoning": ReasoningTextDelta,
     "call": FunctionCallArgumentsDelta,
+    "custom": CustomToolCallInputDelta,
 }
-_ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_ID_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 _FAILURES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -76,10 +83,11 @@ class ResponseApiWriter(NamedEventWriter):
     def __init__(
         self,
         request: ResponseChat,
-        spec: GenerationSpec,
+        sampling: SamplingParams,
         model_name: str,
         blocks: AnswerBlocks,
         store: ResponseStore | None,
+        seal: ReasoningSeal,
     ) -> None:
         original = request.original
         self._request = request
@@ -88,6 +96,8 @@ class ResponseApiWriter(NamedEventWriter):
         self._is_cut = False
         self._blocks = blocks
         self._item_ids: list[str] = []
+        self._seal = seal if original.seals_reasoning else None
+        self._sealed: dict[int, str] = {}  # by index of the item
         self.response = ResponseBody(
             id=new_response_id(),
             created_at=int(time.time()),
@@ -98,12 +108,12 @@ class ResponseApiWriter(NamedEventWriter):
             model=model_name,
             previous_response_id=original.previous_response_id,
             store=store is not None,
-            temperature=spec.sampling.temperature,
+            temperature=sampling.temperature,
             text=_text_settings(original.text),
             parallel_tool_calls=original.parallel_tool_calls is not False,
             tools=original.tools or (),
             tool_choice=original.tool_choice or "auto",
-            top_p=spec.sampling.top_p,
+            top_p=sampling.top_p,
             metadata=original.metadata or {},
         )
 
@@ -146,6 +156,8 @@ class ResponseApiWriter(NamedEventWriter):
                 return FunctionCallArgumentsDone(
                     **at, name=block.name, arguments=text, sequence_number=number
                 )
+            case "custom":
+                return CustomToolCallInputDone(**at, input=text, sequence_number=number)
 
     def last_chunks(self, usage: Usage) -> Sequence[msgspec.Struct]:
         kind = ResponseIncomplete if self._is_cut else ResponseCompleted
@@ -157,9 +169,9 @@ class ResponseApiWriter(NamedEventWriter):
         self._is_cut = piece.finish_reason == "length"
         return self._completed(usage)
 
-    def error_events(self, error: ApiError) -> Sequence[bytes]:
+    def error_events(self, error: RequestError) -> Sequence[bytes]:
         failed = self.failed(error)
-        body = error.body
+        body = body_of(error)
         events = (
             ErrorEvent(
                 code=body.code,
@@ -171,9 +183,12 @@ class ResponseApiWriter(NamedEventWriter):
         )
         return [self.event(event) for event in events]
 
-    def failed(self, error: ApiError) -> ResponseBody:
+    def failed(self, error: RequestError) -> ResponseBody:
         """The response after an error."""
-        failure = FailureBody(_FAILURES.get(error.status, "server_error"), error.body.message)
+        code = _FAILURES.get(status_of(error), "server_error")
+        if isinstance(error, PromptTooLong):
+            code = error.code or code
+        failure = FailureBody(code, str(error))
         self.response = msgspec.structs.replace(self.response, status=FAILED, error=failure)
         return self.response
 
@@ -221,7 +236,10 @@ class ResponseApiWriter(NamedEventWriter):
                 return OutputMessage(id=item_id, status=status, content=parts)
             case "reasoning":
                 thoughts = () if is_open else (ReasoningText(block.text),)
-                return ReasoningItem(id=item_id, status=status, content=thoughts)
+                sealed = msgspec.UNSET if is_open else self._sealed_reasoning(index, block)
+                return ReasoningItem(
+                    id=item_id, status=status, content=thoughts, encrypted_content=sealed
+                )
             case "call":
                 return FunctionCall(
                     id=item_id,
@@ -230,6 +248,21 @@ class ResponseApiWriter(NamedEventWriter):
                     name=block.name,
                     arguments="" if is_open else block.text,
                 )
+            case "custom":
+                return CustomToolCall(
+                    id=item_id,
+                    status=status,
+                    call_id=block.call_id,
+                    name=block.name,
+                    input="" if is_open else block.text,
+                )
+
+    def _sealed_reasoning(self, index: int, block: AnswerBlock) -> str | msgspec.UnsetType:
+        if self._seal is None:
+            return msgspec.UNSET
+        if index not in self._sealed:
+            self._sealed[index] = self._seal.seal(block.text)
+        return self._sealed[index]
 
     def _next(self) -> int:
         self._num_events += 1
@@ -248,13 +281,13 @@ def _part(block: AnswerBlock) -> OutputText | ReasoningText | None:
             return OutputText(block.text)
         case "reasoning":
             return ReasoningText(block.text)
-        case "call":
+        case "call" | "custom":
             return None
 
 
 @contextmanager
 def _storing() -> Iterator[None]:
-    """Raises ApiError if a response cannot be stored."""
+    """Raises RequestError if a response cannot be stored."""
     try:
         yield
     except ValueError as error:

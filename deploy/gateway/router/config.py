@@ -1,56 +1,54 @@
 """Settings of the routing of a gateway, and the objects made of them."""
 
+from dataclasses import dataclass
+
 import msgspec
 
 from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.policies import (
     LeastLoaded,
-    PolicyName,
     PrefixAware,
     RoundRobin,
     RoutingPolicy,
     SessionAffinity,
 )
-from longshore.protocol.events import EventSource
+from longshore.deploy.gateway.settings import RoutingSettings
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 
 
 class PrefixRoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the policy `prefix_aware` needs.
 
-    events:    where each engine publishes its KV events at the start of the deployment.
     hash_seed: of block hashes, in hexadecimal; secret.
     hash_algorithm, tokens_per_hash: as in CacheConfig.
-    max_hashes: limit of the index, for all engines together.
     """
 
-    events: tuple[EventSource, ...]
     hash_seed: str
     hash_algorithm: str
     tokens_per_hash: int
-    max_hashes: int
 
 
-class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """session_header: request header that names a session.
-    prefix: set for the policy `prefix_aware`."""
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig(RoutingSettings):
+    """How one gateway routes.
 
-    policy: PolicyName = "least_loaded"
-    session_header: str = "x-session-id"
+    prefix: set for the policy `prefix_aware`.
+    """
+
     prefix: PrefixRoutingConfig | None = None
 
 
 def make_policy(config: RoutingConfig) -> RoutingPolicy:
     """The policy of one gateway, without engines."""
     prefix = config.prefix
-    match config.policy:
+    match config.routing_policy:
         case "round_robin":
             return RoundRobin()
         case "session_affinity":
             return SessionAffinity()
         case "prefix_aware" if prefix is not None:
             index = BlockIndex(
-                0, tokens_per_hash=prefix.tokens_per_hash, max_hashes=prefix.max_hashes
+                0, tokens_per_hash=prefix.tokens_per_hash, max_hashes=config.routing_index_blocks
             )
             seed = bytes.fromhex(prefix.hash_seed)
             hasher = BlockHasher(prefix.tokens_per_hash, seed, prefix.hash_algorithm)

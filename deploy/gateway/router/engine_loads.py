@@ -13,8 +13,6 @@ was empty a second ago: with 4 gateways and 4 engines that takes 483 ms, worse t
 against 353 divided and 339 without reports (each gateway spreads its own requests evenly, so the
 sum is even). With one engine 2.5 times slower it takes 571 ms undivided, 414 divided and 482
 without reports.
-
-`benchmarks/engine_choice.py` has the conditions.
 """
 
 from collections import Counter

@@ -147,8 +147,8 @@ class EventFollower:
                 self._held.clear()
 
     def check(self, now_s: float) -> bool:
-        """To be called about once a second. False: an answer has not come in time; connect again,
-        and call `begin`."""
+        """Whether all answers have come in time; call it about once a second. If not, connect
+        again, and call `begin`."""
         if self._awaited is not None:
             return now_s - self._asked_s < ANSWER_TIMEOUT_S
         if not self._has_snapshot:

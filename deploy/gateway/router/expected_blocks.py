@@ -23,7 +23,7 @@ class _Expected(NamedTuple):
 
 
 class ExpectedBlocks:
-    """In the index of a gateway, for its own requests."""
+    """The blocks expected in the index of a gateway, for its own requests."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index

@@ -19,7 +19,7 @@ import numpy as np
 
 from longshore.deploy.gateway.router.block_index import BlockIndex, PromptHashes
 from longshore.deploy.gateway.router.engine_loads import TOKENS_PER_REQUEST
-from longshore.protocol.requests import MultimodalFeature, PoolingParams
+from longshore.protocol.requests import RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.kv_cache.block_hash import BlockHasher, ExtraKeys
 
@@ -71,23 +71,19 @@ class RoutedPrompt:
     session_key: str | None = None
 
 
-def extra_keys_of(
-    cache_salt: str | None, multimodal: Sequence[MultimodalFeature]
-) -> ExtraKeys | None:
+def extra_keys_of(options: RequestOptions) -> ExtraKeys | None:
     """What a request's block hashes cover in addition to tokens."""
-    if cache_salt is None and not multimodal:
+    if options.cache_salt is None and not options.multimodal:
         return None
-    return ExtraKeys(cache_salt=cache_salt, multimodal=multimodal)
+    return ExtraKeys(cache_salt=options.cache_salt, multimodal=options.multimodal)
 
 
-def can_reuse(
-    sampling: SamplingParams, pooling: PoolingParams | None, *, skips_reading: bool = False
-) -> bool:
+def can_reuse(sampling: SamplingParams, options: RequestOptions) -> bool:
     """Whether a request may start from a cached prefix: not if each prompt token has a result."""
-    if skips_reading:
+    if options.skip_reading_prefix_cache:
         return False
-    if pooling is not None:
-        return not pooling.needs_all_states
+    if options.pooling is not None:
+        return not options.pooling.needs_all_states
     return sampling.prompt_logprobs is None
 
 

@@ -67,7 +67,8 @@ class RoleQueue(Generic[RequestT]):
         return request in self._entries
 
     def engine_of(self, request: RequestT) -> int | None:
-        """To which a request is assigned; None if it waits, or is not in the queue."""
+        """Return the engine to which a request is assigned; None if it waits, or is not in the
+        queue."""
         entry = self._entries.get(request)
         return None if entry is None else entry.engine
 

@@ -79,7 +79,7 @@ class Router:
 
     @property
     def roles(self) -> Mapping[int, Role]:
-        """Of the engines that are there, by number; it changes with them."""
+        """Roles of the engines that are there, by number; it changes with them."""
         return self._roles
 
     def add_engine(self, engine: int, role: Role = "unified") -> None:

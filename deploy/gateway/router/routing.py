@@ -21,7 +21,8 @@ _POLL_S: Final = 0.01
 
 
 class Routing:
-    """Create it inside a running loop."""
+    """The routing of one gateway, with its subscriptions to KV events. Create it inside a running
+    loop."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Routing:
             await asyncio.sleep(_POLL_S)
 
     def lacking_knowledge(self) -> str | None:
-        """Of which engines that are ready the blocks are not known; None if there are none."""
+        """Say of which engines that are ready the blocks are not known; None if there are none."""
         unknown = [
             str(engine)
             for engine, subscriber in self._subscribers.items()

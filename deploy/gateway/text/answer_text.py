@@ -108,6 +108,20 @@ class AnswerText:
         return whole[:border]
 
 
+def whole_text(
+    tokenizer: TokenDecoder | None,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    shows_special: bool = False,
+) -> str:
+    """The text of an answer that is complete; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    text = AnswerText(tokenizer, prompt_token_ids, shows_special=shows_special)
+    return text.append(token_ids) + text.finish()
+
+
 class StopPattern:
     """Finds one string in a text that is read character by character, in linear time (Knuth, Morris
     and Pratt, 1977). The state, which each reader has itself, is the length of the longest prefix

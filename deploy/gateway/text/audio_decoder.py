@@ -7,12 +7,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from longshore.deploy.gateway.openai.errors import ApiError
-from longshore.deploy.requests.audio import (
-    longest_s,
-    read_audio,
-    split_audio,
-)
+from longshore.deploy.requests.audio import longest_s, read_audio, split_audio
+from longshore.deploy.requests.errors import RateLimited
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.protocol.requests import MultimodalFeature
 
@@ -25,8 +21,8 @@ T = TypeVar("T")
 
 
 class AudioDecoder:
-    """One per gateway, on its event loop. Samples are held once: features are views of them. The
-    engine holds only a part of them, so its memory is bounded too."""
+    """There is one per gateway, on its event loop. Samples are held once: features are views of
+    them. The engine holds only a part of them, so its memory is bounded too."""
 
     def __init__(self, max_bytes: int = MAX_SAMPLE_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -40,7 +36,7 @@ class AudioDecoder:
     ) -> AsyncIterator[list[MultimodalFeature]]:
         """The pieces of a file, whose samples are held until the context ends.
 
-        Raises BadAudio, and ApiError 429 if the limit would be exceeded: before decoding, by the
+        Raises BadAudio, and RateLimited if the limit would be exceeded: before decoding, by the
         duration in the file's header. A file that exceeds the limit by itself is accepted when
         nothing else is held.
         """
@@ -48,12 +44,11 @@ class AudioDecoder:
         seconds = min(max_s, await self._run(_longest_s, file))
         num_bytes = round(seconds * rate) * SAMPLE_BYTES
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
-            raise ApiError(
-                429,
+            raise RateLimited(
                 f"{self._held_bytes / rate / SAMPLE_BYTES:.0f} s of audio are being processed, and "
                 f"the limit is {self._max_bytes / rate / SAMPLE_BYTES:.0f} s; retry later",
-                code="queue_full",
-                headers=((b"retry-after", b"1"),),
+                "queue_full",
+                retry_after_s=1,
             )
         self._held_bytes += num_bytes
         try:

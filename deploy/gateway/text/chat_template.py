@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Const, Getattr, Name, Node
+from jinja2.nodes import Const, Getattr, Name, Node, Template
 from jinja2.parser import Parser
 
 from longshore.deploy.gateway.text.template_bounds import BoundedEnvironment, TemplateTooCostly
@@ -49,9 +49,13 @@ class ChatTemplate:
 
     source: its text.
     words: the variables, attributes and texts that it uses.
+    variables: those that it does not set itself.
+    tool_use: the template for chats with tools, if the model has one of its own for them.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, tool_use: str | None = None
+    ) -> None:
         self._environment = environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
@@ -65,7 +69,9 @@ class ChatTemplate:
             )
         try:
             self._template = environment.template(source)
-            self.words = self._words(source)
+            tree = environment.parse(source)
+            self.words = _words(tree)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
         # It may be nested too deeply, have numbers that are too long, and so on.
         except Exception as error:
             reason = shortened(" ".join(str(error).split()) or type(error).__name__)
@@ -75,6 +81,7 @@ class ChatTemplate:
             ) from error
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, special_tokens)
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -83,15 +90,12 @@ class ChatTemplate:
 
     def twin(self) -> "ChatTemplate":
         """A copy for another thread."""
-        return ChatTemplate(self.source, self._special_tokens)
+        source = None if self.tool_use is None else self.tool_use.source
+        return ChatTemplate(self.source, self._special_tokens, tool_use=source)
 
-    def _words(self, source: str) -> frozenset[str]:
-        tree = self._environment.parse(source)
-        return frozenset(
-            [name.name for name in tree.find_all(Name)]
-            + [attribute.attr for attribute in tree.find_all(Getattr)]
-            + [text.value for text in tree.find_all(Const) if isinstance(text.value, str)]
-        )
+    def for_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> "ChatTemplate":
+        """The template that renders a chat with these tools, or with none."""
+        return self if tools is None or self.tool_use is None else self.tool_use
 
     def render(
         self,
@@ -100,6 +104,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = {},
+        documents: Sequence[Mapping[str, Any]] | None = None,
         is_inline: bool = False,
     ) -> str:
         """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
@@ -107,12 +112,13 @@ class ChatTemplate:
 
         tools:     definitions of functions, as in OpenAI's API.
         variables: additional variables; they override special tokens.
+        documents: that the answer is about.
         is_inline: raise TemplateTooCostly if it takes too long for the event loop.
 
         Raises TemplateRejected with the template's message if it rejects the chat messages.
         """
         try:
-            self._environment.begin((messages, variables, tools), is_inline=is_inline)
+            self._environment.begin((messages, variables, tools, documents), is_inline=is_inline)
             return self._template.render(
                 {
                     **self._special_tokens,
@@ -120,7 +126,7 @@ class ChatTemplate:
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                     "tools": tools,
-                    "documents": None,
+                    "documents": documents,
                 }
             )
         except TemplateTooCostly as error:
@@ -139,6 +145,14 @@ class ChatTemplate:
             ValueError,
         ) as error:
             raise TemplateRejected(str(error)) from error
+
+
+def _words(tree: Template) -> frozenset[str]:
+    return frozenset(
+        [name.name for name in tree.find_all(Name)]
+        + [attribute.attr for attribute in tree.find_all(Getattr)]
+        + [text.value for text in tree.find_all(Const) if isinstance(text.value, str)]
+    )
 
 
 def _to_json(

@@ -69,7 +69,7 @@ class TemplateTooCostly(TemplateRuntimeError):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One rendering at a time; `begin` sets its budget."""
+    """A sandbox whose renderings have a budget, which `begin` sets; one rendering at a time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 

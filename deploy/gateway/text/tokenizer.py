@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -17,9 +17,17 @@ from longshore.deploy.gateway.text.tokenizer_process import (
     LocalEncoder,
     is_panic,
 )
-from longshore.deploy.model.json_file import read_json_object, read_text
+from longshore.deploy.model.json_file import read_text
+from longshore.deploy.model.text_files import (
+    DEFAULT,
+    TOOL_USE,
+    TextFiles,
+    read_template_file,
+    read_text_files,
+)
 from longshore.protocol.errors import ConfigError, shortened
 from longshore.protocol.model_files import exists
+from longshore.scheduler.process.structured_output.vocabulary import bytes_of_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +38,6 @@ MAX_INLINE_TOKENS: Final = 256  # likewise for decoding
 SLICE_CHARACTERS: Final = 16_384  # of a text whose number of tokens is estimated
 # Tokens that a cut may add to a text: it may split tokens of the whole text.
 MAX_TOKENS_PER_CUT: Final = 64
-
-_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
 
 
 class ModelTokenizer:
@@ -64,9 +70,17 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added}
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
+        decoder = tokenizer.decoder
+        self._to_bytes = bytes_of_tokens(decoder and json.loads(decoder.__getstate__()))
         added_ids = self.added_tokens.values()
         self.num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
         self._texts: dict[int, str] = {}  # cache of single tokens' texts
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is no added one, which may be part of a character; None: they
+        are unknown."""
+        text = self._tokenizer.id_to_token(token_id)
+        return None if text is None or self._to_bytes is None else self._to_bytes(text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a plain prompt, with the special tokens that the model's text begins with."""
@@ -160,44 +174,59 @@ class ModelTokenizer:
 
 def load_tokenizer(
     model_dir: Path,
+    tokenizer_file: Path | None = None,
     *,
     chat_template_file: Path | None = None,
     advice_level: int = logging.WARNING,
 ) -> ModelTokenizer | None:
     """The folder's tokenizer; None if it has none, so that only token ids can be served.
 
+    tokenizer_file: see ModelFolder; None: tokenizer.json of the folder, if there is one.
     advice_level: level of the log lines about a missing tokenizer or chat template.
     Raises ConfigError if a file exists and cannot be read.
     """
-    tokenizer_file = model_dir / "tokenizer.json"
+    tokenizer_file = tokenizer_file or model_dir / "tokenizer.json"
     if not exists(tokenizer_file):
         logger.log(
             advice_level,
-            "%s has no tokenizer.json: prompts must be token ids",
+            "%s has no tokenizer: prompts must be token ids",
             model_dir,
         )
         return None
     tokenizer, encoder = _load(tokenizer_file)
-    settings_file = model_dir / "tokenizer_config.json"
-    settings = read_json_object(settings_file) if exists(settings_file) else {}
-    source = _find_template(model_dir, settings, chat_template_file)
-    if source is None:
+    files = read_text_files(model_dir, tokenizer_file)
+    templates = _templates(files, chat_template_file)
+    if DEFAULT not in templates:
         logger.log(
             advice_level,
             "%s has no chat template: chats are rendered as lines of `role: content`. "
             "Set a template with --chat-template FILE.",
             model_dir,
         )
-        source = PLAIN_TEMPLATE
     return ModelTokenizer(
         tokenizer,
-        ChatTemplate(source, _special_tokens(settings)),
-        keeps_end=settings.get("truncation_side") == "left",
+        _compiled(templates, files),
+        keeps_end=files.keeps_end,
         encoder=encoder,
     )
 
 
-def _load(file: Path) -> tuple[Tokenizer, Encoder | None]:
+def _templates(files: TextFiles, chat_template_file: Path | None) -> Mapping[str, str]:
+    """The sources of the templates by name. chat_template_file: the user's, for all chats."""
+    if chat_template_file is not None:
+        return {DEFAULT: read_template_file(chat_template_file)}
+    return files.templates
+
+
+def _compiled(templates: Mapping[str, str], files: TextFiles) -> ChatTemplate:
+    return ChatTemplate(
+        templates.get(DEFAULT, PLAIN_TEMPLATE),
+        files.special_tokens,
+        tool_use=templates.get(TOOL_USE),
+    )
+
+
+def _load(file: Path, advice_level: int = logging.WARNING) -> tuple[Tokenizer, Encoder | None]:
     """The tokenizer, and a process that encodes if the cost of that is not known. Then the
     tokenizer here has no parts of unknown cost, and only decodes."""
     reason = unknown_cost(read_tokenizer_spec(file))
@@ -214,7 +243,8 @@ def _load(file: Path) -> tuple[Tokenizer, Encoder | None]:
             raise
         line = shortened(" ".join(str(error).split()))
         raise ConfigError(f"{file} cannot be read as a tokenizer: {line}") from error
-    logger.warning(
+    logger.log(
+        advice_level,
         "%s has %s, whose cost is not known: texts are split in a process of its own, which is "
         "somewhat slower and is killed if it takes too long",
         file,
@@ -223,43 +253,15 @@ def _load(file: Path) -> tuple[Tokenizer, Encoder | None]:
     return tokenizer, encoder
 
 
-def check_text_files(model_dir: Path, chat_template_file: Path | None) -> None:
+def check_text_files(
+    model_dir: Path, tokenizer_file: Path | None, chat_template_file: Path | None
+) -> None:
     """Raise ConfigError if the tokenizer or the chat template cannot be used, before a process is
-    started. A tokenizer of known cost is not loaded here."""
-    tokenizer_file = model_dir / "tokenizer.json"
-    if exists(tokenizer_file) and unknown_cost(read_tokenizer_spec(tokenizer_file)) is not None:
-        IsolatedEncoder(tokenizer_file).close()
-    settings_file = model_dir / "tokenizer_config.json"
-    settings = read_json_object(settings_file) if exists(settings_file) else {}
-    source = _find_template(model_dir, settings, chat_template_file)
-    if source is not None:
-        ChatTemplate(source, _special_tokens(settings))
-
-
-def _find_template(
-    model_dir: Path, settings: Mapping[str, Any], override: Path | None
-) -> str | None:
-    if override is not None:
-        try:
-            return read_text(override)
-        except ConfigError as error:
-            raise ConfigError(f"chat_template: {error}") from error
-    if exists(model_dir / "chat_template.jinja"):
-        return read_text(model_dir / "chat_template.jinja")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates; chats use `default`
-        named = [entry for entry in template if isinstance(entry, dict)]
-        templates = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        template = templates[-1] if templates else None
-    return template if isinstance(template, str) else None
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        token = settings.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            tokens[name] = token
-    return tokens
+    started. The files are those of `load_tokenizer`."""
+    tokenizer_file = tokenizer_file or model_dir / "tokenizer.json"
+    if exists(tokenizer_file):
+        _, encoder = _load(tokenizer_file, logging.DEBUG)
+        if isinstance(encoder, IsolatedEncoder):
+            encoder.close()
+    files = read_text_files(model_dir, tokenizer_file)
+    _compiled(_templates(files, chat_template_file), files)

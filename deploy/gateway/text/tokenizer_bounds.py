@@ -72,13 +72,26 @@ class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
 class TokenizerSpec(msgspec.Struct):
     """The parts of tokenizer.json."""
 
     model: _Model
+    added_tokens: list[_AddedToken] = []
     normalizer: Any = None
     pre_tokenizer: Any = None
     decoder: Any = None
+
+    def token_ids(self) -> dict[str, int]:
+        """The id of each token, including those added to the vocabulary."""
+        vocab = self.model.vocab
+        if isinstance(vocab, list):
+            vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
+        return vocab | {token.content: token.id for token in self.added_tokens}
 
 
 class _Unknown(Exception):

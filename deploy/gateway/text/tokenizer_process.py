@@ -56,7 +56,7 @@ class Encoder(Protocol):
     def ids(self, texts: Sequence[str], *, with_special: bool) -> list[list[int]]: ...
 
     def encodings(self, texts: Sequence[str], *, with_offsets: bool = False) -> list[Encoding]:
-        """Without special tokens; each with the offsets of its tokens in the text."""
+        """Encode without special tokens; each with the offsets of its tokens in the text."""
 
 
 class LocalEncoder:

@@ -1,0 +1,1 @@
+"""What the APIs of all vendors share over HTTP."""

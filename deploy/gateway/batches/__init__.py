@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests in a file, which are answered when others leave capacity."""

@@ -1,0 +1,1 @@
+"""Ollama's API: its requests become chats, and the answers lines of JSON."""
