@@ -111,6 +111,12 @@ class KVSnapshot(_Action, tag="kv-snapshot", frozen=True):
     """Which blocks are stored where; the answer is followed by JSON lines."""
 
 
+class ReloadKeys(
+    msgspec.Struct, tag_field="action", tag="reload-keys", frozen=True, forbid_unknown_fields=True
+):
+    """Read the key file again: its keys are valid from then on, and no others."""
+
+
 class ProfileProcesses(_Action, tag="profile", frozen=True):
     """process: name of one process; None: all, or those of `engine`."""
 
@@ -140,6 +146,7 @@ Action: TypeAlias = (
     | ResetEncoderCache
     | ResetConnectorCache
     | KVSnapshot
+    | ReloadKeys
     | ProfileProcesses
     | SetLevel
 )

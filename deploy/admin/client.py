@@ -2,15 +2,17 @@
 
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
 from longshore.deploy.admin.actions import SOCKET_NAME, Action, Answer
+from longshore.deploy.supervisor.home_dir import temp_dir
+from longshore.deploy.supervisor.runtime_dir import read_url
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -41,22 +43,37 @@ def perform(path: Path, action: Action) -> Iterator[tuple[Answer, BinaryIO]]:
         yield msgspec.json.decode(line, type=Answer), content
 
 
-def find_socket() -> Path:
-    """The admin socket of the only deployment that this user runs on this machine. Raises
-    ConfigError if there is none, or more than one."""
-    folder = Path(tempfile.gettempdir())
-    paths = [path for path in folder.glob(f"longshore-*/{SOCKET_NAME}.sock") if _is_served(path)]
-    if len(paths) == 1:
-        return paths[0]
-    if not paths:
+def find_socket(url: str | None = None) -> Path:
+    """The admin socket of the deployment that this user runs on this machine at a URL; None: of the
+    only one. Raises ConfigError if there is none, or more than one."""
+    found = deployments()
+    chosen = {path: of for path, of in found.items() if url is None or _same_url(of, url)}
+    if len(chosen) == 1:
+        return next(iter(chosen))
+    listed = ", ".join(f"{of} ({path})" for path, of in list(found.items())[:MAX_LISTED])
+    if not found:
         raise ConfigError(
-            f"no deployment of this user has a socket in {folder}. Start `longshore serve`, or set "
-            "--socket to the path that its log names."
+            f"no deployment of this user has a socket in {temp_dir()}. Start `longshore serve`, or "
+            "set --socket to the path that its log names."
         )
-    listed = ", ".join(map(str, paths[:MAX_LISTED]))
+    if not chosen:
+        raise ConfigError(f"no deployment of this user is at {url}; select one of: {listed}")
     raise ConfigError(
-        f"{len(paths)} deployments are running; select one of them with --socket: {listed}"
+        f"{len(chosen)} deployments are running; select one of them with --url, or with --socket: "
+        f"{listed}"
     )
+
+
+def deployments() -> dict[Path, str]:
+    """The admin sockets of the deployments that this user runs on this machine, with their URLs."""
+    sockets = sorted(temp_dir().glob(f"longshore-*/{SOCKET_NAME}.sock"))
+    return {path: read_url(path.parent) for path in sockets if _is_served(path)}
+
+
+def _same_url(one: str, other: str) -> bool:
+    parts = [urlsplit(each if "://" in each else f"http://{each}") for each in (one, other)]
+    hosts = {"127.0.0.1" if each.hostname == "localhost" else each.hostname for each in parts}
+    return len(hosts) == 1 and parts[0].port == parts[1].port
 
 
 def _is_served(path: Path) -> bool:

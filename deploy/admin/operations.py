@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, assert_never
+
+import msgspec
 
 from longshore.deploy.admin.actions import (
     Action,
@@ -19,6 +22,7 @@ from longshore.deploy.admin.actions import (
     KVSnapshot,
     PauseEngine,
     ProfileProcesses,
+    ReloadKeys,
     RemoveEngine,
     ResetConnectorCache,
     ResetEncoderCache,
@@ -31,10 +35,12 @@ from longshore.deploy.admin.actions import (
     Status,
     WakeEngine,
 )
+from longshore.deploy.gateway.key_file import DeploymentKeys
 from longshore.deploy.supervisor.engine_set import EngineRefused, EngineSet
+from longshore.deploy.supervisor.fork_servers import NAME as FORK_SERVER
 from longshore.deploy.supervisor.orders import GroupBusy
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
-from longshore.deploy.supervisor.replica import Replica
+from longshore.deploy.supervisor.replica import Replica, about
 from longshore.deploy.supervisor.supervisor import Supervisor
 from longshore.protocol.commands import (
     Command,
@@ -52,10 +58,12 @@ from longshore.protocol.commands import (
     SetLogLevel,
     Sleep,
     UseEngine,
+    UseKeys,
     Wake,
     WriteKVSnapshot,
 )
 from longshore.protocol.errors import ConfigError
+from longshore.worker.process.byte_size import byte_size
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +77,6 @@ DEPLOYMENT: Final = "deployment"
 SUPERVISOR: Final = "supervisor"
 GATEWAYS: Final = "gateways"
 """The stop group of all gateways."""
-_FIXED: Final = "the topology says which engines there are"
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,14 @@ class InvalidAction(Exception):
 
 
 class Operations:
-    """Thread-safe. Not for the supervisor's own thread, which must read the answers meanwhile.
+    """Carries out the actions of an operator. Thread-safe. Not for the supervisor's own thread,
+    which must read the answers meanwhile.
 
     engines:   the engines of the deployment.
-    maker:     makes further ones; None: none can be added or removed, because of a topology.
+    maker:     makes further ones; None: none can be added or removed.
+    fixed:     why they cannot.
+    models:    names of the models, by their places.
+    keys:      of the clients; None: the deployment has no gateway here.
     stop:      begins to stop the deployment, as SIGTERM does.
     state_dir: profiles are written to its folder `profiles`.
     """
@@ -109,6 +120,9 @@ class Operations:
         engines: EngineSet,
         *,
         maker: EngineMaker | None = None,
+        fixed: str = "the topology says which engines there are",
+        models: Sequence[str] = (),
+        keys: DeploymentKeys | None = None,
         stop: Callable[[], None],
         state_dir: Path,
         drain_timeout_s: float,
@@ -117,6 +131,10 @@ class Operations:
         self._supervisor = supervisor
         self._engine_set = engines
         self._maker = maker
+        self._fixed = fixed
+        self._models = models
+        self._keys = DeploymentKeys() if keys is None else keys
+        self._reloading = threading.Lock()
         self._stop = stop
         self._profiles = state_dir / "profiles"
         self._drain_timeout_s = drain_timeout_s
@@ -127,7 +145,7 @@ class Operations:
     def perform(self, action: Action) -> tuple[Answer, list[Path]]:
         """Carry out an action; returns the answer, and files to send after it and delete."""
         if not isinstance(action, Status):
-            logger.info("an operator asks for %s", action)
+            logger.info("carrying out %s", action)
         try:
             if isinstance(action, KVSnapshot):
                 return self._write_snapshots(action)
@@ -160,6 +178,9 @@ class Operations:
                 return self._profile(action)
             case SetLevel():
                 return self._set_level(action)
+            case ReloadKeys():
+                with self._reloading:  # two would give the same slots to different keys
+                    return Answer.of(*self._reload_keys())
             case Restart():
                 return self._restart(action)
             case AddEngine(role):
@@ -266,7 +287,7 @@ class Operations:
         begin_s = time.monotonic()
         try:
             if self._maker is None:
-                raise EngineRefused(_FIXED)
+                raise EngineRefused(self._fixed)
             replica = self._engine_set.reserve(role)
         except EngineRefused as error:
             return Result(DEPLOYMENT, False, f"no engine was added: {error}")
@@ -308,7 +329,7 @@ class Operations:
 
     def _remove(self, action: RemoveEngine) -> Result:
         if self._maker is None:
-            return Result(DEPLOYMENT, False, f"no engine was removed: {_FIXED}")
+            return Result(DEPLOYMENT, False, f"no engine was removed: {self._fixed}")
         begin_s = time.monotonic()
         engine = self._begin_change(action.engine, self._engine_set.remove)
         if isinstance(engine, Result):
@@ -357,13 +378,24 @@ class Operations:
         release = partial(self._engine_set.release, engine.number)
         failures = self._tell_gateways(ReleaseEngine(engine.number), release)
         for failure in failures:
-            logger.warning("%s uses %s: %s", failure.process, engine.engine_id, failure.message)
+            logger.warning(
+                "%s uses %s: %s",
+                failure.process,
+                engine.engine_id,
+                failure.message,
+                extra=about(engine.engine_id),
+            )
         try:
             self._order_stop(engine).result(END_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
             if self._processes(engine.number, None):
                 reason = str(error) or f"they still run after {END_TIMEOUT_S:g} s"
-                logger.warning("%s has not been stopped: %s", engine.engine_id, reason)
+                logger.warning(
+                    "%s has not been stopped: %s",
+                    engine.engine_id,
+                    reason,
+                    extra=about(engine.engine_id),
+                )
                 self._engine_set.keep(engine.number)
                 self._not_stopped[engine] = specs
                 return reason
@@ -409,6 +441,26 @@ class Operations:
             if not result.ok and process.ready is not None and not process.lifeline_closed
         ]
 
+    def _reload_keys(self) -> list[Result]:
+        """All gateways take the keys, or start with them."""
+        before = {key.name: key for key in self._keys.keys}
+        try:
+            keys = self._keys.read_again()
+        except ConfigError as error:
+            return [Result(DEPLOYMENT, False, f"the API keys are as before: {error}")]
+        path = self._supervisor.runtime_dir.write_keys(msgspec.json.encode(keys))
+        failures = self._tell_gateways(UseKeys(str(path)), partial(self._keys.use, keys))
+        after = {key.name: key for key in keys}
+        kept = before.keys() & after.keys()
+        values = {
+            "keys": len(keys),
+            "added": len(after.keys() - before.keys()),
+            "removed": len(before.keys() - after.keys()),
+            "changed": sum(before[name] != after[name] for name in kept),
+        }
+        shown = ", ".join(f"{number} {what}" for what, number in values.items())
+        return [Result(DEPLOYMENT, not failures, shown, values), *failures]
+
     # Processes
 
     def _processes(self, engine: int | None, name: str | None) -> list[ManagedProcess]:
@@ -437,6 +489,11 @@ class Operations:
                 results.append(described)
             else:
                 results.append(_state_of(process))
+        for pid, num_bytes in self._supervisor.memory_of_fork_servers().items():
+            if action.engine is None:
+                values = {"pid": pid, "resident_bytes": num_bytes}
+                shown = f"runs, {byte_size(num_bytes)}, shared with the workers"
+                results.append(Result(FORK_SERVER, True, shown, values))
         return Answer.of(*results)
 
     def _engine_states(self, number: int | None) -> list[Result]:
@@ -449,6 +506,9 @@ class Operations:
                     shown = "asleep"
                 values = {"role": engine.role, "state": shown}
                 message = f"{engine.role}, {shown}"
+                if len(self._models) > 1:
+                    values["model"] = self._models[engine.model]
+                    message += f", {self._models[engine.model]}"
                 results.append(Result(f"engine {engine.number}", is_ready, message, values))
         return results
 

@@ -51,7 +51,7 @@ class AgentJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of the last turn, with its output."""
+        """Number of tokens of the last turn, with its output."""
         prefix = 0 if self.shared_prefix is None else self.shared_prefix.num_tokens
         return prefix + sum(turn.num_new_tokens + turn.num_output_tokens for turn in self.turns)
 

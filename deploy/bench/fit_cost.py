@@ -187,7 +187,8 @@ class _Client:
     async def ask_beside(
         self, num_new: int, delay_s: float, num_requests: int, num_prompt: int, num_output: int
     ) -> tuple[list[Measured], Measured]:
-        """As `ask`, and after `delay_s` another request of `num_new` tokens for one more."""
+        """Ask as `ask` does, and after `delay_s` another request of `num_new` tokens for one
+        more."""
 
         async def ask_later() -> list[Measured]:
             await asyncio.sleep(delay_s)

@@ -42,7 +42,8 @@ class JobRunner:
         self._vocab_size = options.vocab_size
 
     async def run_job(self, job: AgentJob, number: int) -> JobResult:
-        """Raises ServerFailed, ConnectionError or TimeoutError."""
+        """Run the turns of a job, one after the other. Raises ServerFailed, ConnectionError or
+        TimeoutError."""
         generator = np.random.default_rng((self._options.seed, 1, number))
         conversation: list[int] = []
         if job.shared_prefix is not None:

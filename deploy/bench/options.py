@@ -3,12 +3,18 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
-from longshore.deploy.cli.options import SHOWN_AS_DEMO_MODEL, EngineOptions
-from longshore.deploy.cli.setting_checks import check_at_least
+from cyclopts import Parameter
+
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.settings.checks import check_at_least
+from longshore.deploy.settings.options import EngineOptions
+from longshore.deploy.settings.parameters import SHOWN_AS_DEMO_MODEL
 from longshore.protocol.errors import ConfigError
+
+BACKENDS: Final = ("longshore", "openai", "vllm")
+COMPLETIONS: Final = "/v1/completions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,44 @@ class ThroughputOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatencyOptions(EngineOptions):
+    """A batch of prompts of random token ids, passed to LLM again and again.
+
+    Attributes:
+        model: Folder of the model, or its id on a model hub. Default: the bundled demo model.
+        batch_size: Prompts per run.
+        input_len: Tokens per prompt.
+        output_len: Tokens per answer; end-of-sequence ids are ignored.
+        num_iters: Measured runs; each has different prompts.
+        num_iters_warmup: Runs before, which are not measured.
+        json: File for the result. Default: standard output.
+    """
+
+    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR
+    batch_size: int = 8
+    input_len: int = 32
+    output_len: int = 128
+    num_iters: int = 10
+    num_iters_warmup: int = 2
+    json: Annotated[Path | None, Parameter(alias="--output-json")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "input_len", "output_len", "num_iters"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("num_iters_warmup", "seed"):
+            check_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeBenchOptions:
     """Requests of random token ids to a running server, at random times.
 
     Attributes:
         url: URL of the server.
+        backend: The server's API, as vLLM's benchmark names it. Prompts are token ids, so
+            only completions can be measured: vllm, openai or longshore, which are the same.
+        endpoint: Path of the server's completions.
         api_key: API key of the server.
         model: Name of the model. Default: the first that the server lists.
         num_prompts: Number of measured requests.
@@ -64,22 +103,36 @@ class ServeBenchOptions:
         json: File for the result. Default: standard output.
     """
 
-    url: str = "http://127.0.0.1:8000"
+    url: Annotated[str, Parameter(alias="--base-url")] = "http://127.0.0.1:8000"
+    backend: str = "longshore"
+    endpoint: str = COMPLETIONS
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None
     num_prompts: int = 100
-    num_warm_up: int = 1
+    num_warm_up: Annotated[int, Parameter(alias="--num-warmups")] = 1
     request_rate: float = math.inf
     max_concurrency: int | None = None
-    input_len: int = 128
-    output_len: int = 32
-    shared_prefix: int = 0
+    input_len: Annotated[int, Parameter(alias="--random-input-len")] = 128
+    output_len: Annotated[int, Parameter(alias="--random-output-len")] = 32
+    shared_prefix: Annotated[int, Parameter(alias="--random-prefix-len")] = 0
     vocab_size: int | None = None
     timeout_s: float = 600.0
     seed: int = 0
     json: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(
+                f"backend={self.backend!r} is not supported: prompts are random token ids, which "
+                f"only completions take. Use one of {', '.join(BACKENDS)}"
+            )
+        if not self.endpoint.endswith("/completions") or self.endpoint.endswith(
+            "/chat/completions"
+        ):
+            raise ConfigError(
+                f"endpoint={self.endpoint!r} is not supported: prompts are random token ids, which "
+                f"only completions take. Use {COMPLETIONS}"
+            )
         for name in ("num_prompts", "input_len", "output_len", "max_concurrency", "vocab_size"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("num_warm_up", "shared_prefix", "seed"):

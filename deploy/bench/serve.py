@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 import uvloop
 
+from longshore.deploy.bench.error_message import error_message
 from longshore.deploy.bench.options import JobsOptions, ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.cli.error_message import error_message
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000
@@ -131,7 +131,7 @@ async def measure(
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    answer = await endpoint.request("POST", "/v1/completions", body, timeout_s=options.timeout_s)
+    answer = await endpoint.request("POST", options.endpoint, body, timeout_s=options.timeout_s)
     if answer.status != 200:
         raise rejected(answer)
     return _timings(answer)

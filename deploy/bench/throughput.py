@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from longshore.deploy.bench.options import ThroughputOptions
+from longshore.deploy.bench.options import LatencyOptions, ThroughputOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, spread, write
-from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.llm.llm import LLM
 from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.llm.sampling_params import SamplingParams
-from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.model.folder import ModelFolder, read_model_folder
+from longshore.deploy.settings.options import EngineOptions
 from longshore.protocol.errors import ConfigError, EngineDead
 
 
@@ -21,24 +21,17 @@ def run(options: ThroughputOptions) -> None:
     """A warm-up run, then the measured runs, each with prompts that are not in the cache."""
     check_writable(options.json)
     model = read_model_folder(options.model)
-    vocab_size = model.vocab_size
-    longest = min(model.max_model_len, options.max_model_len or model.max_model_len)
-    if options.input_len + options.output_len > longest:
-        raise ConfigError(
-            f"input_len={options.input_len} plus output_len={options.output_len} is "
-            f"{options.input_len + options.output_len} tokens; the limit of {options.model} is "
-            f"{longest}"
-        )
+    check_lengths(options, model)
     generator = np.random.default_rng(options.seed or 0)
     params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)
     runs = []
-    with LLM(options.model, in_process=options.in_process, **_engine_settings(options)) as llm:
+    with LLM(options.model, in_process=options.in_process, **engine_settings(options)) as llm:
         for repeat in range(options.repeats + 1):
             prompts = random_prompts(
                 options.num_prompts,
                 input_len=options.input_len,
                 shared_prefix=options.shared_prefix,
-                vocab_size=vocab_size,
+                vocab_size=model.vocab_size,
                 generator=generator,
             )
             begin_s = time.perf_counter()
@@ -46,7 +39,7 @@ def run(options: ThroughputOptions) -> None:
                 [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
             )
             wall_s = time.perf_counter() - begin_s
-            _check(outputs)
+            check_answered(outputs)
             if repeat > 0:
                 runs.append(_measured(outputs, wall_s))
         settings_in_force = llm.settings_in_force
@@ -59,11 +52,24 @@ def run(options: ThroughputOptions) -> None:
     write(result, options.json)
 
 
-def _engine_settings(options: ThroughputOptions) -> dict[str, Any]:
+def check_lengths(options: ThroughputOptions | LatencyOptions, model: ModelFolder) -> None:
+    """Raise ConfigError if a request is longer than the model's limit."""
+    longest = min(model.max_model_len, options.max_model_len or model.max_model_len)
+    if options.input_len + options.output_len > longest:
+        raise ConfigError(
+            f"input_len={options.input_len} plus output_len={options.output_len} is "
+            f"{options.input_len + options.output_len} tokens; the limit of {options.model} is "
+            f"{longest}"
+        )
+
+
+def engine_settings(options: EngineOptions) -> dict[str, Any]:
+    """The settings of a benchmark's engine, for LLM."""
     return {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
 
 
-def _check(outputs: list[RequestOutput]) -> None:
+def check_answered(outputs: list[RequestOutput]) -> None:
+    """Raise EngineDead if a request failed."""
     for output in outputs:
         if output.outputs[0].error is not None:
             raise EngineDead(f"{output.request_id} failed: {output.outputs[0].error}")

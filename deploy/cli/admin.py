@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 from longshore.deploy.admin.actions import Action, Answer, Drain, KVSnapshot
-from longshore.deploy.admin.client import find_socket, perform
+from longshore.deploy.admin.client import deployments, perform
 from longshore.protocol.errors import ConfigError
 
 
-def run(action: Action, socket: Path | None, *, as_json: bool) -> int:
+def run(action: Action, socket: Path, *, as_json: bool) -> int:
     """Returns the exit status: 0 if everything was done, else 1. Raises ConfigError if the action
     is not valid, AdminFailed."""
-    with perform(socket or find_socket(), _valid(action)) as (answer, content):
+    with perform(socket, _valid(action)) as (answer, content):
         _check(answer)
         if as_json:
             print(msgspec.json.encode(answer).decode(), flush=True)
@@ -29,9 +29,18 @@ def run(action: Action, socket: Path | None, *, as_json: bool) -> int:
     return 0 if answer.ok else 1
 
 
-def run_snapshot(action: KVSnapshot, socket: Path | None, output: Path | None) -> int:
-    """The same; the snapshots of engines that failed are missing, and named on standard error."""
-    with perform(socket or find_socket(), action) as (answer, content):
+def print_deployments(*, as_json: bool) -> None:
+    found = deployments()
+    if as_json:
+        print(msgspec.json.encode({url: str(path) for path, url in found.items()}).decode())
+    for path, url in () if as_json else found.items():
+        print(f"{url}  {path}")
+
+
+def run_snapshot(action: KVSnapshot, socket: Path, output: Path | None) -> int:
+    """Do the same; the snapshots of engines that failed are missing, and named on standard
+    error."""
+    with perform(socket, action) as (answer, content):
         _check(answer)
         for result in answer.results:
             print(f"{result.process}: {result.message}", file=sys.stderr)

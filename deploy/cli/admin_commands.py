@@ -21,21 +21,53 @@ admin.config = ()  # flags alone: no variable may stop or restart engines
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineChoice:
+class DeploymentChoice:
+    """Which deployment.
+
+    Attributes:
+        url: URL of the deployment, as `longshore admin list` shows it. Default: the only one.
+        socket: Admin socket, as the log of `longshore serve` names it, in place of a URL.
+    """
+
+    url: str | None = None
+    socket: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """Return the admin socket. Raises ConfigError."""
+        from longshore.deploy.admin.client import find_socket
+
+        return self.socket or find_socket(self.url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentOptions(DeploymentChoice):
+    """Which deployment, and how the result is printed.
+
+    Attributes:
+        json: Print one JSON object instead of lines.
+    """
+
+    json: bool = False
+
+
+_DeploymentOptions = Annotated[DeploymentOptions, Parameter(name="*")]
+_ONLY = DeploymentOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(DeploymentChoice):
     """Which engines of which deployment.
 
     Attributes:
         engine: Number of the engine, or all.
-        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
-            deployment.
     """
 
     engine: str = "all"
-    socket: Path | None = None
 
     @property
     def number(self) -> int | None:
-        """None: all. Raises ConfigError."""
+        """Return the number; None means all. Raises ConfigError."""
         if self.engine == "all":
             return None
         if not (self.engine.isascii() and self.engine.isdigit() and len(self.engine) <= 4):
@@ -61,6 +93,18 @@ _EngineOptions = Annotated[EngineActionOptions, Parameter(name="*")]
 _ALL = EngineActionOptions()
 
 
+@admin.command(name="list")
+def list_deployments(*, json: bool = False) -> None:
+    """List the deployments of this user on this machine, by their URLs.
+
+    Args:
+        json: Print a JSON object by URL instead of lines.
+    """
+    from longshore.deploy.cli.admin import print_deployments
+
+    print_deployments(as_json=json)
+
+
 @admin.command
 def status(*, options: _EngineOptions = _ALL) -> None:
     """Show the state of each process, and what each engine does.
@@ -69,7 +113,7 @@ def status(*, options: _EngineOptions = _ALL) -> None:
     """
     from longshore.deploy.admin.actions import Status
 
-    _run(Status(engine=options.number), options.socket, options.json)
+    _run(Status(engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -88,7 +132,7 @@ def pause(
 
     _run(
         PauseEngine(mode=mode, timeout_s=timeout_s, engine=options.number),
-        options.socket,
+        options.path,
         options.json,
     )
 
@@ -98,7 +142,7 @@ def resume(*, options: _EngineOptions = _ALL) -> None:
     """End a pause, or the drain of an engine."""
     from longshore.deploy.admin.actions import ResumeEngine
 
-    _run(ResumeEngine(engine=options.number), options.socket, options.json)
+    _run(ResumeEngine(engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -112,7 +156,7 @@ def sleep(*, timeout_s: float = 30.0, options: _EngineOptions = _ALL) -> None:
     """
     from longshore.deploy.admin.actions import SleepEngine
 
-    _run(SleepEngine(timeout_s=timeout_s, engine=options.number), options.socket, options.json)
+    _run(SleepEngine(timeout_s=timeout_s, engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -120,22 +164,17 @@ def wake(*, options: _EngineOptions = _ALL) -> None:
     """End a sleep, and wait until the engines serve again."""
     from longshore.deploy.admin.actions import WakeEngine
 
-    _run(WakeEngine(engine=options.number), options.socket, options.json)
+    _run(WakeEngine(engine=options.number), options.path, options.json)
 
 
 @admin.command
-def drain(*, socket: Path | None = None, json: bool = False) -> None:
+def drain(*, options: _DeploymentOptions = _ONLY) -> None:
     """Stop the deployment as SIGTERM does, and wait until it has ended: no requests are accepted,
     and running ones have --drain-timeout-s to finish.
-
-    Args:
-        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
-            deployment.
-        json: Print one JSON object instead of lines.
     """
     from longshore.deploy.admin.actions import Drain
 
-    _run(Drain(), socket, json)
+    _run(Drain(), options.path, options.json)
 
 
 @admin.command
@@ -150,25 +189,7 @@ def restart(*, timeout_s: float | None = None, options: _EngineOptions = _ALL) -
     """
     from longshore.deploy.admin.actions import Restart
 
-    _run(Restart(timeout_s=timeout_s, engine=options.number), options.socket, options.json)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeploymentOptions:
-    """Which deployment, and how the result is printed.
-
-    Attributes:
-        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
-            deployment.
-        json: Print one JSON object instead of lines.
-    """
-
-    socket: Path | None = None
-    json: bool = False
-
-
-_DeploymentOptions = Annotated[DeploymentOptions, Parameter(name="*")]
-_ONLY = DeploymentOptions()
+    _run(Restart(timeout_s=timeout_s, engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -181,7 +202,7 @@ def add_engine(*, role: Role | None = None, options: _DeploymentOptions = _ONLY)
     """
     from longshore.deploy.admin.actions import AddEngine
 
-    _run(AddEngine(role), options.socket, options.json)
+    _run(AddEngine(role), options.path, options.json)
 
 
 @admin.command
@@ -197,7 +218,7 @@ def drain_engine(
     """
     from longshore.deploy.admin.actions import DrainOneEngine
 
-    _run(DrainOneEngine(engine=engine, timeout_s=timeout_s), options.socket, options.json)
+    _run(DrainOneEngine(engine=engine, timeout_s=timeout_s), options.path, options.json)
 
 
 @admin.command
@@ -213,7 +234,7 @@ def remove_engine(
     """
     from longshore.deploy.admin.actions import RemoveEngine
 
-    _run(RemoveEngine(engine=engine, timeout_s=timeout_s), options.socket, options.json)
+    _run(RemoveEngine(engine=engine, timeout_s=timeout_s), options.path, options.json)
 
 
 @admin.command
@@ -225,7 +246,7 @@ def reset_prefix_cache(*, preempt: bool = False, options: _EngineOptions = _ALL)
     """
     from longshore.deploy.admin.actions import ResetPrefixCache
 
-    _run(ResetPrefixCache(preempt=preempt, engine=options.number), options.socket, options.json)
+    _run(ResetPrefixCache(preempt=preempt, engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -233,7 +254,7 @@ def reset_encoder_cache(*, options: _EngineOptions = _ALL) -> None:
     """Drop all encoder outputs. Fails while a request needs one."""
     from longshore.deploy.admin.actions import ResetEncoderCache
 
-    _run(ResetEncoderCache(engine=options.number), options.socket, options.json)
+    _run(ResetEncoderCache(engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -241,7 +262,7 @@ def reset_connector_cache(*, options: _EngineOptions = _ALL) -> None:
     """Drop the KV that the connector has stored. Fails without a connector, or if it cannot."""
     from longshore.deploy.admin.actions import ResetConnectorCache
 
-    _run(ResetConnectorCache(engine=options.number), options.socket, options.json)
+    _run(ResetConnectorCache(engine=options.number), options.path, options.json)
 
 
 @admin.command
@@ -255,7 +276,17 @@ def kv_snapshot(*, output: Path | None = None, options: _Choice = _ALL) -> None:
     from longshore.deploy.admin.actions import KVSnapshot
     from longshore.deploy.cli.admin import run_snapshot
 
-    sys.exit(run_snapshot(KVSnapshot(engine=options.number), options.socket, output))
+    sys.exit(run_snapshot(KVSnapshot(engine=options.number), options.path, output))
+
+
+@admin.command
+def reload_keys(*, options: _DeploymentOptions = _ONLY) -> None:
+    """Read the key file again: from then on, its keys are valid, and no others. Running requests
+    finish. If the file is not valid, nothing changes.
+    """
+    from longshore.deploy.admin.actions import ReloadKeys
+
+    _run(ReloadKeys(), options.path, options.json)
 
 
 @admin.command
@@ -276,7 +307,7 @@ def profile(
 
     _run(
         ProfileProcesses(process=process, duration_s=duration_s, engine=options.number),
-        options.socket,
+        options.path,
         options.json,
     )
 
@@ -293,12 +324,10 @@ def log_level(
     """
     from longshore.deploy.admin.actions import SetLevel
 
-    _run(
-        SetLevel(level=level, process=process, engine=options.number), options.socket, options.json
-    )
+    _run(SetLevel(level=level, process=process, engine=options.number), options.path, options.json)
 
 
-def _run(action: "Action", socket: Path | None, as_json: bool) -> None:
+def _run(action: "Action", socket: Path, as_json: bool) -> None:
     from longshore.deploy.cli.admin import run
 
     sys.exit(run(action, socket, as_json=as_json))

@@ -3,24 +3,20 @@
 Reads config.json and the headers of the weight files, and imports no tensor library.
 """
 
-import math
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.cli.client_options import CachePlanOptions
 from longshore.deploy.gateway.text.tokenizer import check_text_files
 from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
-from longshore.protocol.model_files import MAX_FILE_BYTES, open_regular, parse_json
 from longshore.scheduler.config import CacheConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -32,6 +28,10 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import CacheReport, report_on
+from longshore.worker.loading.checkpoint import find_weights
+from longshore.worker.loading.gguf_files import has_gguf
+from longshore.worker.loading.safetensors_files import has_safetensors
+from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 from longshore.worker.process.byte_size import byte_size
@@ -41,6 +41,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     """Figures for one rank, with one pipeline stage.
 
     weight_bytes: bytes of the rank's shard; ignores replicated tensors, which are small.
+    weight_file_bytes: of all files with weights.
+    quantization: how the weights in them are quantised; None: they are floats.
     auto_tokens:  tokens that would fit with keys and values in `dtype`.
     audio:        audio input of a request to a speech model.
     whole_tokens: tokens that would fit without decode context parallelism.
@@ -52,6 +54,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     tensor_parallel_size: int
     decode_context_parallel_size: int
     weight_bytes: int
+    weight_file_bytes: int
+    quantization: str | None
     cache: CacheReport
     auto_tokens: int
     whole_tokens: int
@@ -59,7 +63,8 @@ class PlanReport(msgspec.Struct, frozen=True):
 
 
 def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
-    """Raises ConfigError for a model or settings that cannot be served."""
+    """Print what a model's KV cache needs and what will fit. Raises ConfigError for a model or
+    settings that cannot be served."""
     report = plan(options)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
@@ -70,12 +75,12 @@ def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
 
 
 def plan(options: CachePlanOptions) -> PlanReport:
-    """See print_plan."""
+    """Plan a model's KV cache. Raises ConfigError for a model or settings that cannot be served."""
     assert options.plan is not None
     folder = read_model_folder(options.plan)
-    check_text_files(folder.path, None)
+    check_text_files(folder.path, folder.tokenizer_file, None)
     config = read_model_config(folder.path)
-    CacheConfig(block_size=options.block_size or config.default_block_size)
+    CacheConfig(block_size=_block_size(options, config))
     config.check_split(num_shards=options.tensor_parallel_size)
     max_model_len = options.max_model_len or config.default_max_len
     if max_model_len > folder.max_model_len:
@@ -89,7 +94,8 @@ def plan(options: CachePlanOptions) -> PlanReport:
         _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len, size)
         for name, size in ((kept, num_sharing), ("auto", num_sharing), (kept, 1))
     )
-    num_elements = sum(map(num_stored_elements, sorted(folder.path.glob("*.safetensors"))))
+    weights = _weights(folder.path)
+    num_elements = 0 if weights is None else weights.num_elements
     return PlanReport(
         model=folder.name,
         dtype=dtype,
@@ -97,11 +103,17 @@ def plan(options: CachePlanOptions) -> PlanReport:
         tensor_parallel_size=options.tensor_parallel_size,
         decode_context_parallel_size=num_sharing,
         weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
+        weight_file_bytes=0 if weights is None else weights.num_file_bytes,
+        quantization=None if weights is None else weights.method,
         cache=cache,
         auto_tokens=in_dtype.num_tokens,
         audio=folder.audio,
         whole_tokens=whole.num_tokens,
     )
+
+
+def _block_size(options: CachePlanOptions, config: DecoderConfig) -> int:
+    return config.default_block_size if options.block_size is None else options.block_size
 
 
 def _cache(
@@ -114,7 +126,7 @@ def _cache(
 ) -> CacheReport:
     """dtype_bytes: size of an element of the model's dtype."""
     sizes = CacheSizes(
-        block_size=options.block_size or config.default_block_size,
+        block_size=_block_size(options, config),
         dtype_bytes=element_bytes(kv_cache_dtype, dtype_bytes),
         num_shards=options.tensor_parallel_size,
     )
@@ -140,18 +152,9 @@ def _cache(
     return report_on(groups, options.kv_cache_bytes // block_bytes(groups), longest)
 
 
-def num_stored_elements(path: Path) -> int:
-    """Elements of all tensors in a safetensors file, from its header. Raises ConfigError if the
-    file has no valid header."""
-    try:
-        with open_regular(path) as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: Any = parse_json(file.read(min(length, MAX_FILE_BYTES)))
-        return sum(
-            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{path} is not a valid safetensors file: {error}") from error
+def _weights(model_dir: Path) -> StoredWeights | None:
+    """None: there is only a config.json. Raises ConfigError for files that are not valid."""
+    return find_weights(model_dir) if has_safetensors(model_dir) or has_gguf(model_dir) else None
 
 
 def tables(report: PlanReport) -> list[Table]:
@@ -184,6 +187,9 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     num_shards = report.tensor_parallel_size
     shard = f", one of {num_shards} shards" if num_shards > 1 else ""
     yield f"weights in {report.dtype}{shard}", byte_size(report.weight_bytes)
+    if report.quantization is not None:
+        name = f"dequantised from files in {report.quantization}"
+        yield name, byte_size(report.weight_file_bytes)
     yield (
         "KV cache (--kv-cache-bytes)",
         f"{byte_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "

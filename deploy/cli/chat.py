@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from longshore.deploy.bench.error_message import error_code, error_message
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.chat_input import read_message, use_line_editing
 from longshore.deploy.cli.client_options import ChatOptions
-from longshore.deploy.cli.error_message import error_code, error_message
 from longshore.protocol.errors import LongshoreError
 
 HELP: Final = (
@@ -168,9 +168,9 @@ class Conversation:
             self._record(question, answer)
             raise
         if error_code(response) == "context_length_exceeded":
-            raise ContextFull(_error_of(response))
+            raise ContextFull(error_of(response))
         if response.status != 200 or answer.error is not None:
-            raise ChatFailed(answer.error or _error_of(response))
+            raise ChatFailed(answer.error or error_of(response))
         self._record(question, answer)
         self.last = answer.stats()
         self.total.add(self.last)
@@ -233,7 +233,7 @@ class _StreamedAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer; 0 for an answer that was cut off."""
+        """Tokens of prompt and answer; 0 for an answer that was cut off."""
         return int(self._usage.get("total_tokens", 0))
 
     def stats(self) -> Stats:
@@ -254,7 +254,9 @@ def chat(options: ChatOptions) -> bool:
     ChatFailed if the server cannot be reached at the start."""
     console = Console(highlight=False)
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
-    model = asyncio.run(_served_model(endpoint, options))
+    model = asyncio.run(
+        served_model(endpoint, options.url, options.model, timeout_s=options.timeout_s)
+    )
     conversation = Conversation(
         endpoint,
         options,
@@ -263,8 +265,10 @@ def chat(options: ChatOptions) -> bool:
         on_notice=lambda text: console.print(f" [dim]({text})[/dim]"),
     )
     conversation.set_system(options.system)
-    if not sys.stdin.isatty():
+    if options.quick is not None or not sys.stdin.isatty():
         conversation.on_notice = lambda text: print(f"({text})", file=sys.stderr, flush=True)
+        if options.quick is not None:
+            return _answer(console, conversation, options.quick)
         return _answer_all(console, conversation, sys.stdin)
     use_line_editing()
     prompt = _prompt(console)
@@ -292,14 +296,20 @@ def _answer_all(console: Console, conversation: Conversation, lines: Iterable[st
         if line.startswith("/"):
             _command(console, conversation, line)
         elif line:
-            try:
-                asyncio.run(conversation.ask(line))
-            except ChatFailed as error:
-                print(f"longshore: error: {error}", file=sys.stderr)
-                all_answered = False
-            else:
-                console.print()
+            all_answered &= _answer(console, conversation, line)
     return all_answered
+
+
+def _answer(console: Console, conversation: Conversation, text: str) -> bool:
+    """Send a message and write the answer. False if there is none; the reason is on standard
+    error."""
+    try:
+        asyncio.run(conversation.ask(text))
+    except ChatFailed as error:
+        print(f"longshore: error: {error}", file=sys.stderr)
+        return False
+    console.print()
+    return True
 
 
 def _prompt(console: Console) -> str:
@@ -358,34 +368,37 @@ def _stats_table(conversation: Conversation) -> Table:
     return table
 
 
-async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> ServedModel:
+async def served_model(
+    endpoint: HttpEndpoint, url: str, name: str | None, *, timeout_s: float
+) -> ServedModel:
     """The requested model, or the first one served. Raises ChatFailed if it is not served."""
     try:
-        answer = await endpoint.request("GET", "/v1/models", timeout_s=options.timeout_s)
+        answer = await endpoint.request("GET", "/v1/models", timeout_s=timeout_s)
     except (OSError, TimeoutError) as error:
         raise ChatFailed(
-            f"cannot reach {options.url}: {error or type(error).__name__}. Is `longshore serve` "
+            f"cannot reach {url}: {error or type(error).__name__}. Is `longshore serve` "
             "running there? Set another server with --url."
         ) from error
     if answer.status != 200:
-        raise ChatFailed(_error_of(answer))
+        raise ChatFailed(error_of(answer))
     try:
         served = {
             str(model["id"]): model.get("max_model_len")
             for model in json.loads(answer.body)["data"]
         }
-        model = options.model or next(iter(served))
+        model = name or next(iter(served))
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        raise ChatFailed(f"{options.url} is not an OpenAI-compatible server") from error
+        raise ChatFailed(f"{url} is not an OpenAI-compatible server") from error
     if model not in served:
         raise ChatFailed(
-            f"--model {model} is not served at {options.url}, which serves {', '.join(served)}"
+            f"--model {model} is not served at {url}, which serves {', '.join(served)}"
         )
     size = served[model]
     return ServedModel(model, size if isinstance(size, int) else None)
 
 
-def _error_of(answer: HttpAnswer) -> str:
+def error_of(answer: HttpAnswer) -> str:
+    """Why the server did not answer."""
     message = error_message(answer) or f"HTTP {answer.status}"
     if "needs a tokenizer" in message:
         return (

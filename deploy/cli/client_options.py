@@ -1,14 +1,25 @@
-"""The settings of commands that talk to a running server."""
+"""The settings of commands that talk to a running server, and of plans of a KV cache."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
 from cyclopts import Parameter
+from msgspec import Meta
 
 from longshore.connectors.options import parse_size
-from longshore.deploy.cli.setting_checks import check_at_least, check_duration
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.settings.checks import (
+    check_at_least,
+    check_device,
+    check_duration,
+)
+from longshore.deploy.settings.options import EngineOptions
+from longshore.deploy.settings.parameters import SHOWN_AS_DEMO_MODEL, with_parameters_of
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.protocol.settings import Settings
+from longshore.worker.config import Dtype, check_context_parallel_size
 
 MAX_BLOCK_BYTES: Final = 1 << 30
 MAX_BLOCK_TOKENS: Final = 1 << 20
@@ -71,6 +82,7 @@ class ChatOptions:
         top_p: Cumulative probability of the tokens to sample from.
         max_tokens: Maximum number of tokens of an answer.
         seed: Makes answers reproducible.
+        quick: Send this message, print the answer and exit.
         single: Answer every message by itself, without the ones before: one question per line of a
             pipe.
         timeout_s: Seconds to wait for one answer.
@@ -78,17 +90,92 @@ class ChatOptions:
 
     url: str = "http://127.0.0.1:8000"
     api_key: str | None = field(default=None, repr=False)
-    model: str | None = None
-    system: str = ""
+    model: Annotated[str | None, Parameter(alias="--model-name")] = None
+    system: Annotated[str, Parameter(alias="--system-prompt")] = ""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    quick: Annotated[str | None, Parameter(alias="-q")] = None
     single: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_at_least("max_tokens", self.max_tokens, 1)
+        check_duration("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteOptions:
+    """Texts that a running server continues. Omitted sampling settings take the model's defaults.
+
+    Attributes:
+        url: URL of the server, as `longshore serve` prints it.
+        api_key: API key of the server.
+        model: Name of the model. Default: the first that the server lists.
+        max_tokens: Maximum number of tokens of a continuation.
+        temperature: Sampling temperature; 0 always selects the most likely token.
+        quick: Continue this text and exit.
+        timeout_s: Seconds to wait for one continuation.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = field(default=None, repr=False)
+    model: Annotated[str | None, Parameter(alias="--model-name")] = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    quick: Annotated[str | None, Parameter(alias="-q")] = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_tokens", self.max_tokens, 1)
+        check_duration("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """A file of requests that a running server answers.
+
+    Attributes:
+        output: File of the answers. If it has some, the first requests have been answered, and
+            only the others are sent. Default: FILE's name with .out.jsonl, beside it.
+        url: URL of the server, as `longshore serve` prints it.
+        api_key: API key of the server.
+        max_concurrency: Maximum number of requests at a time.
+        timeout_s: Seconds to wait for one answer.
+    """
+
+    output: Annotated[Path | None, Parameter(alias="-o")] = None
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = field(default=None, repr=False)
+    max_concurrency: int = 64
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_concurrency", self.max_concurrency, 1)
+        check_duration("timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatchOptions:
+    """A file of requests that a server of its own answers.
+
+    Attributes:
+        input_file: JSON lines in OpenAI's batch format: custom_id, method, url and body.
+        output_file: File of the answers. If it has some, only the other requests are sent.
+        model: Folder of the model in Hugging Face format, or its id on a model hub.
+        max_concurrency: Maximum number of requests at a time.
+        timeout_s: Seconds to wait for one answer.
+    """
+
+    input_file: Annotated[Path, Parameter(alias="-i")]
+    output_file: Annotated[Path, Parameter(alias="-o")]
+    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR
+    max_concurrency: int = 256
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_concurrency", self.max_concurrency, 1)
         check_duration("timeout_s", self.timeout_s)
 
 
@@ -116,3 +203,36 @@ class TopOptions:
         check_at_least("num_looks", self.num_looks, 1)
         for name in ("interval_s", "timeout_s"):
             check_duration(name, getattr(self, name))
+
+
+@with_parameters_of(EngineOptions)
+@dataclass(frozen=True, kw_only=True)
+class CachePlanOptions(Settings):
+    """A plan of a model's KV cache: what will fit. The other settings are those of serving.
+
+    Attributes:
+        plan: Plan the KV cache of this model (a folder, a GGUF file or an id on a model hub)
+            instead of examining an engine: its groups, their memory, how many tokens fit, and how
+            many more because of kv_cache_dtype and decode_context_parallel_size.
+        max_steps_in_flight: Maximum number of unanswered plans.
+        kv_cache_bytes: Size of the cache of one rank.
+    """
+
+    plan: str | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = EngineOptions.max_num_batched_tokens
+    max_steps_in_flight: Annotated[int, Meta(ge=1)] = 2
+    kv_cache_bytes: Annotated[int, Meta(ge=1)] = 4 << 30
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dtype: Dtype = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.plan is None:
+            return  # the other settings may be meant for another command
+        super().__post_init__()
+        check_device(self.device)
+        check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)

@@ -13,15 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from longshore.connectors.options import parse_size
+from longshore.deploy.bench.error_message import error_message
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.client_options import DoctorOptions
-from longshore.deploy.cli.error_message import error_message
+from longshore.deploy.gateway.api.uncached_clients import UncachedClient, UncachedClientList
 from longshore.deploy.machine.finding import summary, table
 from longshore.deploy.machine.report import findings
 from longshore.protocol.statistics import EngineReport
 from longshore.scheduler.step.planner import PauseState
 
 REPORT_PATH: Final = "/engine/report"
+CLIENTS_PATH: Final = "/engine/uncached-clients"
 MAX_SHOWN: Final = 10
 MAX_ID_LEN: Final = 16
 """Characters shown of a request id: its end, since a client may have chosen its beginning."""
@@ -50,8 +52,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def examine(options: DoctorOptions) -> Health:
     """Ask the server, judge its report and print both; returns the exit status."""
-    answer = asyncio.run(_ask(options))
+    answer = asyncio.run(_ask(options, REPORT_PATH))
     reports = _read(answer)
+    uncached = _read_uncached(asyncio.run(_ask(options, CLIENTS_PATH))) if reports else []
     verdict = judge_all(reports, options.stall_after_s) if reports else judge_silence(answer)
     if options.json:
         shown = [msgspec.structs.asdict(report) for report in reports]
@@ -59,6 +62,7 @@ def examine(options: DoctorOptions) -> Health:
             "state": verdict.state,
             "verdict": str(verdict),
             "report": shown if len(shown) > 1 else next(iter(shown), None),
+            "uncached_clients": uncached,
         }
         print(msgspec.json.format(msgspec.json.encode(content)).decode())
     else:
@@ -66,6 +70,8 @@ def examine(options: DoctorOptions) -> Health:
         for report in reports:
             for table in tables(report):
                 console.print(table)
+        for client in uncached:
+            console.print(_on_uncached(client), markup=False)
         console.print(str(verdict), markup=False)
     return verdict.health
 
@@ -77,6 +83,23 @@ def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
             content = msgspec.json.decode(answer.body, type=EngineReport | list[EngineReport])
             return content if isinstance(content, list) else [content]
     return []
+
+
+def _read_uncached(answer: HttpAnswer | Exception) -> list[UncachedClient]:
+    """Empty if the server does not say."""
+    if isinstance(answer, HttpAnswer) and answer.status == 200:
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(answer.body, type=UncachedClientList).data
+    return []
+
+
+def _on_uncached(client: UncachedClient) -> str:
+    key = "" if client.key is None else f" with the key {client.key}"
+    return (
+        f"The last {client.num_prompts} long prompts of the client {client.user_agent}{key} differ "
+        f"from token {client.first_difference} on, so nothing of them is cached. If it puts the "
+        "time or a random value there, set --prompt-nonces."
+    )
 
 
 def examine_machine(options: DoctorOptions) -> int:
@@ -104,11 +127,11 @@ def examine_bandwidth(options: DoctorOptions) -> int:
     return 0
 
 
-async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
+async def _ask(options: DoctorOptions, path: str) -> HttpAnswer | Exception:
     """The server's answer, or why there is none."""
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     try:
-        return await endpoint.request("GET", REPORT_PATH, timeout_s=options.timeout_s)
+        return await endpoint.request("GET", path, timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:
         return error
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import difflib
+import io
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
@@ -17,33 +18,40 @@ from longshore.deploy.bench.options import (
     AgentsOptions,
     FitCostOptions,
     JobsOptions,
+    LatencyOptions,
     ServeBenchOptions,
     ThroughputOptions,
 )
 from longshore.deploy.cli.admin_commands import admin
 from longshore.deploy.cli.client_options import (
+    BatchOptions,
+    CachePlanOptions,
     ChatOptions,
+    CompleteOptions,
     DoctorOptions,
+    RunBatchOptions,
     TopOptions,
 )
-from longshore.deploy.cli.options import (
-    SHOWN_AS_DEMO_MODEL,
-    CachePlanOptions,
-    ServeOptions,
-)
-from longshore.deploy.cli.vllm_settings import translate_flags
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.settings.options import ServeOptions
+from longshore.deploy.settings.parameters import SHOWN_AS_DEMO_MODEL
+from longshore.deploy.settings.vllm_names import translate_flags
 from longshore.deploy.simulator.options import SimulateOptions
+from longshore.deploy.supervisor.fork_server import VARIABLE_PREFIX
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
-from longshore.deploy.supervisor.logs import set_up_logging
-from longshore.deploy.supervisor.process import VARIABLE_PREFIX
+from longshore.deploy.supervisor.logs import set_up_logging, writes_json
 from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.model_files import open_regular
 from longshore.protocol.process_limits import limit_reached
 
 logger = logging.getLogger(__name__)
 
-app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
+app = App(
+    name="longshore",
+    help="Serve language models.",
+    version=longshore.__version__,
+    version_flags=("--version", "-v"),
+)
 _ENVIRONMENT = Env(VARIABLE_PREFIX, command=False)
 bench = App(name="bench", help="Measure throughput and latency; print the results as JSON.")
 app.command(bench)
@@ -62,30 +70,81 @@ app.command(trace)
 _StateDir = Annotated[Path | None, Parameter(env_var=f"{VARIABLE_PREFIX}STATE_DIR")]
 
 
-@app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
+@app.command(usage="Usage: longshore serve [OPTIONS] [MODEL ...]")
 def serve(
-    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR,
+    model: Annotated[tuple[Path, ...], SHOWN_AS_DEMO_MODEL] = (DEMO_MODEL_DIR,),
     *,
+    models: Annotated[Path | None, Parameter(group="Model")] = None,
+    yes: Annotated[bool, Parameter(group="Model")] = False,
     options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Serve a model behind an OpenAI-compatible API until SIGTERM, SIGHUP or Ctrl-C.
+    """Serve models behind an OpenAI-compatible API until SIGTERM, SIGHUP or Ctrl-C.
 
     Args:
-        model: Folder of the model in Hugging Face format, or its id on a model hub
-            (owner/name or owner/name@revision).
+        model: Folder of the model in Hugging Face format, its GGUF file, a name that `longshore
+            models` lists, or an id on a model hub (owner/name, owner/name@revision or, for
+            a GGUF file, owner/name:Q4_K_M). Of several, the field `model` of a request selects
+            one.
+        models: TOML file with several models, each with settings of its own (docs/serving.md).
+        yes: Fetch a model that `longshore models` lists if it is not on this machine.
     """
     if options.topology is not None:
         from longshore.deploy.cli.node import serve_topology
 
+        if models is not None:
+            raise ConfigError("--models and --topology are both given; a topology has one model")
         serve_topology(model, options, announce=_announce)
         return
 
-    from longshore.deploy.cli.serve import serve as serve_model
+    from longshore.deploy.cli.serve import serve as serve_models
     from longshore.deploy.model.folder import read_model_folder
+    from longshore.deploy.settings.models_file import check_common_settings, read_models_file
     from longshore.deploy.topology.node_plan import whole_deployment
 
     set_up_logging(options.log_level, LINE_FORMATS[options.log_format])
-    serve_model(read_model_folder(model), whole_deployment(options), announce=_announce)
+    if models is None:
+        check_common_settings(model, options)
+        given = [(each, options) for each in model]
+    elif model != (DEMO_MODEL_DIR,):
+        raise ConfigError(
+            f"MODEL is {model[0]}, and --models {models} has others. Remove one of them."
+        )
+    else:
+        given = read_models_file(models, options)
+    if yes:
+        from longshore.deploy.cli.models import pull_model
+
+        for name, _ in given:
+            pull_model(str(name), options.state_dir)
+    plan = whole_deployment(options, [settings for _, settings in given])
+    folders = [read_model_folder(name, options.state_dir) for name, _ in given]
+    serve_models(folders, plan, announce=_announce)
+
+
+@app.command
+def models(*, state_dir: _StateDir = None) -> None:
+    """List models that are known to work, with short names for `pull` and `serve`.
+
+    Args:
+        state_dir: State directory, where fetched models are kept.
+    """
+    from longshore.deploy.cli.models import print_models
+
+    print_models(state_dir)
+
+
+@app.command
+def pull(name: str, *, state_dir: _StateDir = None) -> None:
+    """Fetch a model and print its folder or GGUF file.
+
+    Args:
+        name: A name that `longshore models` lists, or an id on a model hub (owner/name,
+            owner/name@revision or, for a GGUF file, owner/name:Q4_K_M).
+        state_dir: State directory, where fetched models are kept.
+    """
+    from longshore.deploy.cli.models import pull_model
+
+    print(pull_model(name, state_dir))
 
 
 @app.command
@@ -128,6 +187,54 @@ def chat(
 
 
 @app.command
+def complete(
+    *,
+    options: Annotated[CompleteOptions, Parameter(name="*")] = CompleteOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Continue texts with a running server: lines of the terminal or of a pipe.
+
+    Exit status 1: a text was not continued.
+    """
+    from longshore.deploy.cli.complete import complete as continue_texts
+
+    sys.exit(0 if continue_texts(options) else 1)
+
+
+@app.command(usage="Usage: longshore batch FILE [OPTIONS]")
+def batch(
+    file: Path,
+    *,
+    options: Annotated[BatchOptions, Parameter(name="*")] = BatchOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Answer the requests of a file with a running server, and go on where a former run has ended.
+
+    Exit status 1: a request was rejected.
+
+    Args:
+        file: JSON lines in OpenAI's batch format: custom_id, method, url and body.
+    """
+    from longshore.deploy.cli.batch import batch as answer_file
+
+    sys.exit(0 if answer_file(file, options) else 1)
+
+
+@app.command(name="run-batch")
+def run_batch(
+    *,
+    options: Annotated[RunBatchOptions, Parameter(name="*")],
+    server: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Answer the requests of a file with a server that is started for it, as vLLM's run-batch: -i
+    requests.jsonl -o answers.jsonl --model MODEL, with the options of `serve`.
+
+    Exit status 1: a request was rejected.
+    """
+    from longshore.deploy.cli.batch import run_batch as answer_file
+
+    sys.exit(0 if answer_file(options, server) else 1)
+
+
+@app.command
 def top(
     *,
     options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),  # noqa: B008  # frozen
@@ -163,6 +270,26 @@ def doctor(
         sys.exit(examine_bandwidth(options))
 
     sys.exit(examine_machine(options) if options.machine else examine(options))
+
+
+@app.command
+def completion(shell: Literal["bash", "fish", "zsh"]) -> None:
+    """Print a script that completes commands and flags, for example: source <(longshore completion
+    bash)
+
+    Args:
+        shell: The shell that reads the script.
+    """
+    print(app.generate_completion(shell=shell))
+
+
+@app.command(name="collect-env")
+def collect_env() -> None:
+    """Show what a report of a problem needs: versions, devices, processors, memory and limits, as
+    `doctor --machine` does."""
+    from longshore.deploy.cli.doctor import examine_machine
+
+    examine_machine(DoctorOptions(machine=True))
 
 
 @app.command
@@ -208,6 +335,17 @@ def throughput(
 ) -> None:
     """Measure offline throughput: all prompts at once, through LLM."""
     from longshore.deploy.bench.throughput import run
+
+    run(options)
+
+
+@bench.command
+def latency(
+    *,
+    options: Annotated[LatencyOptions, Parameter(name="*")] = LatencyOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Measure offline latency: how long a batch of prompts takes, through LLM."""
+    from longshore.deploy.bench.latency import run
 
     run(options)
 
@@ -308,7 +446,7 @@ def kv_clean(
     store: str | None = None,
     all: bool = False,
     older_than: str | None = None,
-    yes: bool = False,
+    yes: Annotated[bool, Parameter(group="Model")] = False,
 ) -> None:
     """Delete stores. Several conditions must all be true. A store that is in use is never deleted.
 
@@ -474,9 +612,21 @@ def launch(
     Args:
         config: TOML file with settings. Default: none.
     """
+    if tokens[:1] == ("help",):
+        tokens = (*tokens[1:], "--help")
+    if tokens[:1] == ("serve",) and _wants_json(tokens):
+        set_up_logging("info", LINE_FORMATS["json"])  # the settings may have errors
     _check_variables(os.environ)
     app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
-    app(translate_flags(tokens) if tokens[:1] == ("serve",) else tokens)
+    words = translate_flags(tokens) if tokens[:1] == ("serve",) else tokens
+    app(words, exit_on_error=False, print_error=False)
+
+
+def _wants_json(tokens: Sequence[str]) -> bool:
+    """Whether the flags, or else the variable, ask for a log in JSON."""
+    flags = " ".join(tokens).replace("--log-format ", "--log-format=").replace("_", "-").split(" ")
+    given = [flag.partition("=")[2] for flag in flags if flag.startswith("--log-format=")]
+    return [os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT"), *given][-1] == "json"
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:
@@ -500,7 +650,10 @@ def _check_variables(variables: Mapping[str, str]) -> None:
         for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
     ]
     if unknown:
-        print(f"longshore: warning: unknown variables: {', '.join(unknown)}", file=sys.stderr)
+        if writes_json():
+            logger.warning("unknown variables: %s", ", ".join(unknown))
+        else:
+            print(f"longshore: warning: unknown variables: {', '.join(unknown)}", file=sys.stderr)
 
 
 def _known_variables() -> set[str]:
@@ -561,20 +714,36 @@ def main() -> None:
     # A daemon may be started with its outputs closed: discard what it writes.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # open until the exit
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # whatever PYTHONIOENCODING says, writing never fails
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app.meta()
+        app.meta(sys.argv[1:], exit_on_error=False, print_error=False)
     except LongshoreError as error:
-        print(f"longshore: error: {error}", file=sys.stderr)
+        _report_error(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except CycloptsError as error:  # a wrong command line, setting or variable
+        print(f"longshore: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except (MemoryError, OSError, RuntimeError, ImportError) as error:
         if (reason := limit_reached(error)) is None:
             raise
-        print(f"longshore: error: {reason}", file=sys.stderr)
+        _report_error(reason)
         sys.exit(1)
 
 
+def _report_error(reason: str) -> None:
+    if writes_json():
+        logger.error("%s", reason)
+    else:
+        print(f"longshore: error: {reason}", file=sys.stderr)
+
+
 def _announce(line: str) -> None:
+    if writes_json():
+        logger.info("%s", line)
+        return
     with contextlib.suppress(OSError):  # the server runs even if standard output is broken
         print(f"longshore: {line}", flush=True)

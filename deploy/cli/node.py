@@ -1,19 +1,19 @@
 """`longshore node`, and `longshore serve --topology`: start what a topology has for one node."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
 from longshore.connectors.pull.options import url_host
 from longshore.deploy.cli.deployment import prepare
-from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.serve import serve
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.settings.options import ServeOptions
+from longshore.deploy.supervisor.fork_server import VARIABLE_PREFIX
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
-from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.deploy.topology.file import PORTS_PER_ENGINE, Topology, read_topology
 from longshore.deploy.topology.node_plan import NodePlan, plan_node
 from longshore.protocol.errors import ConfigError
@@ -33,7 +33,7 @@ def run_node(
     topology = read_topology(topology_file)
     plan = plan_node(topology, name, api_key)
     if only_checks:
-        prepare(read_model_folder(topology.model_of(name)), plan)
+        prepare([read_model_folder(topology.model_of(name), plan.options.state_dir)], plan)
         for line in describe(topology, plan):
             announce(line)
         return
@@ -53,7 +53,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
 
 
 def serve_topology(
-    model: Path, options: ServeOptions, announce: Callable[[str], None] = print
+    models: Sequence[Path], options: ServeOptions, announce: Callable[[str], None] = print
 ) -> None:
     """Serve a topology of one node, or all nodes of one through a launcher."""
     assert options.topology is not None
@@ -65,6 +65,12 @@ def serve_topology(
                 f"{setting.name} is set, but with --topology all settings come from the file. "
                 f"Remove it, or write it into [settings] of {options.topology}."
             )
+    if len(models) > 1:
+        raise ConfigError(
+            f"{len(models)} models are given, and a topology has one. Remove --topology, or start "
+            "one topology for each."
+        )
+    (model,) = models
     topology = read_topology(options.topology)
     if model != DEMO_MODEL_DIR:
         if options.launcher is not None or topology.model not in (None, str(model)):
@@ -98,7 +104,8 @@ def serve_topology(
 def _serve(topology: Topology, plan: NodePlan, announce: Callable[[str], None]) -> None:
     options = plan.options
     set_up_logging(options.log_level, LINE_FORMATS[options.log_format])
-    serve(read_model_folder(topology.model_of(str(plan.name))), plan, announce)
+    model = read_model_folder(topology.model_of(str(plan.name)), options.state_dir)
+    serve([model], plan, announce)
 
 
 def describe(topology: Topology, plan: NodePlan) -> list[str]:

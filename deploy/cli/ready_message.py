@@ -36,18 +36,23 @@ def model_line(name: str, ready: Mapping[str, Ready], engines: Sequence[Replica]
 
 def ready_message(
     url: str,
-    model_name: str,
+    engines: Mapping[str, Sequence[Replica]],
     ready: Mapping[str, Ready],
-    engines: Sequence[Replica],
     *,
     num_gateways: int = 1,
 ) -> str:
-    """One short line. ready: the processes' reports, by process name."""
+    """Return one short line.
+
+    engines: of each model, by the model's name.
+    ready:   the processes' reports, by process name.
+    """
+    gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
+    if len(engines) > 1:
+        return f"ready at {url} ({gateways}models {', '.join(engines)})"
+    ((model_name, replicas),) = engines.items()
     gateway = next(report for name, report in ready.items() if name.startswith("gateway"))
     max_model_len = int(gateway.details["max_model_len"])
-
-    gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
-    described = _capacities(ready, engines) if engines else "engines on other nodes"
+    described = _capacities(ready, replicas) if replicas else "engines on other nodes"
     return (
         f"ready at {url} (model {model_name}, {gateways}{described}, {max_model_len:,} per request)"
     )
@@ -56,7 +61,7 @@ def ready_message(
 def node_ready_message(
     node: str, model_name: str, ready: Mapping[str, Ready], engines: Sequence[Replica]
 ) -> str:
-    """One short line for a node without gateways."""
+    """Return one short line for a node without gateways."""
     return f"node {node} is ready (model {model_name}, {_capacities(ready, engines)})"
 
 

@@ -1,12 +1,13 @@
 """`longshore serve`: runs engines and gateways, restarts those that die, until a stop signal."""
 
 import logging
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from longshore.deploy.admin.server import AdminServer
-from longshore.deploy.cli.deployment import prepare
+from longshore.deploy.cli.deployment import Deployment, prepare
 from longshore.deploy.cli.ready_message import (
     cache_sizes,
     model_line,
@@ -15,10 +16,12 @@ from longshore.deploy.cli.ready_message import (
     ready_message,
 )
 from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.supervisor.fork_server import take_first
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
-from longshore.deploy.supervisor.process import STOP_TIMEOUT_S
+from longshore.deploy.supervisor.process import KILL_TIMEOUT_S, STOP_TIMEOUT_S
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.service_manager import notify_ready, notify_stopping
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import StopRequested, Supervisor
 from longshore.deploy.topology.node_plan import NodePlan
@@ -27,30 +30,57 @@ from longshore.protocol.errors import EngineDead
 logger = logging.getLogger(__name__)
 
 
-def serve(model: ModelFolder, node: NodePlan, announce: Callable[[str], None] = print) -> None:
+def serve(
+    models: Sequence[ModelFolder],
+    node: NodePlan,
+    announce: Callable[[str], None] = print,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return.
+
+    on_ready: called with the URL once requests are served.
 
     Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies
     more often than it may be restarted.
     In every case all processes have ended and the runtime directory is removed on return.
     """
-    deployment = prepare(model, node)
+    deployment = prepare(models, node)
+    with ExitStack() as port:
+        listeners = bind(node.options.host, node.options.port, node.num_gateways)
+        for listener in listeners:
+            port.enter_context(listener)
+        _serve(deployment, models, listeners, port, announce, on_ready)
+
+
+def _serve(
+    deployment: Deployment,
+    models: Sequence[ModelFolder],
+    listeners: Sequence[socket.socket],
+    port: ExitStack,
+    announce: Callable[[str], None],
+    on_ready: Callable[[str], None],
+) -> None:
+    """port: closes the listeners."""
+    node = deployment.node
     options = node.options
+    fork_server = take_first()
+    if fork_server is not None and not node.engines:
+        fork_server.kill()
+        fork_server = None
     with (
         StopSignals() as stop_signal,
-        ExitStack() as port,
-        Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
+        Supervisor(
+            RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format], fork_server
+        ) as supervisor,
         AdminServer(
             supervisor.runtime_dir, deployment.operations(supervisor, stop_signal)
         ) as admin,
     ):
-        listeners = bind(options.host, options.port, node.num_gateways)
-        for listener in listeners:
-            port.enter_context(listener)
         url = url_of(listeners[0]) if listeners else None
         if url is None:
             logger.info("starting the engines of node %s", node.name)
         else:
+            supervisor.runtime_dir.note_url(url)
             logger.info("starting at %s (/ready shows the progress)", url)
         logger.debug("`longshore admin` uses the socket %s", admin.path)
         specs = deployment.processes(supervisor.runtime_dir, listeners)
@@ -64,18 +94,24 @@ def serve(model: ModelFolder, node: NodePlan, announce: Callable[[str], None] = 
         except StopRequested:
             logger.info("stopped by %s before startup was complete", stop_signal.cause)
             return
-        name, *_ = options.served_model_name or (model.name,)
-        if node.engines:
-            logger.info("%s", model_line(name, ready, node.replicas))
-            logger.info("KV cache: %s", cache_sizes(ready, node.replicas))
+        engines = {
+            name: node.replicas_of(place) for place, (name, *_) in enumerate(deployment.names)
+        }
+        for name, replicas in engines.items():
+            if replicas:
+                logger.info("%s", model_line(name, ready, replicas))
+                logger.info("KV cache: %s", cache_sizes(ready, replicas))
         if url is None:
-            announce(node_ready_message(str(node.name), name, ready, node.replicas))
+            message = node_ready_message(str(node.name), name, ready, node.replicas)
+            announce(message)
         else:
-            message = ready_message(url, name, ready, node.replicas, num_gateways=node.num_gateways)
-            for line in ready_lines(
-                url, message, can_chat=model.can_chat, needs_key=bool(deployment.api_keys)
-            ):
+            message = ready_message(url, engines, ready, num_gateways=node.num_gateways)
+            can_chat = any(model.can_chat for model in models)
+            needs_key = bool(deployment.api_keys)
+            for line in ready_lines(url, message, can_chat=can_chat, needs_key=needs_key):
                 announce(line)
+            on_ready(url)
+        notify_ready(message)
         death = supervisor.keep_running(
             max_restarts=options.max_restarts,
             start_timeout_s=options.startup_timeout_s,
@@ -98,6 +134,8 @@ def _drain(supervisor: Supervisor, stop_signal: StopSignals, timeout_s: float) -
         stop_signal.cause,
         timeout_s,
     )
+    # Gateways, schedulers and workers end one after the other; killed ones release their device.
+    notify_stopping(timeout_s + 3 * STOP_TIMEOUT_S + KILL_TIMEOUT_S)
     is_clean = supervisor.stop(timeout_s + STOP_TIMEOUT_S, stop_signal)
     if not is_clean and not stop_signal.is_set():
         raise EngineDead("some processes did not stop cleanly; see the log lines above.")

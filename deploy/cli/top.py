@@ -22,13 +22,13 @@ from rich.live import Live
 
 from longshore.deploy.bench.sse_client import HttpEndpoint
 from longshore.deploy.cli.client_options import TopOptions
-from longshore.deploy.cli.metric_samples import (
+from longshore.deploy.cli.top_screen import TopScreen
+from longshore.deploy.gateway.metric_samples import (
     Sample,
     Window,
     read_metrics,
 )
-from longshore.deploy.cli.top_overview import Overview, overview
-from longshore.deploy.cli.top_screen import TopScreen
+from longshore.deploy.gateway.overview import Overview, overview
 from longshore.protocol.errors import LongshoreError
 
 WINDOW_S: Final = 5.0
@@ -80,9 +80,11 @@ class Keys:
         if self._fd is None:
             time.sleep(seconds)
             return False
+        poll = select.poll()  # any number of a descriptor
+        poll.register(self._fd, select.POLLIN)
         deadline_s = time.monotonic() + seconds
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([self._fd], [], [], left_s)[0]:
+            if poll.poll(left_s * 1000):
                 pressed = os.read(self._fd, 64)
                 if not pressed or b"q" in pressed.lower():
                     return True

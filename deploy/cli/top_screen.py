@@ -9,7 +9,7 @@ from rich.styled import Styled
 from rich.table import Table
 from rich.text import Text
 
-from longshore.deploy.cli.top_overview import (
+from longshore.deploy.gateway.overview import (
     EngineView,
     Overview,
     TierView,
@@ -21,7 +21,8 @@ WIDE_COLUMNS = 110
 
 
 class TopScreen:
-    """One update. trouble: why the server cannot be reached; the figures are then those of `view`.
+    """Renders one update of `longshore top`. trouble: why the server cannot be reached; the figures
+    are then those of `view`.
 
     fills_terminal: omit worker rows that do not fit, and show how many were omitted.
     """

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.copies import HostCopier
 from longshore.connectors.offloading.copy_method import measure_host_copies
 from longshore.connectors.offloading.disk.identity import StoreIdentity
@@ -64,7 +64,7 @@ class StoredBlocks:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of a store with a slot for each block."""
+        """Capacity of a store with a slot for each block."""
         return HEADER_BYTES + len(self.data) * (self.slot_bytes + RECORD_BYTES)
 
     def checksums(self, digest: bytes) -> list[int]:
@@ -210,7 +210,7 @@ def _median_s(move: Callable[[], object]) -> float:
 
 
 def bandwidth_table(bandwidth: Bandwidth) -> Table:
-    """For a terminal of 80 columns or more."""
+    """Make a table for a terminal of 80 columns or more."""
     lines = Table(
         title=f"Blocks of {bandwidth.block_bytes:,} bytes, {bandwidth.block_tokens} tokens",
         title_justify="left",

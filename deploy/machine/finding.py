@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def table(findings: Iterable[Finding]) -> Table:
-    """For a terminal of 80 columns or more."""
+    """Make a table for a terminal of 80 columns or more."""
     lines = Table(title="This machine", title_justify="left", show_header=False)
     lines.add_column(no_wrap=True)
     lines.add_column(no_wrap=True)

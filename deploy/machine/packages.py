@@ -8,10 +8,11 @@ from typing import Final
 import msgspec
 
 import longshore
-from longshore.connectors.lmcache.options import INSTALL_COMMAND
+from longshore.connectors.lmcache.options import install_lmcache
 from longshore.deploy.machine.children import ProbeResult, probe_command, run_all
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
+from longshore.protocol.install_command import install_command
 
 VersionOf = Callable[[str], str | None]
 RunProbes = Callable[[list[str]], Mapping[str, ProbeResult]]
@@ -21,29 +22,29 @@ class Extra(msgspec.Struct, frozen=True):
     """An extra of Longshore.
 
     packages: its packages. hints: what to do, by a part of the failure's message.
-    install:  command; None: `pip install 'longshore[NAME]'`.
+    install:  command; None: `install_command`.
     """
 
     name: str
     packages: tuple[str, ...]
     purpose: str
-    install: str | None = None
+    install: Callable[[], str] | None = None
     hints: Mapping[str, str] = {}
 
     @property
     def command(self) -> str:
-        return self.install or f"pip install 'longshore[{self.name}]'"
+        return self.install() if self.install else install_command(self.name)
 
 
 # Only what this version uses: what is recommended here costs users a download.
 EXTRAS: Final = (
-    Extra("audio", ("soundfile", "soxr", "python-multipart"), "speech to text"),
+    Extra("audio", ("soundfile", "soxr"), "speech to text"),
     Extra(
         "nixl",
         ("nixl", "nixl-cu13"),
         "prefill and decode apart; faster access to the files of the disk tier",
         # Its dependencies would install the builds for both CUDA versions.
-        install="pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'",
+        install=lambda: "pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'",
         hints={"libcuda": "It needs an NVIDIA driver's libcuda.so.1 or a build for CPUs"},
     ),
     Extra(
@@ -53,10 +54,15 @@ EXTRAS: Final = (
         hints={"libibverbs": "It needs the system package libibverbs1"},
     ),
     Extra("cuda", ("cupy-cuda13x",), "prefill and decode apart, with NCCL between GPUs"),
-    Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
-    Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
+    Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=install_lmcache),
+    Extra(
+        "otel",
+        ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+        "spans of requests for OpenTelemetry",
+    ),
     Extra("ray", ("ray",), "nodes of a topology, placed by Ray"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
+    Extra("tokenizers", ("sentencepiece", "tiktoken"), "tokenizers without tokenizer.json"),
     Extra("xgrammar", ("xgrammar",), "a second backend of structured output"),
 )
 

@@ -59,14 +59,15 @@ def _importing(*names: str) -> Callable[[], Facts]:
 
 PROBES: Final[dict[str, Callable[[], Facts]]] = {
     "torch": _torch,
-    "audio": _importing("soundfile", "soxr", "python_multipart"),
+    "audio": _importing("soundfile", "soxr"),
     "nixl": _nixl,
     "mooncake": _importing("mooncake.engine"),
     "cuda": _cuda,
-    "offload": _importing("xxhash"),
     "lmcache": _importing("lmcache.v1.distributed.storage_manager"),
+    "otel": _importing("longshore.deploy.requests.spans"),
     "ray": _importing("ray"),
     "s3": _importing("obstore"),
+    "tokenizers": _importing("sentencepiece", "tiktoken"),
     "xgrammar": _importing("xgrammar"),
 }
 

@@ -8,7 +8,11 @@ from typing import Final
 import longshore
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
-from longshore.worker.process.host_resources import num_physical_cores, quota_cores
+from longshore.worker.process.host_resources import (
+    default_threads,
+    num_physical_cores,
+    quota_cores,
+)
 
 _FEATURES: Final = {
     "avx2": "AVX2",
@@ -68,15 +72,20 @@ def _quota(host: Host) -> Iterator[Finding]:
     quota, num_cpus = quota_cores(host.root), len(host.allowed_cpus)
     if quota is None:
         yield Finding("CPU quota", "none")
-    elif quota >= num_cpus:
-        yield Finding("CPU quota", f"{quota:g} cores of {num_cpus} processors")
+        return
+    found = f"{quota:g} cores of {num_cpus} processors"
+    _, limit = default_threads(1, host.allowed_cpus, host.root)
+    if limit is not None:
+        found += f"; a CPU worker computes with {limit.partition(':')[0]}"
+    if quota >= 1:
+        yield Finding("CPU quota", found)
     else:
         yield Finding(
             "CPU quota",
-            f"{quota:g} cores, while {num_cpus} processors are visible",
+            found,
             "warning",
-            "With more threads than that, processes are throttled",
-            f"Serve on a CPU with --threads {max(1, int(quota))}, or raise the container's limit",
+            "All processes of a server share less than a core, so the system throttles them",
+            "Raise the container's CPU limit",
         )
 
 

@@ -8,6 +8,8 @@ from typing import Final
 
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
+from longshore.deploy.supervisor.fork_server import FORK_SERVER_MODULE
+from longshore.deploy.supervisor.home_dir import can_create, temporary_home
 from longshore.deploy.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.private_files import check_private
@@ -23,6 +25,7 @@ LONGEST_SOCKET_NAME: Final = len("/longshore-12345678/worker-1000.sock")
 def resource_findings(host: Host, port: int) -> Iterator[Finding]:
     """All findings of this module. port: port that a server would listen on."""
     yield _memory(host)
+    yield from _fork_servers(host)
     yield from _overcommit(host)
     yield from _huge_pages(host)
     yield _shared_memory(host)
@@ -54,6 +57,22 @@ def _memory(host: Host) -> Finding:
             "Stop other programs, raise the limit, or lower --num-blocks",
         )
     return Finding("memory", found)
+
+
+def _fork_servers(host: Host) -> Iterator[Finding]:
+    """Those of all deployments on this machine, by their command lines."""
+    sizes = []
+    for process in (host.root / "proc").glob("[0-9]*"):
+        try:
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            if FORK_SERVER_MODULE.encode() in arguments:
+                sizes.append(int((process / "statm").read_bytes().split()[1]))
+        except (OSError, IndexError):  # it has just ended
+            continue
+    if sizes:
+        mib = sum(sizes) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        found = f"{len(sizes)} with {mib:,.0f} MiB, most of which their workers share"
+        yield Finding("fork servers", found)
 
 
 def _overcommit(host: Host) -> Iterator[Finding]:
@@ -162,9 +181,11 @@ def _state_dir(host: Host) -> Finding:
             check_private(path)
     except ConfigError as error:
         return Finding(what, str(error), "problem", "serve rejects it", fix)
-    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+    if not can_create(path):
         return Finding(what, f"{path} is not writable", "problem", "serve rejects it", fix)
+    if path == temporary_home():
+        means = "The user has no home that it can write to; stored KV is lost with the container"
+        return Finding(what, f"{path}", "warning", means, fix)
     return Finding(what, f"{path}" if path.exists() else f"{path}, created at the first start")
 
 

@@ -42,10 +42,10 @@ class SimulatedGateway:
         on_first_token: Callable[[int], None],
         on_end: Callable[[int, FinishedRequest], None],
     ) -> None:
-        prefix = PrefixRoutingConfig(
-            (), hash_seed.hex(), cache.hash_algorithm, cache.tokens_per_hash, MAX_HASHES
+        prefix = PrefixRoutingConfig(hash_seed.hex(), cache.hash_algorithm, cache.tokens_per_hash)
+        chosen = make_policy(
+            RoutingConfig(routing_policy=policy, routing_index_blocks=MAX_HASHES, prefix=prefix)
         )
-        chosen = make_policy(RoutingConfig(policy, prefix=prefix))
         self.router = Router(len(roles), chosen, roles=roles)
         self._index = chosen.index if isinstance(chosen, PrefixAware) else None
         if self._index is not None:

@@ -7,9 +7,9 @@ from typing import Annotated, Final
 
 from cyclopts import Group, Parameter
 
-from longshore.deploy.cli.counts import read_count
-from longshore.deploy.cli.setting_checks import check_at_least, check_range
 from longshore.deploy.gateway.router.policies import POLICY_NAMES, PolicyName
+from longshore.deploy.settings.checks import check_at_least, check_range
+from longshore.deploy.settings.counts import read_count
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import PreemptionMode
@@ -159,7 +159,7 @@ class SimulateOptions:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Of each engine."""
+        """The role of each engine."""
         numbers: dict[Role, int] = {"unified": self.engines}
         if self.prefill_engines:
             numbers = {"prefill": self.prefill_engines, "decode": self.decode_engines}

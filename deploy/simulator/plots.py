@@ -1,4 +1,4 @@
-"""Pictures of a simulation, with matplotlib (`pip install 'longshore[research]'`)."""
+"""Pictures of a simulation, with matplotlib (the extra `research`)."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 
 from longshore.deploy.simulator.records import SimulationResult
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 
 def check_plots(folder: Path | None) -> None:
@@ -17,8 +18,8 @@ def check_plots(folder: Path | None) -> None:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
         raise ConfigError(
-            f"plot={folder} needs matplotlib, which is not installed; run pip install "
-            "'longshore[research]'"
+            f"plot={folder} needs matplotlib, which is not installed; run "
+            f"{install_command('research')}"
         ) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)

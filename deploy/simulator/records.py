@@ -33,12 +33,12 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
+        """Time from arrival to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def e2e_s(self) -> float | None:
-        """From arrival to the end."""
+        """Time from arrival to the end."""
         return None if self.end_s is None else self.end_s - self.arrival_s
 
     @property

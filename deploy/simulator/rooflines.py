@@ -32,7 +32,7 @@ ELEMENT_BYTES: Final = 2  # bfloat16
 
 @dataclass(frozen=True)
 class GPU:
-    """From its data sheet; peak_flops: dense bfloat16."""
+    """A GPU as described by its data sheet; peak_flops: dense bfloat16."""
 
     name: str
     peak_flops: float
@@ -45,7 +45,8 @@ class GPU:
 
 @dataclass(frozen=True)
 class DenseModel:
-    """From its config.json; num_parameters: of the layers, without embeddings and output layer."""
+    """A model as described by its config.json; num_parameters: of the layers, without embeddings
+    and output layer."""
 
     name: str
     num_parameters: float
@@ -58,7 +59,7 @@ class DenseModel:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights that a step reads: a step reads few rows of the embeddings."""
+        """Bytes of all weights that a step reads: a step reads few rows of the embeddings."""
         return ELEMENT_BYTES * (self.num_parameters + self.vocab_size * self.hidden_size)
 
     @property

@@ -43,7 +43,7 @@ from longshore.protocol.outputs import (
     RequestEvent,
     TransferReport,
 )
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preemption_mode
 from longshore.scheduler.queue.outside_policies import load_policy
@@ -315,8 +315,7 @@ class Simulation:
             number,
             job.prompt(turn),
             SamplingParams(max_tokens=job.turns[turn].num_output_tokens, ignore_eos=True),
-            job_id=job.job_id,
-            is_last_step=turn == len(job.turns) - 1,
+            RequestOptions(job_id=job.job_id, is_last_step=turn == len(job.turns) - 1),
         )
         self._turns[number] = job, turn
         self._tokens[request_id] = job.output_token(turn)

@@ -6,22 +6,23 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import msgspec
 
-from longshore.deploy.gateway.engines.split_requests import SplitConfig, SplitRequests
+from longshore.deploy.gateway.engines.split_requests import SplitRequests
 from longshore.deploy.gateway.router.policies import RoutedPrompt
 from longshore.deploy.gateway.router.stages import stage_of
-from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
+from longshore.deploy.gateway.settings import SplitSettings
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
 from longshore.deploy.simulator.gateway import SimulatedGateway
 from longshore.deploy.simulator.records import SplitRecord
 from longshore.protocol.handshake import EngineReady
 from longshore.protocol.outputs import EngineOutputs
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 
-NO_LIMIT: Final = SplitConfig(max_waiting=sys.maxsize)
+NO_LIMIT: Final = SplitSettings(disaggregation_max_waiting=sys.maxsize)
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class SimulatedLegs:
     ) -> None:
         self.ready: EngineReady | None = ready
         self._number, self._send = number, send
-        self._requests = LiveRequests(seeds)
+        self._requests = LiveRequests(seeds, engine=number)
 
     @property
     def num_live_requests(self) -> int:
@@ -59,10 +60,13 @@ class SimulatedLegs:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        **fields: Unpack[RequestFields],
+        options: RequestOptions,
+        *,
+        on_change: Callable[[], None],
     ) -> LiveRequest:
-        live, message = self._requests.open(request_id, prompt_token_ids, sampling, **fields)
-        live.engine = self._number
+        live, message = self._requests.open(
+            request_id, prompt_token_ids, sampling, options, on_change=on_change
+        )
         self._send(self._number, message)
         return live
 
@@ -70,7 +74,6 @@ class SimulatedLegs:
         self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
     ) -> None:
         for live in requests:
-            live.engine = self._number
             self._send(self._number, self._requests.resume(live, fork_of))
 
     def release_transfers(self, transfer_ids: Sequence[str]) -> None:
@@ -115,22 +118,18 @@ class SplitGateway(SimulatedGateway):
     def send(self, message: AddRequest, session_key: str | None) -> None:
         client = _Client(message.handle, self._clock.now_s)
         self._clients[message.request_id] = client
-        fields: RequestFields = {
-            "on_change": partial(self._changed, client),
-            "job_id": message.job_id,
-            "is_last_step": message.is_last_step,
-        }
+        on_change = partial(self._changed, client)
         token_ids: Any = message.prompt_token_ids  # an array is a sequence, but not for mypy
-        request = message.request_id, token_ids, message.sampling
-        if self._split.takes(token_ids, message.sampling, fields):
-            client.live = self._split.submit(*request, session_key=session_key, fields=fields)
+        request = message.request_id, token_ids, message.sampling, message.options
+        if self._split.takes(token_ids, message.sampling, message.options):
+            client.live = self._split.submit(*request, on_change=on_change, session_key=session_key)
             return
         prompt = RoutedPrompt(token_ids, session_key=session_key)
         num_own = {number: legs.num_live_requests for number, legs in self._legs.items()}
-        stage = stage_of(message.sampling, fields)
+        stage = stage_of(message.sampling, message.options)
         decision = self.router.choose(prompt, num_own, self._usable, self._clock.now_s, stage)
         assert decision is not None, "all engines are usable"
-        client.live = self._legs[decision.engine].submit(*request, **fields)
+        client.live = self._legs[decision.engine].submit(*request, on_change=on_change)
         self.router.note_sent(decision, client.live)
 
     def deliver(self, engine: int, outputs: EngineOutputs) -> None:

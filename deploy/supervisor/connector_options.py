@@ -4,13 +4,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 
+from longshore.connectors.offloading.options import read_options as read_offloading_options
+from longshore.connectors.options import parse_size
 from longshore.connectors.pull.options import PullOptions, read_options
 from longshore.connectors.registry import parse_options
-from longshore.deploy.cli.options import EngineOptions, ServeOptions
+from longshore.deploy.settings.options import EngineOptions, ServeOptions
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 
@@ -52,14 +55,17 @@ def with_pull_connector(options: _OptionsT, defaults: Mapping[str, Any] | None =
 
 def can_pull(name: str, values: Mapping[str, Any]) -> bool:
     """Whether a connector with these options may pull KV from other engines."""
-    names = [name, *(child["connector"] for child in _children(name, values))]
-    return any(each in PULL_CONNECTORS or ":" in each for each in names)
+    return any(each in PULL_CONNECTORS or ":" in each for each in connector_names(name, values))
 
 
 def pull_connectors(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of PULL_CONNECTORS it is, or `multi` has."""
-    names = [name, *(child["connector"] for child in _children(name, values))]
-    return tuple(each for each in names if each in PULL_CONNECTORS)
+    return tuple(each for each in connector_names(name, values) if each in PULL_CONNECTORS)
+
+
+def connector_names(name: str, values: Mapping[str, Any]) -> list[str]:
+    """The connector, and those that `multi` has."""
+    return [name, *(child["connector"] for child in _children(name, values))]
 
 
 def map_pull_options(
@@ -106,6 +112,20 @@ def p2p_host(options: EngineOptions) -> str | None:
         return None
     found = pull_options(name, config)
     return None if found is None else found.host
+
+
+def disk_tiers(name: str | None, values: Mapping[str, Any]) -> list[tuple[Path, int]]:
+    """The folder and the size of each disk tier. The options are valid."""
+    children = [{"connector": name, "options": values}, *_children(name, values)]
+    found = []
+    for child in children:
+        if child["connector"] == "offloading":
+            read = read_offloading_options(child.get("options", {}))
+            if read.disk_path is not None:
+                assert read.disk_bytes is not None
+                size = parse_size("disk_bytes", read.disk_bytes)
+                found.append((Path(read.disk_path).expanduser(), size))
+    return found
 
 
 def _children(name: str | None, values: Mapping[str, Any]) -> list[dict[str, Any]]:

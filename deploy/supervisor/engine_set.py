@@ -37,7 +37,7 @@ class _Engine:
 
 
 class EngineSet:
-    """Thread-safe.
+    """The engines of a deployment and their states. Thread-safe.
 
     replicas:  the engines at the start.
     max_engines: limit of engines at one time.
@@ -69,20 +69,20 @@ class EngineSet:
 
     @property
     def used(self) -> list[Replica]:
-        """Those that gateways use."""
+        """The engines that gateways use."""
         with self._lock:
             return [each.replica for each in self._engines.values() if each.is_used]
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that have started, and are not being removed."""
+        """The engines that have started, and are not being removed."""
         with self._lock:
             engines = self._engines.values()
             return [each.replica for each in engines if each.state in ("ready", "draining")]
 
     @property
     def states(self) -> dict[Replica, EngineState]:
-        """Of all engines, and of some that were removed."""
+        """States of all engines, and of some that were removed."""
         with self._lock:
             removed: dict[Replica, EngineState] = {each: "removed" for each in self._removed}
             return removed | {each.replica: each.state for each in self._engines.values()}
@@ -132,14 +132,14 @@ class EngineSet:
             self._engines[number].is_used = False
 
     def remove_stopped(self, number: int, *, was_ready: bool) -> None:
-        """Its processes have ended. Its number stays taken."""
+        """Remove an engine whose processes have ended. Its number stays taken."""
         with self._lock:
             engine = self._engines.pop(number)
             if was_ready:
                 self._removed = [*self._removed, engine.replica][-MAX_SHOWN_REMOVED:]
 
     def keep(self, number: int) -> None:
-        """Its processes could not be ended."""
+        """Keep an engine whose processes could not be ended."""
         with self._lock:
             self._engines[number].state = "not stopped"
 
@@ -149,11 +149,11 @@ class EngineSet:
         self._begin("draining", number, is_running)
 
     def remove(self, number: int, is_running: Callable[[Replica], bool]) -> None:
-        """The same; afterwards it ends."""
+        """Do the same; afterwards it ends."""
         self._begin("removing", number, is_running)
 
     def resume(self, number: int) -> None:
-        """It gets requests again, if it was drained."""
+        """Send requests to an engine again, if it was drained."""
         with self._lock:
             engine = self._engines.get(number)
             if engine is not None and engine.state == "draining":
@@ -173,7 +173,10 @@ class EngineSet:
             others = {
                 each.replica.role
                 for each in self._engines.values()
-                if each is not engine and each.state == "ready" and is_running(each.replica)
+                if each is not engine
+                and each.replica.model == engine.replica.model
+                and each.state == "ready"
+                and is_running(each.replica)
             }
             role = engine.replica.role
             if not (others | {*self._elsewhere}) & {*_SUCCESSORS[role]}:

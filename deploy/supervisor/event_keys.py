@@ -64,7 +64,7 @@ class EventKeys:
         return msgspec.structs.replace(keys, authorized=str(self._authorized_file))
 
     def subscribers(self) -> list[Subscriber]:
-        """All that are authorized, the first added first."""
+        """All authorized subscribers, the first added first."""
         try:
             text = read_bytes(self._authorized_file).decode()
         except FileNotFoundError:

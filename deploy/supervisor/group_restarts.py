@@ -9,6 +9,7 @@ from typing import assert_never
 from longshore.deploy.supervisor.orders import Call, Orders, RestartGroup, StartGroup, StopGroup
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess
 from longshore.deploy.supervisor.process_set import EXIT_POLL_S, ProcessSet, StopSignal, hang_of
+from longshore.deploy.supervisor.replica import about
 from longshore.deploy.supervisor.restart_history import RestartHistory, RestartReason
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.standbys import Standbys
@@ -76,6 +77,8 @@ class GroupRestarts:
                 if death is not None:
                     return death
                 self._standbys.keep(name, is_running=group.running_since_s is not None)
+            if self._processes.fork_servers is not None:
+                self._processes.fork_servers.keep(is_calm=self._is_calm)
             alone = self._processes.members(None)
             if any(process.lifeline_closed for process in alone):
                 return self._processes.explain_failure(alone)
@@ -85,10 +88,18 @@ class GroupRestarts:
             self._processes.forgive_silence(due_s)
         return None
 
+    @property
+    def _is_calm(self) -> bool:
+        """Whether everything runs."""
+        groups = self._groups.values()
+        return not self._starting and all(each.running_since_s is not None for each in groups)
+
     def _due_s(self) -> float:
         """When something is to be done, if no process reports before."""
         waiting = {p.spec.restart_group for p in self._processes.running if p.is_unanswered}
         due_s = min(self._starting.values(), default=math.inf)
+        if self._processes.fork_servers is not None:
+            due_s = min(due_s, self._processes.fork_servers.due_s(is_calm=self._is_calm))
         for name, group in self._groups.items():
             is_running = group.running_since_s is not None
             due_s = min(due_s, self._standbys.due_s(name, is_running=is_running))
@@ -152,7 +163,7 @@ class GroupRestarts:
             self._groups[name].became_ready(now_s)
             for process in members:
                 self._standbys.add(process.spec)
-            logger.info("%s is ready", name)
+            logger.info("%s is ready", name, extra=about(name))
             self._orders.finish(name)
         elif now_s >= self._starting[name]:
             self._end_start(name, _not_ready(members))
@@ -183,7 +194,7 @@ class GroupRestarts:
                 self._standbys.remove(name)
                 self._remove(name)
                 del self._groups[name]
-                logger.info("%s has been stopped", name)
+                logger.info("%s has been stopped", name, extra=about(name))
                 self._orders.finish(name)
                 return None
         if group.next_start_s is not None:
@@ -199,7 +210,7 @@ class GroupRestarts:
         if death is None:
             if group.running_since_s is None and all(process.ready for process in members):
                 group.became_ready(now_s)
-                logger.info("%s is ready again", name)
+                logger.info("%s is ready again", name, extra=about(name))
                 self._history.became_ready(name)
                 self._orders.finish(name)
             return None
@@ -212,7 +223,7 @@ class GroupRestarts:
         for process in unanswered if self._hang_timeout_s else ():
             hang = hang_of(process, self._hang_timeout_s)
             if hang is not None:
-                logger.error("%s It is restarted, too.", hang)
+                logger.error("%s It is restarted, too.", hang, extra=about(name))
                 process.kill()
                 process.close()
         return any(process.is_unanswered for process in unanswered)
@@ -225,7 +236,7 @@ class GroupRestarts:
         if running and not is_late:
             return False
         for process in running:
-            logger.warning("killing %s: it did not stop in time", process.name)
+            logger.warning("killing %s: it did not stop in time", process.name, extra=about(name))
             process.kill()
         for process in members:
             process.close()
@@ -247,7 +258,7 @@ class GroupRestarts:
             is_loop = group.max_in_a_row > 0
             tried = f" {name} has died {group.max_in_a_row + 1} times in a row; giving up."
             return death + tried if is_loop else death
-        logger.error("%s Restarting %s.", death, name)
+        logger.error("%s Restarting %s.", death, name, extra=about(name))
         return None
 
     def _end_members(

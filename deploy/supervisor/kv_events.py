@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.settings.options import EngineOptions
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
@@ -15,6 +15,7 @@ from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventSource, KVEventsConfig
 from longshore.protocol.private_files import check_private
+from longshore.protocol.settings import part_of
 from longshore.protocol.transport.channel import Endpoint, is_loopback
 from longshore.protocol.transport.security import CurveKeys
 
@@ -41,13 +42,11 @@ def kv_events_config(
         return _endpoint(setting, address, replica, keys, event_keys.folder)
 
     _check_distinct(options, max(replica.count, replica.number + 1))
-    return KVEventsConfig(
+    return part_of(
+        KVEventsConfig,
+        options,
         endpoint=endpoint("kv_events_endpoint", "events"),
         replay_endpoint=endpoint("kv_events_replay_endpoint", "replay"),
-        topic=options.kv_events_topic,
-        num_buffered=options.kv_events_buffer,
-        format=options.kv_events_format,
-        hashes=options.kv_events_hashes,
         engine_number=replica.number,
     )
 
@@ -57,7 +56,7 @@ def event_source(config: KVEventsConfig, runtime_dir: RuntimeDir) -> EventSource
     return EventSource(
         _connecting(config.endpoint, runtime_dir),
         _connecting(config.replay_endpoint, runtime_dir),
-        config.topic,
+        config.kv_events_topic,
     )
 
 

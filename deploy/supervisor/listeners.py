@@ -3,9 +3,8 @@
 With several gateways, the kernel distributes new connections among their sockets by a hash of both
 addresses (SO_REUSEPORT). Of 256 simultaneous connections, each of four processes gets 55 to 73.
 With one inherited socket, one process gets 179 and another 5, because the process that wakes first
-empties the queue, and its connections stream for minutes (`benchmarks/port_sharing.py`). One
-inherited socket would keep the queue of a gateway that dies, but here all processes are stopped
-when one dies.
+empties the queue, and its connections stream for minutes. One inherited socket would keep the queue
+of a gateway that dies, but here all processes are stopped when one dies.
 """
 
 import socket

@@ -1,7 +1,9 @@
 """Relays the output of all processes to one stream, line by line, with the process name."""
 
+import os
 import threading
-from typing import Final, TextIO
+from collections.abc import Callable
+from typing import IO, Final, TextIO
 
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.protocol.logs.records import RECORD_MARK
@@ -13,7 +15,7 @@ ERASE_TO_END: Final = "\x1b[K"  # erases the rest of a longer progress bar on th
 
 
 class LogRelay:
-    """Thread-safe.
+    """Writes the log lines of several processes to one stream. Thread-safe.
 
     Text that a carriage return overwrites (a progress bar) is updated in place on a terminal.
     Elsewhere only its last state is written."""
@@ -59,3 +61,11 @@ class LogRelay:
             self._stream.flush()
         except (OSError, ValueError):
             return  # a full disk or a closed stream: the next line may succeed
+
+
+def relay_output(stream: IO[bytes], relay: LogRelay, name: Callable[[], str]) -> None:
+    """Feed what a process prints, until it closes its output. name: of the process, now."""
+    with stream:
+        while chunk := os.read(stream.fileno(), 65536):
+            relay.feed(name(), chunk)
+    relay.end(name())

@@ -2,7 +2,7 @@
 
 import logging
 
-from longshore.deploy.supervisor.log_lines import LineFormat
+from longshore.deploy.supervisor.log_lines import LineFormat, json_line
 from longshore.protocol.logs.records import (
     FramedFormatter,
     send_records,
@@ -15,10 +15,16 @@ class _Line(FramedFormatter):
 
     def __init__(self, format_line: LineFormat) -> None:
         super().__init__()
-        self._format_line = format_line
+        self.format_line = format_line
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._format_line("supervisor", super().format(record))
+        return self.format_line("supervisor", super().format(record))
+
+
+def writes_json() -> bool:
+    """Whether this process writes its records as JSON: then nothing else may be between them."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    return any(isinstance(each, _Line) and each.format_line is json_line for each in formatters)
 
 
 def set_up_logging(
@@ -33,6 +39,7 @@ def set_up_logging(
         send_records(level, is_relayed=is_relayed)
     else:
         write_records(level, _Line(format_line))
+        logging.captureWarnings(format_line is json_line)  # of libraries, which print them
     # The last two warn about every malformed request or form, so that clients could fill the log.
     # The client gets the error in its response.
     for noisy, minimum in (

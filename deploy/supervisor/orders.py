@@ -47,7 +47,8 @@ class GroupBusy(RuntimeError):
 
 
 class Orders:
-    """Thread-safe. While it is open, `fileno` is readable when there are new orders.
+    """Orders of the operator to the supervisor's loop. Thread-safe. While it is open, `fileno` is
+    readable when there are new orders.
 
     Each order returns its future, whose exception is RuntimeError with the reason if it is not
     carried out. An order raises RuntimeError if the deployment is not running, and GroupBusy.
@@ -56,7 +57,7 @@ class Orders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bell: int | None = None
-        self._new: list[Order] = []
+        self._new: dict[str | Call, Order] = {}
         self._unfinished: dict[str | Call, Future[None]] = {}
 
     @property
@@ -95,27 +96,29 @@ class Orders:
             if key in self._unfinished:
                 raise GroupBusy(f"{key} is being started, restarted or stopped already")
             future = self._unfinished[key] = Future()
-            self._new.append(order)
+            self._new[key] = order
             os.eventfd_write(self._bell, 1)
             return future
 
     def take_new(self) -> list[Order]:
         """Orders that were not returned before."""
         with self._lock:
-            new, self._new = self._new, []
+            new = list(self._new.values())
+            self._new.clear()
             if new and self._bell is not None:
                 os.eventfd_read(self._bell)
             return new
 
     def finish(self, key: str | Call) -> None:
-        """The order for this group, or this call, has been carried out."""
+        """The order for this group, or this call, has been carried out. One that was not taken yet
+        has not: something else made the group ready."""
         with self._lock:
-            future = self._unfinished.pop(key, None)
+            future = None if key in self._new else self._unfinished.pop(key, None)
         if future is not None:
             future.set_result(None)
 
     def fail(self, key: str | Call, reason: str) -> None:
-        """It is not carried out."""
+        """An order is not carried out, for this reason."""
         with self._lock:
             future = self._unfinished.pop(key, None)
         if future is not None:

@@ -14,11 +14,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from longshore.deploy.supervisor.log_relay import LogRelay
+from longshore.deploy.supervisor.fork_server import (
+    ForkedProcess,
+    inherited_environment,
+    is_stopped,
+)
+from longshore.deploy.supervisor.fork_servers import ForkServers
+from longshore.deploy.supervisor.log_relay import LogRelay, relay_output
 from longshore.protocol.commands import (
     Command,
     CommandAnswer,
@@ -57,9 +63,6 @@ KILL_TIMEOUT_S: Final = 20.0
 MAX_LATE_S: Final = 2.0
 """If the supervisor itself wakes up so much too late, silence of others means nothing."""
 
-VARIABLE_PREFIX: Final = "LONGSHORE_"
-"""Prefix of the environment variables that are settings of commands."""
-
 
 class ProcessSpec(msgspec.Struct, frozen=True):
     """How to start one process.
@@ -70,6 +73,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
             file is private, and deleted when the process has read it.
     environment: environment variables in addition to the inherited ones, which are those of the
             supervisor without settings.
+    late_environment: likewise, those that nothing reads while the module is imported: a forked
+            process gets them after it.
     pass_fds: file descriptors that the process inherits in addition to its lifeline.
     stop_group: consecutive processes in start order with the same group are stopped together. None:
              the process is stopped by itself.
@@ -89,6 +94,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     module: str
     config: msgspec.Struct
     environment: Mapping[str, str] = {}
+    late_environment: Mapping[str, str] = {}
     pass_fds: tuple[int, ...] = ()
     stop_group: str | None = None
     stopped_by: str | None = None
@@ -120,9 +126,17 @@ class ManagedProcess:
     when it last read Alive, by `time.monotonic`. They are None again while the process reports
     progress, because it waits for a restarted one, except for `alive_s` of a process that is told.
     `was_ready`: it has been ready once. `is_hung`: it was found to hang.
+
+    fork_servers: one of them forks it, if it can.
     """
 
-    def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        runtime_dir: Path,
+        relay: LogRelay,
+        fork_servers: ForkServers | None = None,
+    ) -> None:
         self.spec = spec
         self.name = spec.name
         self.stop_group = spec.stop_group
@@ -142,7 +156,8 @@ class ManagedProcess:
         self._commands: dict[int, Future[CommandAnswer]] = {}
         self._kept_settings: dict[str, Any] = {}
         self.lifeline, child_end = socket.socketpair()
-        with child_end:
+        with contextlib.ExitStack() as descriptors:
+            descriptors.enter_context(child_end)
             config = msgspec.structs.replace(
                 spec.config, lifeline_fd=child_end.fileno(), runtime_dir=str(runtime_dir)
             )
@@ -151,29 +166,36 @@ class ManagedProcess:
             config_file.touch(0o600, exist_ok=False)
             config_file.write_bytes(msgspec.json.encode(config))
             self._config_file: Path | None = config_file
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, str(config_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(child_end.fileno(), *spec.pass_fds),
-                env={**_environment(), **spec.environment},
-                start_new_session=True,
-            )
+            reader, writer = os.pipe()
+            output = open(reader, "rb", buffering=0)  # noqa: SIM115  # its thread closes it
+            descriptors.callback(os.close, writer)
+            try:
+                self._process = _start(
+                    spec, str(config_file), child_end.fileno(), writer, fork_servers, descriptors
+                )
+            except BaseException:
+                output.close()
+                raise
         self.lifeline.setblocking(False)
         _lifelines.add(self.lifeline)
-        assert self._popen.stdout is not None
         self._relay_thread = threading.Thread(
-            target=_relay_output,
-            args=(self._popen.stdout, relay, self),
+            target=relay_output,
+            args=(output, relay, lambda: self.name),
             name=f"log of {spec.name}",
             daemon=True,
         )
         self._relay_thread.start()
 
     @property
+    def pending(self) -> ForkedProcess | None:
+        """Readable when a fork server has forked this process, or will not; then it is to be
+        settled. None if it runs, or has ended."""
+        process = self._process
+        return process if isinstance(process, ForkedProcess) and process.is_pending else None
+
+    @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     def fileno(self) -> int:
         """The lifeline: readable when the child reported something, or died."""
@@ -286,9 +308,9 @@ class ManagedProcess:
             self.alive_s = time.monotonic()
 
     def stopped_s(self) -> float:
-        """For how long the process has been stopped, as by SIGSTOP or a debugger; 0 while it runs.
-        Between two calls, at most MAX_LATE_S count."""
-        if not _is_stopped(self.pid):
+        """Return for how long the process has been stopped, as by SIGSTOP or a debugger; 0 while it
+        runs. Between two calls, at most MAX_LATE_S count."""
+        if not is_stopped(self.pid):
             self._stopped_s, self._seen_stopped_s = 0.0, None
             return 0.0
         now_s = time.monotonic()
@@ -299,7 +321,8 @@ class ManagedProcess:
 
     @property
     def is_unanswered(self) -> bool:
-        """It has not acknowledged yet that processes that it survives are restarted."""
+        """Whether the process has not acknowledged yet that processes that it survives are
+        restarted."""
         return self._must_answer and not self.lifeline_closed
 
     def outlive(self, message: Restarting) -> None:
@@ -320,12 +343,12 @@ class ManagedProcess:
 
     def poll(self) -> int | None:
         """The exit status as in `subprocess`; None while the process runs."""
-        return self._popen.poll()
+        return self._process.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process to end; False if it still runs after `timeout_s`."""
         try:
-            self._popen.wait(max(timeout_s, 0.0))
+            self._process.wait(max(timeout_s, 0.0))
         except subprocess.TimeoutExpired:
             return False
         return True
@@ -334,10 +357,12 @@ class ManagedProcess:
         """Ask the process to shut down, once: one that is ending may handle no signal any more."""
         if not self._is_told_to_stop and self.poll() is None:
             self._is_told_to_stop = True
-            self._popen.send_signal(STOP_SIGNAL)
+            self._process.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
         """Kill the process and its children."""
+        if self.poll() is None and self.pending is not None:
+            self._process.send_signal(signal.SIGKILL)
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             if not self.wait(KILL_TIMEOUT_S):
@@ -381,23 +406,6 @@ class ManagedProcess:
         return msgspec.structs.replace(self.spec, config=config)
 
 
-def _environment() -> dict[str, str]:
-    """The variables that processes inherit. Settings are passed in configuration files, each to the
-    process that uses it; API keys, for example, to gateways only."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)
-    }
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether this child is stopped or traced, by its state in proc(5)."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it has ended
-        return False
-    return status.rpartition(b") ")[2][:1] in (b"T", b"t")  # the name before may have any bytes
-
-
 def signal_name(number: int) -> str:
     """Such as `SIGKILL`, or `signal 40` for a real-time signal, which has no name."""
     try:
@@ -406,8 +414,41 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _relay_output(stream: IO[bytes], relay: LogRelay, process: ManagedProcess) -> None:
-    with stream:
-        while chunk := os.read(stream.fileno(), 65536):
-            relay.feed(process.name, chunk)
-    relay.end(process.name)
+def _start(
+    spec: ProcessSpec,
+    config_file: str,
+    lifeline_fd: int,
+    output_fd: int,
+    fork_servers: ForkServers | None,
+    descriptors: contextlib.ExitStack,
+) -> "subprocess.Popen[bytes] | ForkedProcess":
+    """descriptors: that the process inherits and this one does not need. Raises OSError."""
+    command = [sys.executable, "-P", "-m", spec.module, config_file]
+    pass_fds = (lifeline_fd, *spec.pass_fds)
+
+    def start_interpreter() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            pass_fds=pass_fds,
+            env={**inherited_environment(), **spec.environment, **spec.late_environment},
+            start_new_session=True,
+        )
+
+    if fork_servers is not None:
+        kept = contextlib.ExitStack()
+        forked = fork_servers.fork(
+            spec.module,
+            command,
+            spec.environment,
+            spec.late_environment,
+            (output_fd, *pass_fds),
+            start_anew=start_interpreter,
+            release=kept.close,
+        )
+        if forked is not None:
+            kept.push(descriptors.pop_all())  # a new interpreter would need them
+            return forked
+    return start_interpreter()

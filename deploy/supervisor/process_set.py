@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
+from longshore.deploy.supervisor.fork_server import POLL_S
+from longshore.deploy.supervisor.fork_servers import ForkServers
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import MAX_LATE_S, ManagedProcess, ProcessSpec
 from longshore.protocol.process_limits import memory_limits
@@ -31,16 +33,19 @@ class StopSignal(Waker, Protocol):
 
 
 class ProcessSet:
-    """running: in start order."""
+    """running: in start order. fork_servers: None: all processes are new interpreters."""
 
-    def __init__(self, runtime_dir: Path, relay: LogRelay) -> None:
+    def __init__(
+        self, runtime_dir: Path, relay: LogRelay, fork_servers: ForkServers | None = None
+    ) -> None:
         self._runtime_dir = runtime_dir
         self._relay = relay
+        self.fork_servers = fork_servers
         self.running: list[ManagedProcess] = []
 
     def launch(self, spec: ProcessSpec) -> ManagedProcess:
         """A new process, which is not in `running` yet. Raises OSError."""
-        return ManagedProcess(spec, self._runtime_dir, self._relay)
+        return ManagedProcess(spec, self._runtime_dir, self._relay, self.fork_servers)
 
     def insert(self, process: ManagedProcess) -> None:
         """Add a process to those that are running, with those of its stop group."""
@@ -57,11 +62,19 @@ class ProcessSet:
             for process in self.running:
                 if not process.lifeline_closed:
                     selector.register(process, selectors.EVENT_READ)
+            pending = [each for process in self.running if (each := process.pending) is not None]
+            if pending:
+                timeout_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s)
+            servers = () if self.fork_servers is None else self.fork_servers.running
+            for one in (*pending, *servers):
+                selector.register(one, selectors.EVENT_READ)
             for waker in wakers:
                 selector.register(waker, selectors.EVENT_READ)
             for key, _ in selector.select(timeout_s):
                 if isinstance(key.fileobj, ManagedProcess):
                     key.fileobj.read_lifeline()
+        for one in pending:
+            one.settle()
 
     def forgive_silence(self, due_s: float) -> None:
         """If a wait that was to end at `due_s`, by `time.monotonic`, has ended much later, this

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longshore.protocol.commands import Role
+from longshore.protocol.logs.records import Field, fields
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Replica:
                that was removed.
     num_on_host: number of engines on its host; 0: all are.
     devices: GPUs of its ranks; empty: engines use consecutive groups of GPUs.
+    model: which one of the deployment's models it has.
 
     `worker 1.0` is rank 0 of engine 1.
     """
@@ -24,10 +26,11 @@ class Replica:
     gpu_group: int | None = None
     num_on_host: int = 0
     devices: tuple[int, ...] = ()
+    model: int = 0
 
     @property
     def engine_id(self) -> str:
-        """Also the name of its restart group."""
+        """The engine's id, also the name of its restart group."""
         return f"engine-{self.number}"
 
     @property
@@ -64,3 +67,9 @@ class Replica:
 def replicas(roles: Sequence[Role]) -> list[Replica]:
     """All engines of a deployment. roles: of each."""
     return [Replica(number, len(roles), role) for number, role in enumerate(roles)]
+
+
+def about(group: str) -> dict[str, dict[str, Field]]:
+    """The `extra` argument of a logging call about a restart group: it names the engine, if the
+    group is one."""
+    return fields(engine=group) if group.startswith("engine-") else fields()

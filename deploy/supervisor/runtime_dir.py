@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 
 from longshore.deploy.supervisor.abandoned_dirs import PREFIX, claim, remove_abandoned
+from longshore.deploy.supervisor.home_dir import temp_dir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
 from longshore.protocol.transport.security import CurveKeys, new_secret
@@ -20,6 +21,7 @@ from longshore.protocol.transport.security import CurveKeys, new_secret
 MAX_SOCKET_PATH_BYTES: Final = 107
 _DEATH_NOTE: Final = "death.txt"
 _PROGRESS_NOTE: Final = "progress.txt"
+_URL_NOTE: Final = "url.txt"
 
 
 class RuntimeDir:
@@ -30,7 +32,7 @@ class RuntimeDir:
     """
 
     def __init__(self) -> None:
-        remove_abandoned(Path(tempfile.gettempdir()))
+        remove_abandoned(temp_dir())
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
         self._lock_fd: int | None = claim(self.path)
         self._memory_fds: list[int] = []
@@ -44,7 +46,7 @@ class RuntimeDir:
         return Endpoint(f"ipc://{self.socket_path(name)}", secret=self._secret)
 
     def socket_path(self, name: str) -> Path:
-        """Like `endpoint`, for sockets other than ZMQ's."""
+        """Works like `endpoint`, for sockets other than ZMQ's."""
         path = self.path / f"{name}.sock"
         check_socket_path(path, "Set TMPDIR to a directory with a shorter path.")
         return path
@@ -68,6 +70,14 @@ class RuntimeDir:
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
+    def write_keys(self, content: bytes) -> Path:
+        """Write the file with the API keys, by digest, in place of the former one."""
+        path = self.path / "api-keys.json"
+        new = path.with_suffix(".new")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+        return new.replace(path)
+
     def note_death(self, reason: str) -> None:
         """Record why all processes are stopped, so that gateways can tell their clients."""
         self._note(_DEATH_NOTE, reason)
@@ -75,6 +85,10 @@ class RuntimeDir:
     def note_progress(self, progress: str) -> None:
         """Record the progress of the startup, so that gateways can report it."""
         self._note(_PROGRESS_NOTE, progress)
+
+    def note_url(self, url: str) -> None:
+        """Record where the deployment serves, so that operators can tell it from others."""
+        self._note(_URL_NOTE, url)
 
     def _note(self, name: str, text: str) -> None:
         with contextlib.suppress(OSError):  # the disk may be full, or the directory deleted
@@ -107,6 +121,11 @@ def read_death_note(runtime_dir: Path | None) -> str | None:
 def read_progress_note(runtime_dir: Path | None) -> str | None:
     """What the processes that are not ready are doing; None if not recorded."""
     return _read_note(runtime_dir, _PROGRESS_NOTE)
+
+
+def read_url(runtime_dir: Path) -> str:
+    """Where the deployment of this directory serves."""
+    return _read_note(runtime_dir, _URL_NOTE) or "no URL"
 
 
 def _read_note(runtime_dir: Path | None, name: str) -> str | None:

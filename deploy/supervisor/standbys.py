@@ -19,6 +19,7 @@ import msgspec
 
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet, hang_of
+from longshore.deploy.supervisor.replica import about
 from longshore.deploy.supervisor.restarts import Restarts
 
 logger = logging.getLogger(__name__)
@@ -75,10 +76,10 @@ class Standbys:
                 if is_running and now_s >= each.restarts.due_s:
                     self._start(engine, each, now_s)
             elif (death := self._death_of(each)) is not None:
-                self._replace(each, death)
+                self._replace(engine, each, death)
             elif each.restarts.running_since_s is None and all(p.ready for p in each.standbys):
                 each.restarts.became_ready(now_s)
-                logger.info("%s can take over", _names(each.standbys))
+                logger.info("%s can take over", _names(each.standbys), extra=about(engine))
 
     def due_s(self, engine: str, *, is_running: bool) -> float:
         """When `keep` has something to do, if no process reports before."""
@@ -104,7 +105,9 @@ class Standbys:
                 continue
             standbys, each.standbys, each.restarts = each.standbys, [], _not_started()
             for place, standby in zip(places, standbys, strict=True):
-                logger.info("%s takes the place of %s", standby.name, place.name)
+                logger.info(
+                    "%s takes the place of %s", standby.name, place.name, extra=about(engine)
+                )
                 self._processes.running.remove(standby)
                 standby.take_over(place.next_spec())
             return dict(zip(places, standbys, strict=True))
@@ -113,6 +116,7 @@ class Standbys:
                 "no standby of %s is ready (%s); new processes are started, which takes longer",
                 engine,
                 self._describe(engine),
+                extra=about(engine),
             )
         self.end(engine)
         return {}
@@ -149,9 +153,9 @@ class Standbys:
                 each.standbys.append(standby)
                 self._processes.running.append(standby)
         except OSError as error:  # the disk is full, or there are too many processes
-            self._replace(each, f"standbys of {engine} cannot be started: {error}.")
+            self._replace(engine, each, f"standbys of {engine} cannot be started: {error}.")
 
-    def _replace(self, each: _StandbySet, death: str) -> None:
+    def _replace(self, engine: str, each: _StandbySet, death: str) -> None:
         self._kill(each)
         now_s = time.monotonic()
         each.restarts.died(now_s)
@@ -159,6 +163,7 @@ class Standbys:
             "%s The engine runs on; a new standby is started in %.1f s.",
             death,
             each.restarts.due_s - now_s,
+            extra=about(engine),
         )
 
     def _kill(self, each: _StandbySet) -> None:
@@ -202,6 +207,7 @@ def _spec(process: ManagedProcess, set_number: int, number: int) -> ProcessSpec:
         worker.module,
         config,
         environment=worker.environment,
+        late_environment=worker.late_environment,
         pass_fds=worker.pass_fds,
         restart_group=f"{worker.restart_group} standby{suffix}",
     )

@@ -5,15 +5,21 @@ KV that a tier has stored is found by block hash, so a restarted deployment must
 Whoever knows the seed can guess block hashes, so only the owner may read it.
 """
 
+import hashlib
+import logging
 import os
 import secrets
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from longshore.deploy.supervisor.home_dir import can_create, temporary_home
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.private_files import check_private, read_private
 from longshore.protocol.transport.security import new_secret
+
+logger = logging.getLogger(__name__)
 
 HASH_SEED_BYTES: Final = 32
 _SEED_FILE: Final = "block_hash_seed"
@@ -23,16 +29,26 @@ _OTHER_DIR: Final = "Set state_dir (--state-dir) to a directory that you own and
 
 
 def default_state_dir() -> Path:
-    """`longshore` in the user's state directory (XDG). Raises ConfigError if there is no home."""
+    """`longshore` in the user's state directory (XDG), or `temporary_home()` if it cannot be
+    written to."""
     state_home = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state_home.is_absolute():  # as the XDG specification says
-        try:
-            state_home = Path.home() / ".local" / "state"
-        except RuntimeError as error:
-            raise ConfigError(
-                f"there is no default state directory ({error}). {_OTHER_DIR}"
-            ) from error
-    return state_home / "longshore"
+        state_home = Path(os.path.expanduser("~/.local/state"))  # stays relative without a home
+    path = state_home / "longshore"
+    return path if path.is_absolute() and can_create(path) else temporary_home()
+
+
+@cache
+def _warn_of_temporary(path: Path) -> None:
+    """Once per process, although several of its parts use the directory."""
+    logger.warning(
+        "uid %d has no home directory that it can write to (HOME=%s): %s is the state directory. "
+        "What it keeps, such as the seed that finds stored KV blocks again, is lost with the "
+        "container. To keep it, set --state-dir to a directory on a volume",
+        os.geteuid(),
+        os.environ.get("HOME", ""),
+        path,
+    )
 
 
 class StateDir:
@@ -44,6 +60,8 @@ class StateDir:
         Raises ConfigError if it cannot be created, or if other users can use it.
         """
         self.path = default_state_dir() if path is None else Path(path)
+        if path is None and self.path == temporary_home():
+            _warn_of_temporary(self.path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -100,6 +118,12 @@ class StateDir:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def reasoning_key(hash_seed: bytes) -> bytes:
+    """The key of gateways for reasoning that clients keep. Derived from the seed, which all nodes
+    have, and of which it tells nothing."""
+    return hashlib.blake2b(b"reasoning of clients", key=hash_seed, digest_size=32).digest()
 
 
 def read_block_hash_seed(path: Path) -> bytes:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, TextIO
 
+from longshore.deploy.supervisor.fork_server import ForkServer
+from longshore.deploy.supervisor.fork_servers import ForkServers
 from longshore.deploy.supervisor.group_restarts import GroupRestarts
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
@@ -41,21 +43,32 @@ class Supervisor:
 
     stream: receives the processes' output, each line with the process name.
     format_line: format of these lines.
+    fork_server: forks the workers; None: they are new interpreters. The supervisor ends it.
     orders: what an operator has ordered; `keep_running` carries it out.
     """
 
     def __init__(
-        self, runtime_dir: RuntimeDir, stream: TextIO, format_line: LineFormat = text_line
+        self,
+        runtime_dir: RuntimeDir,
+        stream: TextIO,
+        format_line: LineFormat = text_line,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.runtime_dir = runtime_dir
-        self._set = ProcessSet(runtime_dir.path, LogRelay(stream, format_line))
+        relay = LogRelay(stream, format_line)
+        self._fork_servers = None if fork_server is None else ForkServers(relay, fork_server)
+        self._set = ProcessSet(runtime_dir.path, relay, self._fork_servers)
         self.orders = Orders()
         self._history = RestartHistory(runtime_dir.path)
 
     @property
     def processes(self) -> list[ManagedProcess]:
-        """In start order."""
+        """The processes in start order."""
         return self._set.running
+
+    def memory_of_fork_servers(self) -> dict[int, int]:
+        """See ForkServers."""
+        return {} if self._fork_servers is None else self._fork_servers.memory()
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -263,6 +276,8 @@ class Supervisor:
         for process in self.processes:
             process.close()
         self.processes.clear()
+        if self._fork_servers is not None:
+            self._fork_servers.close()
         self.runtime_dir.remove()
 
 

@@ -66,14 +66,16 @@ ALL_FAULTS: Final = Faults(
     unreported=0.1,
     max_unreported_blocks=POOL_BLOCKS // 4,
 )
+FAILED_LOADS: Final = Faults(failed_load=0.6)
 KINDS_OF_FAULTS: Final[Mapping[str, Faults]] = {
     "none": NO_FAULTS,
     "lookups": Faults(ask_later=0.4, partial=0.5, failed_lookup=0.2),
-    "failed loads": Faults(failed_load=0.6),
+    "failed loads": FAILED_LOADS,
     "late and repeated reports": Faults(late=0.7, duplicate=0.5),
     "missing reports": Faults(unreported=0.3, max_unreported_blocks=POOL_BLOCKS // 3),
     "all": ALL_FAULTS,
 }
+KINDS_OF_A_VARIANT: Final = ("none", "all")
 SHORT_TIMEOUT: Final = {"load_timeout_s": 0.2}
 REMOTE_TIMEOUT: Final = {"load_timeout_s": 0.4}
 """For engines whose loads may never be reported, in one process and in several."""
@@ -159,8 +161,9 @@ class ConnectorConformance:
     num_seeds: number of random runs per kind of fault.
     is_variant: another class tests the same connector, and this one has other options for it, such
                as another tier. What concerns the connector's own code alone is not repeated: of
-               the hooks, only FEW_HOOKS raise, and of the engines with real processes, all faults
-               occur only in that with two stages, whose ranks store blocks of different sizes.
+               the hooks, only FEW_HOOKS raise; faults of one kind alone do not occur; and of the
+               engines with real processes, all faults occur only in that with two stages, whose
+               ranks store blocks of different sizes.
     survives_restart: an engine finds what an earlier one has stored.
     """
 
@@ -221,11 +224,13 @@ class ConnectorConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "hook" in metafunc.fixturenames:
             metafunc.parametrize("hook", FEW_HOOKS if self.is_variant else HOOKS)
+        if "kind" in metafunc.fixturenames:
+            kinds = KINDS_OF_A_VARIANT if self.is_variant else tuple(KINDS_OF_FAULTS)
+            metafunc.parametrize("kind", kinds)
         if "ranks" in metafunc.fixturenames:
             names = ["two stages"] if self.is_variant else list(RANKS)
             metafunc.parametrize("ranks", [RANKS[name] for name in names], ids=names)
 
-    @pytest.mark.parametrize("kind", KINDS_OF_FAULTS)
     def test_random_requests_get_their_tokens_and_nothing_is_left(
         self, kind: str, prompts: list[KnownPrompt], tmp_path: Path
     ) -> None:
@@ -248,13 +253,11 @@ class ConnectorConformance:
         if kind == "none":
             assert num_hits, "nothing was loaded"
 
-    @pytest.mark.parametrize("kind", ["none", "failed loads"])
+    @pytest.mark.parametrize("faults", [NO_FAULTS, FAILED_LOADS], ids=["none", "failed loads"])
     def test_steps_without_memory_are_computed_again(
-        self, kind: str, prompts: list[KnownPrompt], tmp_path: Path
+        self, faults: Faults, prompts: list[KnownPrompt], tmp_path: Path
     ) -> None:
-        with opened(
-            self.in_process(tmp_path, KINDS_OF_FAULTS[kind], 0, max_num_batched_tokens=BUDGET)
-        ) as engine:
+        with opened(self.in_process(tmp_path, faults, 0, max_num_batched_tokens=BUDGET)) as engine:
             assert isinstance(engine, InProcessEngine)
             hooks = engine.worker.connector
             if hooks is None or not hooks.may_repeat_steps:
@@ -339,9 +342,9 @@ class ConnectorConformance:
         plan = self.plan(tmp_path, ALL_FAULTS, 0, **REMOTE_TIMEOUT, **ranks)
         with opened(RemoteEngine(plan)) as engine:
             player = self.player(engine, prompts, seed=0)
-            player.play(2 * NUM_REQUESTS)
+            player.play(NUM_REQUESTS)
             settle(engine)
-            player.play(NUM_REQUESTS)  # on the same blocks
+            player.play(NUM_REQUESTS // 2)  # on the same blocks
             settle(engine, lambda: plan.options.num_ranks * ALL_FAULTS.max_unreported_blocks)
 
     def test_a_prompt_evicted_from_the_device_is_loaded(

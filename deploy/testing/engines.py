@@ -12,11 +12,11 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import EnginePlan, plan_engine
+from longshore.deploy.settings.options import engine_options
+from longshore.deploy.supervisor.engine_plan import EnginePlan, plan_engine
 from longshore.protocol.statistics import BlockSnapshot, BlockState
 
 AnyEngine: TypeAlias = InProcessEngine | RemoteEngine

@@ -160,7 +160,7 @@ class _Chance:
         time.sleep(DELAY_S if what == "delay" else NEVER_S)
 
     def some(self, block_ids: Sequence[int]) -> list[int]:
-        """At least one of these blocks."""
+        """Choose at least one of these blocks."""
         return self.random.sample(block_ids, self.random.randint(1, len(block_ids)))
 
 
@@ -190,7 +190,7 @@ def _counted_for_plan(hook: str) -> Any:
 class FaultyConnector(SchedulerConnector):
     """The scheduler half. `num_calls` counts the calls of its hooks."""
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
     uses_shared_memory: ClassVar[bool] = True  # in case the wrapped connector does
     worker_half: ClassVar[str] = "longshore.testing.faults:FaultyWorker"
 
@@ -219,6 +219,7 @@ class FaultyConnector(SchedulerConnector):
         self.can_swap = self.wrapped.can_swap
         self.needs_every_step = self.wrapped.needs_every_step
         self.reads_ahead = self.wrapped.reads_ahead
+        self.chunk_blocks = self.wrapped.chunk_blocks
         self.min_wait_s = self.wrapped.min_wait_s
         self.names_answers = self.wrapped.names_answers
         self.num_leasable_blocks = self.wrapped.num_leasable_blocks
@@ -336,7 +337,7 @@ class FaultyWorker(WorkerConnector[BoundPlan]):
         reported, and never will.
     """
 
-    contract_version: ClassVar[int] = 1
+    contract_version: ClassVar[int] = 2
 
     handle_preemptions = _counted_for_plan("handle_preemptions")
     get_kv_connector_stats = _counted("get_kv_connector_stats")

@@ -10,7 +10,7 @@ from typing import Any, Final
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
-from longshore.deploy.supervisor.engine_config import EnginePlan
+from longshore.deploy.supervisor.engine_plan import EnginePlan
 from longshore.protocol.sampling import SamplingParams
 from longshore.testing.engines import MAX_REQUEST_BLOCKS, opened, plan_of
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from longshore.connectors.encoder_registry import BUILT_IN
 from longshore.connectors.registry import parse_options
-from longshore.deploy.cli.options import SPLIT_ONLY, ServeOptions
+from longshore.deploy.settings.options import SPLIT_ONLY, ServeOptions
 from longshore.deploy.supervisor.connector_options import (
     PULL_CONNECTORS,
     can_pull,
@@ -196,7 +196,7 @@ def hands_over_encoder_outputs(engine: Engine) -> bool:
 
 
 def encoder_options(engine: Engine) -> dict[str, Any]:
-    """As they are in the file."""
+    """The options as they are in the file."""
     return parse_options(engine.options.ec_connector_config, "--ec-connector-config")
 
 

@@ -19,25 +19,21 @@
 All nodes have the same file. It contains no secret: keys are files on each node.
 """
 
-import difflib
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from longshore.deploy.cli.options import EngineOptions, ServeOptions
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.settings.options import EngineOptions, ServeOptions
+from longshore.deploy.settings.tables import read_toml, readable, with_table
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.model_files import open_regular
 
-MAX_FILE_BYTES: Final = 1 << 20
 MAX_NODES: Final = 256
 MAX_ENGINES: Final = 256
 PORTS_PER_ENGINE: Final = 4
@@ -57,6 +53,7 @@ _ELSEWHERE: Final = {
     "api_key": "keys are secrets, and this file has none; use api_key_file or LONGSHORE_API_KEY",
     "kv_events_endpoint": "events are published at the address of the node",
     "kv_events_replay_endpoint": "events are published at the address of the node",
+    "idle_sleep_s": "use `longshore admin sleep` and `wake` on the nodes of the engines",
     "topology": "it is this file",
     "launcher": "it is an option of `longshore serve`",
 }
@@ -203,20 +200,8 @@ class Topology:
 def read_topology(path: Path) -> Topology:
     """Raises ConfigError, with the path of the key, for a file that cannot be read, unknown keys
     and values of wrong types. `check_topology` finds the other errors."""
-    try:
-        with open_regular(path) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"topology {path} cannot be read: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"topology {path} has more than {MAX_FILE_BYTES} bytes")
-    try:
-        read = msgspec.convert(tomllib.loads(content.decode()), _File)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"topology {path} is not valid TOML: {error}") from error
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ConfigError(f"topology {path}: {_readable(error)}") from error
-    settings = _settings(path, "settings", read.settings, ServeOptions(topology=path), ())
+    read, content = read_toml(path, _File, "topology")
+    settings = _settings(path, "settings", read.settings, ServeOptions(topology=path))
     if settings.api_key_file is not None and settings.scheduling_policy is None:
         settings = replace(settings, scheduling_policy="fair")  # nodes of engines lack the file
     if settings.routing_policy == "prefix_aware":
@@ -242,7 +227,7 @@ def _node(path: Path, name: str, entry: dict[str, Any]) -> Node:
     try:
         return msgspec.convert(entry, Node)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"topology {path}: {_readable(error, f'nodes.{name}')}") from error
+        raise ConfigError(f"topology {path}: {readable(error, f'nodes.{name}')}") from error
 
 
 def _engine(path: Path, number: int, entry: dict[str, Any], common: ServeOptions) -> Engine:
@@ -257,10 +242,10 @@ def _engine(path: Path, number: int, entry: dict[str, Any], common: ServeOptions
     try:
         read = msgspec.convert(own, _EngineEntry)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"topology {path}: {_readable(error, where)}") from error
+        raise ConfigError(f"topology {path}: {readable(error, where)}") from error
     assert isinstance(read.node, str)
     others = {name: value for name, value in entry.items() if name not in own}
-    options = _settings(path, where, others, common, tuple(own))
+    options = _settings(path, where, others, common)
     if read.devices and len(read.devices) != options.num_ranks:
         raise ConfigError(
             f"topology {path}: {where}.devices has {len(read.devices)} GPUs, but "
@@ -280,55 +265,19 @@ def _settings(
     where: str,
     values: Mapping[str, Any],
     base: ServeOptions,
-    own: tuple[str, ...],
 ) -> ServeOptions:
     """`base` with the values of a table of settings."""
     is_engine = where != "settings"
-    known = [each.name for each in fields(EngineOptions if is_engine else ServeOptions)]
-    for name in values:
-        advice = _ELSEWHERE.get(name)
-        if advice is None and is_engine and name in _COMMON_ONLY:
-            advice = "it is the same for all engines; set it in [settings]"
-        if advice is not None:
-            raise ConfigError(f"topology {path}: {where}.{name} cannot be set here: {advice}")
-        if name not in known:
-            others = [*known, *_EngineEntry.__struct_fields__] if is_engine else known
-            nearest = difflib.get_close_matches(name, others, n=1, cutoff=0.7)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ConfigError(f"topology {path}: {where}.{name} is not a setting{hint}")
-    given = dict(values)
-    for name in ("kv_connector_config", "ec_connector_config"):
-        if isinstance(given.get(name), dict):
-            given[name] = msgspec.json.encode(given[name]).decode()
-    try:  # the types first; values are checked by the class, which knows all of them
-        read = msgspec.convert(given, _typed_settings(), dec_hook=_path)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"topology {path}: {_readable(error, where)}") from error
-    try:
-        return replace(base, **{name: getattr(read, name) for name in given})
-    except ConfigError as error:
-        raise ConfigError(f"topology {path}: {where}: {error}") from error
-
-
-@cache
-def _typed_settings() -> type[msgspec.Struct]:
-    """The settings with their types only: values of one table are not complete."""
-    hints = get_type_hints(ServeOptions)
-    return msgspec.defstruct(
-        "Settings", [(each.name, hints[each.name], msgspec.UNSET) for each in fields(ServeOptions)]
+    known = fields(EngineOptions if is_engine else ServeOptions)
+    elsewhere = dict(_ELSEWHERE)
+    if is_engine:
+        advice = "it is the same for all engines; set it in [settings]"
+        elsewhere |= dict.fromkeys(_COMMON_ONLY, advice)
+    return with_table(
+        base,
+        values,
+        f"topology {path}: {where}",
+        known=[each.name for each in known],
+        others=_EngineEntry.__struct_fields__ if is_engine else (),
+        elsewhere=elsewhere,
     )
-
-
-def _path(kind: type, value: object) -> object:
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    raise TypeError(f"Expected `str`, got {type(value).__name__}")
-
-
-def _readable(error: Exception, where: str = "") -> str:
-    """msgspec's message, with the path of the key in front: `engines[0].port: Expected ...`."""
-    message, _, path = str(error)[:1000].partition(" - at `")
-    path = path.rstrip("`").removeprefix("key in ").removeprefix("$").lstrip(".")
-    parts = [part for part in (where, path) if part]
-    joined = ".".join(parts)
-    return f"{joined}: {message}" if joined else message

@@ -1,6 +1,6 @@
 """What one node of a deployment starts, and how its gateways reach the engines of other nodes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,8 +8,8 @@ import msgspec
 
 from longshore.connectors.pull.options import PullOptions, url_host
 from longshore.connectors.registry import parse_options
-from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.gateway.key_file import read_key_file
+from longshore.deploy.settings.options import ServeOptions
 from longshore.deploy.supervisor.connector_options import (
     map_pull_options,
     pull_options,
@@ -30,6 +30,7 @@ from longshore.deploy.topology.checks import (
 from longshore.deploy.topology.file import Engine, Topology
 from longshore.deploy.topology.keys import check_transfer_secret, read_hash_seed, read_node_keys
 from longshore.protocol.commands import EngineMember, Role
+from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventSource
 from longshore.protocol.transport.channel import Endpoint
 from longshore.protocol.transport.security import CurveKeys
@@ -56,6 +57,7 @@ class NodePlan:
     num_gateways_elsewhere: of other nodes.
     name:       of the node; None: the deployment has no others.
     hash_seed:  of block hashes; None: that of the state directory.
+    of_models:  settings of each of several models; empty: there is one, with `options`.
     """
 
     options: ServeOptions
@@ -68,16 +70,32 @@ class NodePlan:
     num_gateways_elsewhere: int = 0
     name: str | None = None
     hash_seed: bytes | None = field(default=None, repr=False)
+    of_models: tuple[ServeOptions, ...] = ()
+
+    def options_of(self, model: int) -> ServeOptions:
+        """The settings of a model, by its place."""
+        return self.of_models[model] if self.of_models else self.options
 
     @property
     def replicas(self) -> list[Replica]:
         """The engines that it starts."""
         return [engine.replica for engine in self.engines]
 
+    def replicas_of(self, model: int) -> list[Replica]:
+        """Those of a model, by its place."""
+        return [replica for replica in self.replicas if replica.model == model]
 
-def whole_deployment(options: ServeOptions) -> NodePlan:
-    """The plan of a deployment without a topology: equal engines on one host. Raises ConfigError
-    for settings that do not fit."""
+
+def whole_deployment(options: ServeOptions, of_models: Sequence[ServeOptions] = ()) -> NodePlan:
+    """The plan of a deployment without a topology: on one host, equal engines for each model.
+    Raises ConfigError for settings that do not fit.
+
+    of_models: settings of each of several models; empty: there is one, with `options`.
+    """
+    if len(of_models) > 1:
+        return _several_models(options, of_models)
+    if of_models:
+        (options,) = of_models
     if options.scheduling_policy is None and options.api_key_file is not None:
         keys = read_key_file(options.api_key_file, options.share_prefix_cache)
         if len(keys) > 1:
@@ -94,6 +112,43 @@ def whole_deployment(options: ServeOptions) -> NodePlan:
         options.roles,
         options.gateways,
         pulls={} if pull is None else {replica.number: pull for replica in engines},
+    )
+
+
+def _several_models(options: ServeOptions, of_models: Sequence[ServeOptions]) -> NodePlan:
+    """Engines have consecutive numbers and GPUs, in the order of the models."""
+    if options.prefill:
+        raise ConfigError(
+            f"prefill={options.prefill} and decode={options.decode} are for a server of one model, "
+            f"and {len(of_models)} are given. Start one server for each."
+        )
+    plans = [whole_deployment(each) for each in of_models]
+    num_engines = sum(len(plan.engines) for plan in plans)
+    engines: list[NodeEngine] = []
+    pulls: dict[int, PullOptions] = {}
+    first_gpu = 0
+    for model, plan in enumerate(plans):
+        for engine in plan.engines:
+            uses_gpus = engine.options.device != "cpu"
+            end_gpu = first_gpu + (engine.options.num_ranks if uses_gpus else 0)
+            replica = replace(
+                engine.replica,
+                number=len(engines),
+                count=num_engines,
+                devices=tuple(range(first_gpu, end_gpu)),
+                model=model,
+            )
+            if engine.replica.number in plan.pulls:
+                pulls[replica.number] = plan.pulls[engine.replica.number]
+            engines.append(replace(engine, replica=replica))
+            first_gpu = end_gpu
+    return NodePlan(
+        options,
+        tuple(engines),
+        tuple(engine.replica.role for engine in engines),
+        options.gateways,
+        pulls=pulls,
+        of_models=tuple(plan.options for plan in plans),
     )
 
 

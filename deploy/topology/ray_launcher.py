@@ -18,6 +18,7 @@ from longshore.deploy.topology.file import Topology
 from longshore.deploy.topology.node_plan import devices_of
 from longshore.deploy.topology.node_runner import NodeRunner, NodeStatus
 from longshore.protocol.errors import ConfigError, EngineDead
+from longshore.protocol.install_command import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            f"--launcher ray needs the package ray ({error}). Run pip install 'longshore[ray]' on "
+            f"--launcher ray needs the package ray ({error}). Run {install_command('ray')} on "
             "all nodes, or start `longshore node` on each without Ray."
         ) from error
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from longshore.deploy.trace.reading import BEGINS, Trace
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 MAX_POINTS: Final = 2000
 """Of a line: more cannot be told apart in a picture."""
@@ -26,7 +27,7 @@ def plot_trace(trace: Trace, folder: Path) -> list[Path]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib; run pip install 'longshore[research]'") from None
+        raise ConfigError(f"plots need matplotlib; run {install_command('research')}") from None
     folder.mkdir(parents=True, exist_ok=True)
     style: dict[Any, Any] = {
         "axes.edgecolor": _MUTED,

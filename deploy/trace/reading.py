@@ -92,14 +92,14 @@ class RequestLife:
 
     @property
     def queue_s(self) -> float | None:
-        """From the queue to the first row."""
+        """Time from the queue to the first row."""
         if self.queued_s is None or self.admitted_s is None:
             return None
         return self.admitted_s - self.queued_s
 
     @property
     def first_token_s(self) -> float | None:
-        """From the queue to the first output token."""
+        """Time from the queue to the first output token."""
         if self.queued_s is None or self.first_output_s is None:
             return None
         return self.first_output_s - self.queued_s
@@ -157,6 +157,12 @@ def read_trace(path: Path) -> Trace:
         raise BadTrace(f"{path} cannot be read: {error.strerror}") from error
 
 
+class _Format(msgspec.Struct):
+    """What the first record of a trace has in all formats; one that is cut may lack it."""
+
+    format: int = TRACE_FORMAT
+
+
 class _Builder:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -178,6 +184,8 @@ class _Builder:
     def _records(self, file: IO[bytes]) -> Iterator[tuple[int, TraceRecord]]:
         for number, line in enumerate(file, 1):
             try:
+                if number == 1:
+                    self._check_format(line)
                 record = self._decoder.decode(line)
             except msgspec.MsgspecError as error:
                 if not line.endswith(b"\n") and number > 1:  # the process was killed
@@ -187,15 +195,19 @@ class _Builder:
                 raise BadTrace(f"{self._path}, line {number}: {error}.{hint}") from error
             yield number, record
 
+    def _check_format(self, first_line: bytes) -> None:
+        """Before the record is decoded, whose other fields depend on the format."""
+        found = msgspec.json.decode(first_line, type=_Format).format
+        if found != TRACE_FORMAT:
+            raise BadTrace(
+                f"{self._path}, line 1: the trace has format {found}, and this version of "
+                f"longshore reads format {TRACE_FORMAT}. Use the version that wrote it."
+            )
+
     def _take(self, record: TraceRecord) -> None:
         trace = self._trace
         match record:
             case TraceBegin():
-                if record.format != TRACE_FORMAT:
-                    raise BadTrace(
-                        f"the trace has format {record.format}, and this version of longshore "
-                        f"reads format {TRACE_FORMAT}. Use the version that wrote it."
-                    )
                 if trace.begin is not None:
                     raise BadTrace("a second trace begins. Give one file per engine.")
                 trace.begin = record

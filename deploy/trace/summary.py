@@ -11,7 +11,7 @@ from longshore.deploy.trace.reading import BEGINS, Trace
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of `count` values."""
+    """The spread of `count` values."""
 
     count: int
     mean: float
@@ -22,7 +22,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures that do not occur are None.
+    """The summary of a trace. Figures that do not occur are None.
 
     num_queried_tokens: of admitted requests; the hit tokens are a part of them.
     mean_occupancy: share of the blocks that requests hold, over the time in which steps run.
@@ -63,7 +63,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """None without values; a None among them does not count."""
+    """Return the spread, or None without values; a None among them does not count."""
     known = [value for value in values if value is not None]
     if not known:
         return None

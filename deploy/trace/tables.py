@@ -7,6 +7,7 @@ import msgspec
 
 from longshore.deploy.trace.reading import RequestLife, Step, Trace
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 
 def export_parquet(trace: Trace, folder: Path) -> dict[str, int]:
@@ -17,7 +18,7 @@ def export_parquet(trace: Trace, folder: Path) -> dict[str, int]:
         from pyarrow import parquet
     except ImportError:
         raise ConfigError(
-            "an export to Parquet needs pyarrow; run pip install 'longshore[research]'"
+            f"an export to Parquet needs pyarrow; run {install_command('research')}"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}

@@ -1,27 +1,15 @@
 """Checks of single settings: each raises ConfigError naming the setting."""
 
 import re
-from typing import Final
 
 from longshore.protocol.errors import ConfigError
-
-MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+from longshore.protocol.settings import MAX_TIMEOUT_S
 
 
 def check_device(device: str) -> None:
     """Raise ConfigError unless `device` is auto, cpu, cuda or cuda:N."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N")
-
-
-def check_context_parallel_size(size: int, tensor_parallel_size: int) -> None:
-    """Raise ConfigError unless the shards can be divided into groups of `size`."""
-    if tensor_parallel_size % size:
-        raise ConfigError(
-            f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
-            f"{tensor_parallel_size}, whose workers form the groups that share tokens. Use a "
-            "divisor of tensor_parallel_size."
-        )
 
 
 def check_range(name: str, value: int | None, minimum: int, maximum: int) -> None:

@@ -5,11 +5,14 @@ always the case is taken with a warning. Every other one is rejected with what t
 docs/coming_from_vllm.md lists them; a test compares.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from longshore.protocol.errors import ConfigError
+import msgspec
+
+from longshore.protocol.errors import ConfigError, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +25,54 @@ RENAMED: Final = {
 }
 """vLLM's name: ours."""
 
+CONFIGS: Final[dict[str, dict[str, str]]] = {
+    "kv_events_config": {
+        "enable_kv_cache_events": "enable_kv_cache_events",
+        "endpoint": "kv_events_endpoint",
+        "replay_endpoint": "kv_events_replay_endpoint",
+        "buffer_steps": "kv_events_buffer",
+        "topic": "kv_events_topic",
+    },
+    "kv_transfer_config": {
+        "kv_connector": "kv_connector",
+        "kv_role": "kv_role",
+        "kv_connector_extra_config": "kv_connector_config",
+        "kv_load_failure_policy": "load_failure_policy",
+    },
+}
+"""vLLM's settings that are objects: name of a field: our setting."""
+
+CONFIGS_WITHOUT_EFFECT: Final = {
+    "kv_events_config": ("publisher", "hwm", "max_queue_size"),
+    "kv_transfer_config": (
+        "engine_id",
+        "kv_buffer_device",
+        "kv_buffer_size",
+        "kv_parallel_size",
+        "kv_rank",
+    ),
+}
+"""Fields that are taken with a warning; any other field is rejected."""
+
+CONNECTORS: Final = {
+    "DecodeBenchConnector": "decode_bench",
+    "ExampleConnector": "example",
+    "ExampleHiddenStatesConnector": "hidden_states",
+    "FlexKVConnectorV1": "flexkv",
+    "LMCacheConnectorV1": "lmcache",
+    "LMCacheMPConnector": "lmcache_mp",
+    "MoRIIOConnector": "moriio",
+    "MooncakeConnector": "mooncake",
+    "NixlConnector": "nixl",
+    "OffloadingConnector": "offloading",
+    "P2pNcclConnector": "p2p_nccl",
+    "SharedStorageConnector": "example",
+    "SimpleCPUOffloadConnector": "simple_cpu",
+}
+"""vLLM's name of a connector: ours."""
+
 SHORT_FLAGS: Final = {
+    "-O": "--compilation-config",
     "-asc": "--api-server-count",
     "-dp": "--data-parallel-size",
     "-ep": "--enable-expert-parallel",
@@ -36,8 +86,13 @@ RENAMED_VALUES: Final = {
     ("attention_backend", "TRITON_ATTN"): "triton",
     ("dtype", "float"): "float32",
     ("dtype", "half"): "float16",
+    ("load_format", "gguf"): "auto",
     ("load_format", "safetensors"): "auto",
     ("kv_cache_dtype", "fp8"): "fp8_e4m3",
+    ("quantization", "awq_marlin"): "awq",
+    ("quantization", "gpt_oss_mxfp4"): "mxfp4",
+    ("quantization", "gptq_marlin"): "gptq",
+    ("quantization", "modelopt_fp4"): "modelopt",
     ("structured_output_backend", "guidance"): "llguidance",
 }
 """Name and vLLM's value: ours."""
@@ -104,6 +159,7 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     ),
     "chat_template_content_format": (("auto", "string"), "templates get the text of messages"),
     "code_revision": ((), "code from model folders is never run"),
+    "collect_detailed_traces": ((), "spans have the times of queue, prefill, decode and transfers"),
     "config_format": (("auto", "hf"), _FOLDER),
     "convert": (("auto", "none", "embed"), _ROLE),
     "cpu_offload_gb": ((0,), "weights stay on the device; tensor_parallel_size splits them"),
@@ -111,7 +167,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "data_parallel_backend": (("mp",), _HOSTS),
     "data_parallel_rank": ((), _HOSTS),
     "data_parallel_size_local": ((), _HOSTS),
-    "default_chat_template_kwargs": (({},), "use chat_template_kwargs in requests"),
     "disable_hybrid_kv_cache_manager": ((False,), "all KV cache groups share one pool"),
     "disable_sliding_window": ((False,), "the model's windows are used"),
     "distributed_executor_backend": (("mp", "uni"), "workers are processes of one machine"),
@@ -135,10 +190,8 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "hf_token": ((), "set HF_TOKEN"),
     "ignore_patterns": ((), "only the files that are needed are downloaded"),
     "kv_cache_memory_bytes": ((), "use num_blocks; `longshore doctor --plan MODEL` converts"),
-    "kv_events_config": ((), "use enable_kv_cache_events and the settings kv_events_*"),
     "kv_offloading_backend": ((), "use kv_connector=offloading and kv_connector_config"),
     "kv_offloading_size": ((), "use kv_connector=offloading and kv_connector_config"),
-    "kv_transfer_config": ((), "use kv_connector, kv_role and kv_connector_config"),
     "limit_mm_per_prompt": (({},), "models with images are not supported"),
     "log_config_file": ((), "use log_level and log_format"),
     "logits_processors": (([],), "samplers run in the worker process, which takes no functions"),
@@ -154,7 +207,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "model_loader_extra_config": (({},), "weights are read from safetensors files"),
     "nnodes": ((1,), _HOSTS),
     "num_scheduler_steps": ((1,), "async_scheduling keeps the device busy between steps"),
-    "otlp_traces_endpoint": ((), "only the trace ids of requests are logged"),
     "override_generation_config": (({},), "change generation_config.json of the model folder"),
     "override_pooler_config": (
         (),
@@ -165,7 +217,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
         "pooling settings are those of the model folder; requests can change them",
     ),
     "prefix_caching_hash_algo": (("sha256",), "block hashes are seeded sha256"),
-    "quantization": ((), "the format is that of the checkpoint"),
     "reasoning_parser_plugin": (("",), "use reasoning_parser=package.module:Class"),
     "response_role": (("assistant",), "answers have the role assistant"),
     "return_tokens_as_token_ids": ((False,), "use return_tokens_as_token_ids in requests"),
@@ -199,44 +250,126 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
 def translate_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with vLLM's names, by ours. Raises ConfigError for what does not exist here."""
     translated: dict[str, Any] = {}
+
+    def add(own: str, value: Any, shown: str) -> None:
+        if own in translated or (own != shown and own in settings):
+            raise ConfigError(f"{shown} and {own} are the same setting; remove one of them")
+        translated[own] = value
+
     for name, value in settings.items():
         if name in _KNOWN:
             _check(name, value, shown=name)
-            continue
-        own = RENAMED.get(name, name)
-        if own != name and own in settings:
-            raise ConfigError(f"{name} and {own} are the same setting; remove one of them")
-        if isinstance(value, str):
-            value = RENAMED_VALUES.get((own, value), value)
-        translated[own] = value
+        elif name in CONFIGS:
+            for own, each in _settings_of(name, value, shown=name).items():
+                add(own, each, name)
+        else:
+            own = RENAMED.get(name, name)
+            if isinstance(value, str):
+                value = RENAMED_VALUES.get((own, value), value)
+            add(own, value, name)
     return translated
 
 
 def translate_flags(tokens: Sequence[str]) -> list[str]:
-    """The same for the arguments of a command. Underscores in flags become hyphens."""
+    """Translate the arguments of `serve` in the same way. Underscores in flags become hyphens."""
     translated: list[str] = []
+    configs: dict[str, dict[str, Any]] = {}
     rest = list(tokens)
+    # Only then are further words after --served-model-name more names, as in vLLM.
+    has_model = len(rest) > 1 and rest[0] == "serve" and not rest[1].startswith("-")
     while rest:
         token = rest.pop(0)
-        flag, equals, value = SHORT_FLAGS.get(token, token).partition("=")
+        flag, equals, value = _without_short_flag(token).partition("=")
         if not flag.startswith("--") or flag == "--":
             translated.append(token)
             continue
-        name = flag[2:].replace("-", "_")
+        name, _, field = flag[2:].replace("-", "_").partition(".")
         setting = name[3:] if name.startswith("no_") and name[3:] in _KNOWN else name
-        if setting in _KNOWN:
+        if setting in _KNOWN or setting in CONFIGS:
             is_switch = setting in FLAGS_WITHOUT_VALUE or False in REJECTED.get(setting, ((),))[0]
             if not is_switch and not equals:
                 value = rest.pop(0) if rest else ""
-            given = value if not is_switch else name == setting
-            _check(setting, given, shown=f"--{setting.replace('_', '-')}")
+            if setting in CONFIGS:
+                _merge(configs.setdefault(setting, {}), field, value, shown=_flag(setting))
+            else:
+                _check(setting, value if not is_switch else name == setting, shown=_flag(setting))
             continue
         own = RENAMED.get(name, name)
+        if own == "served_model_name" and has_model and not equals:
+            names = list(itertools.takewhile(lambda each: not each.startswith("-"), rest))
+            translated += [f"{_flag(own)}={each}" for each in names] or [_flag(own)]
+            del rest[: len(names)]
+            continue
         if not equals and rest and (own, rest[0]) in RENAMED_VALUES:
             rest[0] = RENAMED_VALUES[own, rest[0]]
-        own_value = RENAMED_VALUES.get((own, value), value)
-        translated.append(f"--{own.replace('_', '-')}{equals}{own_value}")
+        translated.append(f"{_flag(own)}{equals}{RENAMED_VALUES.get((own, value), value)}")
+    for name, config in configs.items():
+        for own, value in _settings_of(name, config, shown=_flag(name)).items():
+            flag = _flag(f"no_{own}" if value is False else own)
+            translated.append(flag if isinstance(value, bool) else f"{flag}={value}")
     return translated
+
+
+def _flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
+def _without_short_flag(token: str) -> str:
+    if token.startswith("-O") and token != "-O":  # -O3
+        return f"--compilation-config={token[2:]}"
+    flag, equals, value = token.partition("=")
+    return f"{SHORT_FLAGS.get(flag, flag)}{equals}{value}"
+
+
+def _merge(config: dict[str, Any], path: str, text: str, shown: str) -> None:
+    """Add what a flag gives: a whole object as JSON, or the value at `path`, as in
+    `--kv-transfer-config.kv_role kv_both`."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        if not path:
+            raise ConfigError(f"{shown} is not a JSON object: {shortened(text)}") from None
+        value = text
+    *parents, last = path.split(".") if path else [""]
+    for name in parents:
+        config = config.setdefault(name, {})
+    if path:
+        config[last] = value
+    elif isinstance(value, dict):
+        config.update(value)
+    else:
+        raise ConfigError(f"{shown} is not a JSON object: {shortened(text)}")
+
+
+def _settings_of(name: str, config: Any, *, shown: str) -> dict[str, Any]:
+    """Our settings for one of CONFIGS. Raises ConfigError for fields that do not exist here."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{shown} must be a dict with the fields {', '.join(CONFIGS[name])}")
+    settings: dict[str, Any] = {}
+    config = dict(config)
+    module = config.pop("kv_connector_module_path", None)
+    for field, value in config.items():
+        if value is None:
+            continue
+        if field in CONFIGS_WITHOUT_EFFECT[name]:
+            logger.warning("%s: %s has no effect", shown, field)
+        elif field in CONFIGS[name]:
+            settings[CONFIGS[name][field]] = value
+        else:
+            known = ", ".join(CONFIGS[name])
+            raise ConfigError(f"{shown}: {field} is not supported; the fields are {known}")
+    connector = settings.get("kv_connector")
+    if module is not None:
+        settings["kv_connector"] = f"{module}:{connector}"
+    elif connector is not None:
+        settings["kv_connector"] = CONNECTORS.get(connector, connector)
+    if "kv_connector_config" in settings:
+        settings["kv_connector_config"] = msgspec.json.encode(
+            settings["kv_connector_config"]
+        ).decode()
+    return settings
 
 
 def _check(name: str, value: object, *, shown: str) -> None:

@@ -1,0 +1,1 @@
+"""The settings that a user gives, stated once and read from flags, variables, files, keywords."""
