@@ -3,6 +3,7 @@ and with the time to read the keys and values from memory. The `limited` cases a
 windows, chunks, soft caps and sinks; the cost of a window does not depend on the tokens before it.
 
     python benchmarks/attention.py [--json F] [--repeats N] [--threads N] [--only KIND]
+        [--shapes tiny] [--max-tokens N]
 
 Both sides get the same cache, queries and block table, and take turns. Times are minima per layer:
 the attention of all layers of a step, divided by their number. `bound` is the size of keys and
@@ -27,7 +28,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheDtype,
     KVCacheGroup,
 )
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.backend import AttentionBackend, AttentionInputs
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.native_backend import NativeAttention
@@ -143,7 +144,7 @@ class Case:
     def attend(self, backend: AttentionBackend) -> Tensor:
         step = backend.begin_step(self.metadata)
         for layer in range(self.num_layers):
-            out = step.forward(layer, *self.qkv, sinks=self.sinks)
+            out = step.forward(layer, AttentionInputs(*self.qkv, sinks=self.sinks))
         return out
 
 
@@ -175,6 +176,8 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["decode", "prefill", "limited"], help="measure only these"
     )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--max-tokens", type=int, help="leave out cases with more in the cache")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -184,12 +187,16 @@ def main() -> None:
     cases = [("decode", batch, context - 1, 1, plain) for batch, context in DECODES]
     cases += [("prefill", *prefill, plain) for prefill in PREFILLS]
     cases += [("limited", *limited) for limited in LIMITED]
+    cases = [
+        case
+        for case in cases
+        if arguments.only in (None, case[0])
+        and (arguments.max_tokens is None or case[1] * (case[2] + case[3]) <= arguments.max_tokens)
+    ]
     rows = []
     with torch.inference_mode():
-        for shape in SHAPES:
+        for shape in arguments.shapes:
             for kind, batch, earlier, new, more in cases:
-                if arguments.only not in (None, kind):
-                    continue
                 case = Case(shape, batch, earlier, new, **more)
                 sides = {
                     "kernel": NativeAttention(kernels, case.cache, case.kind),
@@ -235,7 +242,7 @@ def built_kernels() -> Native:
 
 
 def least_seconds(ways: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
-    """By way. They take turns."""
+    """Return the least seconds by way. They take turns."""
     least = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for name, call in ways.items():

@@ -47,37 +47,52 @@ print(json.dumps(result["c"]))
 """
 
 
+class Pool:
+    """A pool whose blocks are free, and cached if `evicting`: then each allocation evicts a block,
+    because a turn caches what it allocates before it frees it.
+
+    allocate_ns, free_ns: times of each turn.
+    """
+
+    def __init__(self, at_a_time: int, *, evicting: bool) -> None:
+        self._pool = BlockPool(NUM_BLOCKS)
+        self._at_a_time, self._evicting = at_a_time, evicting
+        self._num_cached = 0
+        self.allocate_ns: list[int] = []
+        self.free_ns: list[int] = []
+        block_ids = self._pool.get_new_blocks(NUM_BLOCKS - 1)
+        self._cache(block_ids)
+        self._pool.free_blocks(block_ids)
+
+    def take_turn(self) -> None:
+        """Allocate blocks and free them."""
+        started = time.perf_counter_ns()
+        block_ids = self._pool.get_new_blocks(self._at_a_time)
+        self.allocate_ns.append(time.perf_counter_ns() - started)
+        self._cache(block_ids)
+        started = time.perf_counter_ns()
+        self._pool.free_blocks(block_ids)
+        self.free_ns.append(time.perf_counter_ns() - started)
+
+    def _cache(self, block_ids: BlockIds) -> None:
+        if self._evicting:
+            first, self._num_cached = self._num_cached, self._num_cached + len(block_ids)
+            hashes = [number.to_bytes(32, "big") for number in range(first, self._num_cached)]
+            self._pool.cache_blocks([int(block_id) for block_id in block_ids], hashes)
+
+
 def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
     """Our medians for this many blocks at a time."""
-    pool = BlockPool(NUM_BLOCKS)
-    num_cached_blocks = 0
-
-    def cache(block_ids: BlockIds) -> None:
-        nonlocal num_cached_blocks
-        if evicting:
-            first, num_cached_blocks = num_cached_blocks, num_cached_blocks + len(block_ids)
-            hashes = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
-            pool.cache_blocks([int(block_id) for block_id in block_ids], hashes)
-
-    block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
-    cache(block_ids)
-    pool.free_blocks(block_ids)
+    pool = Pool(at_a_time, evicting=evicting)
     repeats = max(200, min(20_000, 300_000 // at_a_time))
-    allocate_ns, free_ns = [], []
     gc.collect()
     gc.freeze()
     for _ in range(repeats):
-        started = time.perf_counter_ns()
-        block_ids = pool.get_new_blocks(at_a_time)
-        allocate_ns.append(time.perf_counter_ns() - started)
-        cache(block_ids)
-        started = time.perf_counter_ns()
-        pool.free_blocks(block_ids)
-        free_ns.append(time.perf_counter_ns() - started)
+        pool.take_turn()
     gc.unfreeze()
     return {
-        "allocate_us": float(np.median(allocate_ns[repeats // 10 :])) / 1e3 / at_a_time,
-        "free_us": float(np.median(free_ns[repeats // 10 :])) / 1e3 / at_a_time,
+        "allocate_us": float(np.median(pool.allocate_ns[repeats // 10 :])) / 1e3 / at_a_time,
+        "free_us": float(np.median(pool.free_ns[repeats // 10 :])) / 1e3 / at_a_time,
     }
 
 

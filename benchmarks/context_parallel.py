@@ -1,7 +1,7 @@
 """Two shards with copies of one KV head: either each stores all tokens, or they split the tokens.
 
-    python benchmarks/context_parallel.py MODEL [--contexts 256 2048] [--prompts 4] [--rounds 3]
-        [--json F]
+    python benchmarks/context_parallel.py MODEL [--contexts 256 2048] [--layouts NAME ...]
+        [--prompts 4] [--rounds 3] [--json F]
 
 MODEL is a model folder with one KV head or with latents (`mqa-tiny-rand` of peers/make_models.py).
 All engines have the same number of blocks, and so the same memory per rank, and are loaded before
@@ -23,7 +23,7 @@ from parallel import answer
 
 from longshore import LLM
 from longshore.deploy.cli.cache_plan import plan
-from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.cli.client_options import CachePlanOptions
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_OUT = 16, 2000, 33
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ BASELINE, PLAIN = "2 shards", "2 shards, plain torch"
 
 
 def memory(model: Path, num_sharing: int) -> dict[str, float]:
-    """For one rank: KV cache bytes per token, and the tokens that NUM_BLOCKS blocks hold."""
+    """Memory of one rank: KV cache bytes per token, and the tokens that NUM_BLOCKS blocks hold."""
     cache = plan(
         CachePlanOptions(
             plan=str(model),
@@ -56,7 +56,7 @@ def memory(model: Path, num_sharing: int) -> dict[str, float]:
 
 
 def measure(
-    model: Path, contexts: list[int], num_prompts: int, rounds: int
+    model: Path, contexts: list[int], layouts: list[str], num_prompts: int, rounds: int
 ) -> list[dict[str, Any]]:
     generator = np.random.default_rng(0)
     rows = []
@@ -71,10 +71,10 @@ def measure(
                     block_size=BLOCK_SIZE,
                     num_blocks=NUM_BLOCKS,
                     max_model_len=max(contexts) + NUM_OUT,
-                    **settings,
+                    **LAYOUTS[name],
                 )
             )
-            for name, settings in LAYOUTS.items()
+            for name in dict.fromkeys([BASELINE, PLAIN, *layouts])
         }
         for context in contexts:
             prefills: dict[str, list[float]] = {name: [] for name in engines}
@@ -91,14 +91,14 @@ def measure(
                         prefills[name].append(prefill_s)
                         decodes[name].append(decode_s)
                         same[name] += sum(map(list.__eq__, token_ids, wanted))
-            for name, settings in LAYOUTS.items():
+            for name in engines:
                 row: dict[str, Any] = {"context": context, "layout": name}
                 for phase, walls in (("prefill", prefills), ("decode", decodes)):
                     least = {each: min(walls[each]) for each in engines}
                     row[f"{phase}_ms"] = 1e3 * least[name] / (NUM_OUT if phase == "decode" else 1)
                     row[f"{phase}_ratio"] = least[name] / least[BASELINE]
                     row[f"{phase}_plain"] = least[name] / least[PLAIN]
-                row |= memory(model, settings.get("decode_context_parallel_size", 1))
+                row |= memory(model, LAYOUTS[name].get("decode_context_parallel_size", 1))
                 row["same"] = same[name] / (rounds * num_prompts)
                 row["walls_s"] = [prefills[name], decodes[name]]
                 rows.append(row)
@@ -109,10 +109,19 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 2048])
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        help=f"beside {BASELINE!r} and {PLAIN!r}, with which they are compared",
+    )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rows = measure(options.model, options.contexts, options.prompts, options.rounds)
+    rows = measure(
+        options.model, options.contexts, options.layouts, options.prompts, options.rounds
+    )
     report.write(options.json, rows, model=options.model.name, num_prompts=options.prompts)
 
 

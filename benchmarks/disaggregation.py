@@ -49,7 +49,7 @@ from stack_overhead import serving
 
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.cli.metric_samples import Sample, Window, read_metrics
+from longshore.deploy.gateway.metric_samples import Sample, Window, read_metrics
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 
 TIMEOUT_S: Final = 600.0
@@ -59,7 +59,7 @@ TRANSFER: Final = {"transfer_type": "REMOTE_to_GPU"}
 
 
 class Times(NamedTuple):
-    """Of one stream. gaps_s: between tokens."""
+    """Times of one stream. gaps_s: between tokens."""
 
     ttft_s: float
     gaps_s: list[float]
@@ -172,7 +172,8 @@ def handover(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def longer_model(model: Path, num_positions: int) -> Iterator[Path]:
-    """The same weights with more positions. Its answers make no sense, and its speed is right."""
+    """Make the same weights with more positions. Its answers make no sense, and its speed is
+    right."""
     with tempfile.TemporaryDirectory(prefix="longshore-bench-") as folder:
         longer = Path(folder) / "longer"
         shutil.copytree(model, longer)

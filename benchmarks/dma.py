@@ -70,7 +70,7 @@ class Move(NamedTuple):
 
 
 def bytes_per_s(moves: Sequence[Move], repeats: int) -> float:
-    """Of all moves together, the best of NUM_TRIES. The first copies are verified."""
+    """Rate of all moves together, the best of NUM_TRIES. The first copies are verified."""
     for move in moves:
         copied_per_s(move.copier, move.side.source, move.side.target, move.page_bytes)
     num_bytes = sum(

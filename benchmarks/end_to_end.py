@@ -1,12 +1,13 @@
 """Output tokens per second on a CPU, compared with vLLM's CPU build and transformers' `generate`.
 
     python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral] [--curves]
-                                    [--rounds 3] [--json F]
+                                    [--systems NAME ...] [--rounds 3] [--json F]
 
 Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, a model of 0.6 B;
 `iii` 32 prompts that share 1,024 tokens and have 64 of their own, 16 out, tiny; `ragged` 64 prompts
 of 16 to 512 tokens, 16 to 256 out, tiny; `gemma3` and `mixtral` the same load, on tiny models of
 these families (six layers, five of them with a window of 128 tokens; eight experts, two per token).
+`smallest` shows only that everything runs: 2 prompts of 8 to 16 tokens, 4 out, tiny.
 Random weights, bf16, greedy, end ids ignored, two threads; all sides with the same allocator and
 OpenMP runtime (`--preload`). All systems are loaded before timing starts and take turns. In each
 round all get the same new prompts. A system that cannot load the model of a case is skipped, with a
@@ -72,12 +73,13 @@ CASES = {
     "ragged": Case(TINY, 64, (16, 512), (16, 256)),
     "gemma3": Case(GEMMA3, 64, (16, 512), (16, 256)),
     "mixtral": Case(MIXTRAL, 64, (16, 512), (16, 256)),
+    "smallest": Case(TINY, 2, (8, 16), (4, 4)),
 }
 
 
 @dataclass(frozen=True)
 class System:
-    """One side of a comparison; `compared_to` lists other keys of SYSTEMS."""
+    """One side of a comparison. arguments: after the model; compared_to: other keys of SYSTEMS."""
 
     python: Path
     script: str
@@ -85,19 +87,16 @@ class System:
     compared_to: tuple[str, ...] = ()
 
 
+IN_PROCESS = (str(MAX_MODEL_LEN),)
+PROCESSES = (*IN_PROCESS, "--processes")
+OURS = Path(sys.executable), "generate_longshore.py"
+VLLM = BASE / "cpu/bin/python", "generate_vllm.py"
 SYSTEMS = {
-    "vllm": System(BASE / "cpu/bin/python", "generate_vllm.py"),
-    "vllm_processes": System(BASE / "cpu/bin/python", "generate_vllm.py", ("--processes",)),
+    "vllm": System(*VLLM, IN_PROCESS),
+    "vllm_processes": System(*VLLM, PROCESSES),
     "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
-    "longshore": System(
-        Path(sys.executable), "generate_longshore.py", (), ("vllm", "transformers")
-    ),
-    "longshore_processes": System(
-        Path(sys.executable),
-        "generate_longshore.py",
-        ("--processes",),
-        ("vllm_processes", "transformers"),
-    ),
+    "longshore": System(*OURS, IN_PROCESS, ("vllm", "transformers")),
+    "longshore_processes": System(*OURS, PROCESSES, ("vllm_processes", "transformers")),
 }
 
 
@@ -114,7 +113,6 @@ class Systems:
                         system.python,
                         system.script,
                         str(model),
-                        str(MAX_MODEL_LEN),
                         *system.arguments,
                         environment={"LD_PRELOAD": preload},
                     )
@@ -227,7 +225,8 @@ def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     arguments = report.parser(__doc__)
-    arguments.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    cases = [name for name in CASES if name != "smallest"]
+    arguments.add_argument("--cases", nargs="*", choices=CASES, default=cases)
     arguments.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     arguments.add_argument("--curves", action="store_true")
     arguments.add_argument("--rounds", type=int, default=3)

@@ -48,9 +48,9 @@ PROMPT_LEN = 33
 class Engine:
     """The scheduler process with one running request, and the worker's end of its socket."""
 
-    def __init__(self, mode: str, num_steps: int, instrument: str | None = None) -> None:
+    def __init__(self, mode: str, num_steps: int, is_timed: bool = False) -> None:
         self.live = LiveEngine(
-            num_rows=1, max_model_len=num_steps + 200, mode=mode, instrument=instrument
+            num_rows=1, max_model_len=num_steps + 200, mode=mode, is_timed=is_timed
         )
         self._encoder: Encoder[FromWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
@@ -195,7 +195,7 @@ def measure(mode: str, *, count: int, repeats: int) -> dict[str, Any]:
 
 def parts(mode: str, *, count: int) -> dict[str, Any]:
     """Median microseconds of the parts of a step in the scheduler process, with a stopwatch."""
-    with Engine(mode, count + 200, "stopwatch") as engine:
+    with Engine(mode, count + 200, is_timed=True) as engine:
         samples = round_trips(engine.socket, count, engine.answer, engine.check)
     assert engine.live.findings is not None
     return {"mode": mode, "round_trip_us": float(np.median(samples)), **engine.live.findings}

@@ -89,7 +89,7 @@ async def ask_one_by_one(
 
 
 def run_flood(url: str, prompts: list[list[int]], pipe: Connection) -> None:
-    """In a process of its own, so that the other client does not wait for this one: sends None
+    """Run in a process of its own, so that the other client does not wait for this one: sends None
     with the first token, and at the end the gaps between tokens of the watched streams, in ms."""
 
     async def run() -> list[float]:

@@ -35,6 +35,7 @@ from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.commands import EngineMember
 from longshore.protocol.transport.channel import Endpoint
 
 VOCAB_SIZE: Final = 1600
@@ -93,17 +94,8 @@ class GatewayUnderTest:
         jobs.close()
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             self.port = listener.getsockname()[1]
-            config = {  # settings that the gateways of both checkouts have
-                **engine_setting(checkout, endpoint),
-                "model": str(DEMO_MODEL_DIR),
-                "served_model_name": "demo",
-                "model_fingerprint": IDENTITY.model_fingerprint,
-                "vocab_size": VOCAB_SIZE,
-                "eos_token_ids": (),
-                "max_model_len": IDENTITY.max_model_len,
-                "sampling_defaults": SamplingDefaults(),
-                "listen_fd": listener.fileno(),
-            }
+            # Settings that the gateways of both checkouts have.
+            config = {**settings_of_model(checkout, endpoint), "listen_fd": listener.fileno()}
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 file.write(msgspec.json.encode(config))
                 file.flush()
@@ -199,10 +191,21 @@ class GatewayUnderTest:
         self._runtime_dir.remove()
 
 
-def engine_setting(checkout: Path, endpoint: Endpoint) -> dict[str, Any]:
-    """The setting for the engine: `engine` in checkouts from before several were supported."""
-    config = (checkout / "deploy/gateway/config.py").read_text()
-    return {"engines": (endpoint,)} if "    engines:" in config else {"engine": endpoint}
+def settings_of_model(checkout: Path, endpoint: Endpoint) -> dict[str, Any]:
+    """The settings for the model and its engine; other ones in checkouts from before gateways had
+    several models."""
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (),
+        "max_model_len": IDENTITY.max_model_len,
+        "sampling_defaults": SamplingDefaults(),
+    }
+    folder, name, fingerprint = str(DEMO_MODEL_DIR), "demo", IDENTITY.model_fingerprint
+    if "class ModelConfig" in (checkout / "deploy/gateway/config.py").read_text():
+        own = {"folder": folder, "name": name, "fingerprint": fingerprint}
+        return {"models": [{**settings, **own, "members": [EngineMember(0, "unified", endpoint)]}]}
+    own = {"model": folder, "served_model_name": name, "model_fingerprint": fingerprint}
+    return {**settings, **own, "engines": (endpoint,)}
 
 
 def wait_until_ready(port: int, path: str = "/ready", timeout_s: float = TIMEOUT_S) -> None:

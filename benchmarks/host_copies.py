@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import report
 
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES, block_checksum
 from longshore.connectors.offloading.copies import HostCopier
 from longshore.connectors.offloading.copy_method import choose_host_copies
 

@@ -1,20 +1,17 @@
 """A real scheduler process, for benchmarks that act as its worker and its client. The process can
 measure itself.
 
-    python benchmarks/live_engine.py cprofile|stopwatch OUT.json CONFIG.json
+    python benchmarks/live_engine.py OUT.json CONFIG.json
 
 This command runs the scheduler like `python -m longshore.scheduler CONFIG.json` and writes its
-measurements when the scheduler stops. `cprofile` measures the calls and the time of every function.
-`stopwatch` measures only the few calls that make up a step, with little overhead. `LiveEngine`
+measurements when the scheduler stops: the times of the few calls that make up a step. `LiveEngine`
 starts the command; it is of no use without the worker and the client of a benchmark.
 """
 
 import argparse
-import cProfile
 import functools
 import json
 import os
-import pstats
 import socket
 import statistics
 import subprocess
@@ -50,7 +47,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
 )
-from longshore.protocol.requests import AddRequest, StructuredOutput
+from longshore.protocol.requests import AddRequest, RequestOptions, StructuredOutput
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import (
     Channel,
@@ -85,8 +82,8 @@ EPOCH = 1
 class LiveEngine:
     """The process during a `with` block. `num_rows` requests of `max_model_len` tokens fit.
 
-    The caller of `connect_worker`, in this process or another, is the worker. `instrument` is
-    `cprofile` or `stopwatch`; its result is in `findings` after the block. `tokenizer`, a
+    The caller of `connect_worker`, in this process or another, is the worker. With
+    `is_timed`, the times of a step's parts are in `findings` after the block. `tokenizer`, a
     tokenizer.json, allows structured output, which ends with token EOS_ID.
     """
 
@@ -96,7 +93,7 @@ class LiveEngine:
         num_rows: int,
         max_model_len: int,
         mode: str,
-        instrument: str | None = None,
+        is_timed: bool = False,
         tokenizer: Path | None = None,
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
@@ -117,7 +114,7 @@ class LiveEngine:
         structured_output = None
         if tokenizer is not None:
             structured_output = StructuredOutputConfig(
-                backend="auto",
+                structured_output_backend="auto",
                 tokenizer_file=str(tokenizer),
                 endpoint=Endpoint(f"ipc://{self.directory}/grammars", secret=secret),
             )
@@ -134,6 +131,7 @@ class LiveEngine:
             clients=Endpoint(f"ipc://{self.directory}/clients", secret=secret),
             hash_seed="00" * 32,
             vocab_size=vocab_size,
+            rank_timeout_s=60.0,
             eos_token_ids=(EOS_ID,),
             structured_output=structured_output,
             epoch=EPOCH,
@@ -147,8 +145,8 @@ class LiveEngine:
         self._findings = self.directory / "findings.json"
         self.findings: Any = None
         program = ["-m", "longshore.scheduler"]
-        if instrument is not None:
-            program = [__file__, instrument, str(self._findings)]
+        if is_timed:
+            program = [__file__, str(self._findings)]
         self._process = subprocess.Popen(
             [sys.executable, *program, str(config_path)], pass_fds=[child_end.fileno()]
         )
@@ -230,30 +228,12 @@ def long_request(
     prompt = np.random.default_rng(handle).integers(0, VOCAB_SIZE, prompt_len, np.int32)
     sampling = SamplingParams(max_tokens=None, ignore_eos=True)
     return AddRequest(
-        f"request-{handle}", handle, prompt, sampling, structured_output=structured_output
+        f"request-{handle}",
+        handle,
+        prompt,
+        sampling,
+        options=RequestOptions(structured_output=structured_output),
     )
-
-
-def _run_under_cprofile() -> list[dict[str, Any]]:
-    """Calls and times of each function, the most expensive first. Imports are not included."""
-    profile = cProfile.Profile()
-    profile.runcall(scheduler_main.main)
-    stats: Any = pstats.Stats(profile)
-    table = [
-        {
-            "function": f"{_module(path)}:{name}",
-            "calls": num_calls,
-            "own_us": own_s * 1e6,
-            "total_us": total_s * 1e6,
-        }
-        for (path, _, name), (_, num_calls, own_s, total_s, _) in stats.stats.items()
-    ]
-    return sorted(table, key=lambda row: -row["own_us"])
-
-
-def _module(path: str) -> str:
-    _, _, inside = path.rpartition("longshore/")
-    return inside if inside != path else Path(path).name
 
 
 def _run_under_stopwatch() -> dict[str, dict[str, float]]:
@@ -288,16 +268,14 @@ def _run_under_stopwatch() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    instruments = {"cprofile": _run_under_cprofile, "stopwatch": _run_under_stopwatch}
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("instrument", choices=instruments, help="how to measure")
     arguments.add_argument("out", metavar="OUT.json", type=Path, help="write measurements here")
     arguments.add_argument("config", metavar="CONFIG.json", help="the scheduler process's settings")
     options = arguments.parse_args()
     sys.argv = ["longshore.scheduler", options.config]
-    options.out.write_text(json.dumps(instruments[options.instrument]()))
+    options.out.write_text(json.dumps(_run_under_stopwatch()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time to the first token of a long prompt that is computed, loaded from host memory, and loaded
 from disk by a restarted engine; and what offloading costs requests that find nothing in it.
 
-    python benchmarks/peers/make_models.py DIR   # once; needs transformers
+    PEER_DIR=DIR python benchmarks/peers/make_models.py qwen3-0.6b-rand   # once; needs transformers
     python benchmarks/offloading.py --model DIR/qwen3-0.6b-rand --json offloading.json
 
 Every engine has its own processes. The pool of blocks holds one prompt and a half, so a prompt is

@@ -1,7 +1,7 @@
 """One engine on two CPU cores: one process with two threads, two shards, or two pipeline stages.
 
-    python benchmarks/parallel.py MODEL [--workloads decode prefill] [--prompts 16] [--rounds 3]
-        [--json F]
+    python benchmarks/parallel.py MODEL [--workloads decode prefill] [--layouts NAME ...]
+        [--prompts 16] [--rounds 3] [--json F]
 
 MODEL is a model folder. All layouts are loaded before timing starts and take turns; in each round
 they answer the same new prompts. `decode` has prompts of 16 tokens with 64 out, `prefill` prompts
@@ -43,15 +43,15 @@ def answer(llm: LLM, prompts: list[list[int]], num_out: int) -> tuple[float, lis
 
 
 def measure(
-    model: Path, workloads: list[str], num_prompts: int, rounds: int
+    model: Path, workloads: list[str], layouts: list[str], num_prompts: int, rounds: int
 ) -> list[dict[str, Any]]:
     generator = np.random.default_rng(0)
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
-                LLM(model, device="cpu", num_blocks=1000, max_model_len=1024, **settings)
+                LLM(model, device="cpu", num_blocks=1000, max_model_len=1024, **LAYOUTS[name])
             )
-            for name, settings in LAYOUTS.items()
+            for name in dict.fromkeys([BASELINE, *layouts])
         }
         rows = []
         for workload in workloads:
@@ -87,10 +87,19 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        help=f"beside {BASELINE!r}, with which they are compared",
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rows = measure(options.model, options.workloads, options.prompts, options.rounds)
+    rows = measure(
+        options.model, options.workloads, options.layouts, options.prompts, options.rounds
+    )
     report.write(options.json, rows, model=options.model.name, num_prompts=options.prompts)
 
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 import numpy as np
 import report
 
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.settings.options import engine_options
+from longshore.deploy.supervisor.engine_plan import plan_engine
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams

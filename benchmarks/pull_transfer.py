@@ -250,7 +250,7 @@ class GlooPeer:
         return dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, options)
 
     def serve(self) -> None:
-        """As the owner, until the process ends."""
+        """Serve as the owner, until the process ends."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -398,7 +398,7 @@ def next_line(lines: Any) -> Any:
 
 
 def end_at_once() -> None:
-    """Without the destructors of libraries, which wait for each other's threads."""
+    """End without the destructors of libraries, which wait for each other's threads."""
     sys.stdout.flush()
     os._exit(0)
 

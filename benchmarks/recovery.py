@@ -8,7 +8,7 @@ measures until each stream goes on: the end of its longest gap after the kill, b
 were on their way still arrive. A server is used once, since a second death soon after the first one
 is followed by a delay. All streams must have the tokens of a run without a death. The victims take
 turns. Further options are those of `longshore serve`; with `--standby-workers`, the standbys are
-ready before the kill.
+ready before the kill. `ready_s` is the time from the start of a server until it serves.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 
 TIMEOUT_S: Final = 120.0
-KILL_AFTER_EVENTS: Final = 50
+KILL_AFTER_TOKENS: Final = 50
 FILES: Final = {"scheduler": "scheduler.json", "worker": "worker-0.json"}
 
 
@@ -57,13 +57,15 @@ def wait_for_standbys() -> None:
 
 
 async def ask(url: str, prompt: list[int], num_tokens: int, many: asyncio.Event) -> HttpAnswer:
-    """A greedy stream. many: set when it has KILL_AFTER_EVENTS events."""
-    num_events = 0
+    """A greedy stream. many: set when it has KILL_AFTER_TOKENS tokens, of which an event can have
+    several."""
+    num_received = 0
 
     def count(data: bytes) -> None:
-        nonlocal num_events
-        num_events += 1
-        if num_events == KILL_AFTER_EVENTS:
+        nonlocal num_received
+        if data != b"[DONE]":
+            num_received += len(tokens_of(data))
+        if num_received >= KILL_AFTER_TOKENS:
             many.set()
 
     body = {
@@ -101,13 +103,19 @@ async def run(
 
 
 def token_ids(answer: HttpAnswer) -> list[int]:
-    events = [json.loads(data) for _, data in answer.events if data != b"[DONE]"]
-    assert not any("error" in event for event in events), events[-1]
-    return [token_id for event in events for token_id in event["choices"][0].get("token_ids") or ()]
+    events = (data for _, data in answer.events if data != b"[DONE]")
+    return [token_id for data in events for token_id in tokens_of(data)]
+
+
+def tokens_of(data: bytes) -> list[int]:
+    """The token ids of an event."""
+    event = json.loads(data)
+    assert "error" not in event, event
+    return [token_id for choice in event["choices"] for token_id in choice.get("token_ids") or ()]
 
 
 def recovery_s(answer: HttpAnswer, killed_s: float) -> float:
-    """From the kill to the end of the longest gap after it."""
+    """Time from the kill to the end of the longest gap after it."""
     times = [at for at, data in answer.events if data != b"[DONE]"]
     gaps = [
         (later - max(earlier, killed_s), later)
@@ -136,8 +144,12 @@ def main() -> None:
         generator=np.random.default_rng(0),
     )
 
+    ready_s: list[float] = []
+
     def turn(victim: str | None) -> tuple[list[list[int]], list[float]]:
+        begin_s = time.perf_counter()
         with serving(options.model, *flags) as url:
+            ready_s.append(time.perf_counter() - begin_s)
             if "--standby-workers" in flags:
                 wait_for_standbys()
             answers, killed_s = asyncio.run(run(url, prompts, options.tokens, victim))
@@ -160,6 +172,7 @@ def main() -> None:
             "p50_s": float(np.median(each)),
             "p99_s": float(np.percentile(each, 99)),
             "each_s": each,
+            "ready_s": float(np.median(ready_s)),
         }
         for victim, each in samples.items()
     ]

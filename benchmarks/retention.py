@@ -1,6 +1,7 @@
 """Hit rates with cache hints on an agent workload, between LRU and the best possible one.
 
-    python benchmarks/retention.py [--workload FILE] [--capacities 2000 4000] [--json F]
+    python benchmarks/retention.py [--workload FILE] [--jobs 120] [--capacities 2000 4000]
+        [--json F]
 
 Jobs of turns with a tool call between them share system prompts. Each turn is looked up in the real
 block pool, gets blocks for what is not cached, caches its prompt and answer, and frees them. The
@@ -58,7 +59,7 @@ class Turn:
     tool: str | None
 
 
-def generate(seed: int, num_jobs: int = 120, jobs_per_s: float = 0.1) -> list[dict[str, Any]]:
+def generate(seed: int, num_jobs: int, jobs_per_s: float = 0.1) -> list[dict[str, Any]]:
     """Jobs of 33 turns on average, with one of eight system prompts of 3,000 to 10,000 tokens."""
     random = Random(seed)
     prompts = [random.randrange(3_000, 10_000) for _ in range(8)]
@@ -163,11 +164,12 @@ def measure(turns: Sequence[Turn], ttls_s: dict[str, float], capacity: int) -> d
 def main() -> None:
     arguments = report.parser(__doc__)
     arguments.add_argument("--workload", type=Path, metavar="FILE", help="default: generated")
+    arguments.add_argument("--jobs", type=int, default=120, help="to generate: %(default)s")
     arguments.add_argument("--capacities", type=int, nargs="+", default=list(CAPACITIES))
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     if options.workload is None:
-        jobs = generate(options.seed)
+        jobs = generate(options.seed, options.jobs)
     else:
         jobs = [json.loads(line) for line in options.workload.read_text().splitlines()]
     turns, ttls_s = list(requests_of(jobs)), times_to_live(jobs)

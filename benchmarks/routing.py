@@ -167,8 +167,14 @@ class Simulation:
 
     def _start_router(self) -> None:
         num_engines = len(self._engines)
-        prefix = PrefixRoutingConfig((), SEED.hex(), "sha256", BLOCK_SIZE, 10_000_000)
-        policy = make_policy(RoutingConfig(self._policy, prefix=prefix))  # type: ignore[arg-type]
+        prefix = PrefixRoutingConfig(SEED.hex(), "sha256", BLOCK_SIZE)
+        policy = make_policy(
+            RoutingConfig(
+                routing_policy=self._policy,  # type: ignore[arg-type]
+                routing_index_blocks=10_000_000,
+                prefix=prefix,
+            )
+        )
         self._router = Router(num_engines, policy)
         self._index = policy.index if isinstance(policy, PrefixAware) else None
         self._followers: list[EventFollower] = []

@@ -74,6 +74,7 @@ def measure(num_blocks: int) -> tuple[float, float]:
             clients=Endpoint(f"ipc://{directory}/clients"),
             hash_seed="00" * 32,
             vocab_size=1000,
+            rank_timeout_s=60.0,
             lifeline_fd=theirs.fileno(),
         )
         path = Path(directory, "scheduler.json")

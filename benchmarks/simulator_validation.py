@@ -1,6 +1,7 @@
 """The simulator compared with a real engine: a slice of each trace, under three policies.
 
     python benchmarks/simulator_validation.py [--requests 400] [--speed 1] [--repeats 1] [--json F]
+        [--fit-batch-sizes 1 2 4 6 8] [--fit-prompt-lens 16 64 256] [--fit-repeats 3]
 
 `longshore serve` serves a Llama of 25 million random parameters on the CPU, a cost model is fitted
 to it, and both the server and the simulator get the first requests of a trace: prompts divided
@@ -34,7 +35,7 @@ import msgspec
 import numpy as np
 import report
 
-from longshore.deploy.bench.options import ServeBenchOptions
+from longshore.deploy.bench.options import FitCostOptions, ServeBenchOptions
 from longshore.deploy.bench.serve import Measured, measure
 from longshore.deploy.bench.sse_client import HttpEndpoint
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
@@ -72,7 +73,7 @@ START_TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Times:
-    """Of the requests of one run. first_s, per_token_s: one per request."""
+    """Times of the requests of one run. first_s, per_token_s: one per request."""
 
     tokens_per_s: float
     first_s: list[float]
@@ -151,12 +152,14 @@ def served(model: Path, policy: str) -> Iterator[str]:
         process.wait(START_TIMEOUT_S)
 
 
-def fit(url: str, path: Path) -> None:
+def fit(url: str, path: Path, options: argparse.Namespace) -> None:
     """Fit a cost model to the server."""
     command = [
         *(sys.executable, "-m", "longshore.deploy", "bench", "fit-cost", "--url", url),
-        *("--output", str(path), "--kv-bytes-per-token", str(KV_BYTES), "--repeats", "3"),
-        *(word for size in (1, 2, 4, 6, ROWS) for word in ("--batch-sizes", str(size))),
+        *("--output", str(path), "--kv-bytes-per-token", str(KV_BYTES)),
+        *("--repeats", str(options.fit_repeats)),
+        *(word for size in options.fit_batch_sizes for word in ("--batch-sizes", str(size))),
+        *(word for length in options.fit_prompt_lens for word in ("--prompt-lens", str(length))),
     ]
     subprocess.run(command, check=True)
 
@@ -201,12 +204,12 @@ def simulated_times(policy: str, jobs: Sequence[Job], cost: CostModel) -> Times:
 
 
 def compare(
-    model: Path, trace: str, policy: str, jobs: Sequence[Job]
+    model: Path, trace: str, policy: str, jobs: Sequence[Job], options: argparse.Namespace
 ) -> tuple[dict[str, Any], CostModel]:
     """The row, and the cost model that was fitted for it."""
     path = model.parent / "cost-model.json"
     with served(model, policy) as url:
-        fit(url, path)
+        fit(url, path, options)
         real = times_of(asyncio.run(_replay(url, jobs)))
     cost = read_cost_model(path)
     simulated = simulated_times(policy, jobs, cost)
@@ -246,6 +249,11 @@ def main() -> None:
     arguments.add_argument("--requests", type=int, default=400, help="of each trace")
     arguments.add_argument("--speed", type=float, default=1.0)
     arguments.add_argument("--repeats", type=int, default=1)
+    arguments.add_argument("--fit-batch-sizes", type=int, nargs="+", default=[1, 2, 4, 6, ROWS])
+    arguments.add_argument(
+        "--fit-prompt-lens", type=int, nargs="+", default=list(FitCostOptions.prompt_lens)
+    )
+    arguments.add_argument("--fit-repeats", type=int, default=3)
     arguments.add_argument("--traces", nargs="+", default=list(SPEEDS), choices=list(SPEEDS))
     arguments.add_argument("--policies", nargs="+", default=list(POLICIES))
     options = arguments.parse_args()
@@ -256,7 +264,7 @@ def main() -> None:
         for trace in options.traces:
             jobs = slice_of(trace, options)
             runs = [
-                compare(model, trace, each, jobs)
+                compare(model, trace, each, jobs, options)
                 for _ in range(options.repeats)
                 for each in options.policies
             ]

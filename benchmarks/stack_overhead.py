@@ -80,7 +80,7 @@ def run_bare(runner: Any, plans: list[SchedulerOutput]) -> tuple[float, float]:
 async def run_stack(
     endpoint: HttpEndpoint, model: str, prompt: list[int], output_len: int
 ) -> tuple[float, float]:
-    """The same as a client sees it. Tokens that arrive together are counted separately."""
+    """Measure the same as a client sees it. Tokens that arrive together are counted separately."""
     body = {
         "model": model,
         "prompt": prompt,

@@ -47,9 +47,10 @@ from longshore.protocol.outputs import EngineOutputs, ModelRunnerOutput
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.requests import StructuredOutput
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.structured_output.backends import Backends, Matcher
-from longshore.scheduler.structured_output.schema_support import BackendName
-from longshore.scheduler.structured_output.vocabulary import Vocabulary, load_vocabulary
+from longshore.scheduler.process.structured_output.backends import Backends
+from longshore.scheduler.process.structured_output.matcher import Matcher
+from longshore.scheduler.process.structured_output.schema_support import BackendName
+from longshore.scheduler.process.structured_output.vocabulary import Vocabulary, load_vocabulary
 from longshore.worker.sampling.token_masks import TokenMask
 
 PARTS = ("compile", "fill", "apply", "steps", "model")

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
-from longshore.worker.attention.reach import Reach
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.selector import make_attention
 from longshore.worker.kernels import write_kv
 from longshore.worker.kernels.cascade_attention import cascade_attention
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.decode_attention import reference as decode_reference
 from longshore.worker.kernels.prefill_attention import prefill_attention
+from longshore.worker.kernels.scoring import Scoring
 from longshore.worker.kv_cache.fp8 import FP8, KVScales
 
 EDGES: Final = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4097)
@@ -105,7 +106,7 @@ def _check_step(
     )
     with torch.inference_mode(), poisoned_memory():
         step = make_attention(case.cache, case.kind).begin_step(case.metadata)
-        out = step.forward(0, *case.qkv, sinks=case.sinks)
+        out = step.forward(0, AttentionInputs(*case.qkv, sinks=case.sinks))
     assert torch.equal(planes.view(torch.uint8), expected.view(torch.uint8)), "stored KV differs"
     _compare(
         out.view(len(out), shape[0], -1),
@@ -115,11 +116,8 @@ def _check_step(
         case.metadata.block_table,
         torch.from_numpy(case.batch.token_rows()),
         torch.from_numpy(case.batch.positions()) + 1,
+        Scoring(shape[2] ** -0.5, case.reach, case.kind.softcap, case.sinks),
         edges=(*case.batch.first_tokens.tolist(), *case.batch.last_tokens.tolist()),
-        scale=shape[2] ** -0.5,
-        reach=case.reach,
-        softcap=case.kind.softcap,
-        sinks=case.sinks,
     )
 
 
@@ -141,20 +139,20 @@ def _check_latents(run: Run, dtype: torch.dtype) -> None:
     for row, length in enumerate(lens.tolist()):
         table[row, -(-length // block_size) :] = 0
     rows = torch.arange(len(lens))
-    about: dict[str, Any] = {"scale": size**-0.5, "reach": Reach()}
+    scoring = Scoring(size**-0.5)
     with torch.inference_mode(), poisoned_memory():
         q = draw(len(lens), num_heads, size)
         splits = num_splits(len(lens), 1, int(lens.max()))
         on_device = rows.to(run.device), lens.to(run.device)
-        out, _ = decode_attention(q, keys, values, table, *on_device, num_splits=splits, **about)
-        _compare(out, q, keys, values, table, rows, lens, **about)
+        out, _ = decode_attention(q, keys, values, table, *on_device, scoring, num_splits=splits)
+        _compare(out, q, keys, values, table, rows, lens, scoring)
         count = int(lens[-1]) // 2
         q = draw(count, num_heads, size)
         chunk = torch.tensor([[len(lens) - 1, 0, count, int(lens[-1])]], device=run.device)
-        out, _ = prefill_attention(q, keys, values, table, chunk, max_tokens=count, **about)
+        out, _ = prefill_attention(q, keys, values, table, chunk, scoring, max_tokens=count)
         ends = torch.arange(int(lens[-1]) - count, int(lens[-1])) + 1
         rows = torch.full_like(ends, len(lens) - 1)
-        _compare(out, q, keys, values, table, rows, ends, edges=(0, count - 1), **about)
+        _compare(out, q, keys, values, table, rows, ends, scoring, edges=(0, count - 1))
 
 
 def _check_shared(run: Run, dtype: torch.dtype) -> None:
@@ -173,7 +171,7 @@ def _check_shared(run: Run, dtype: torch.dtype) -> None:
     for row, length in enumerate(lens.tolist()):
         table[row, -(-length // block_size) :] = 0
     rows, q = torch.arange(len(lens)), torch.randn(len(lens), num_heads, size).to(keys)
-    settings: dict[str, Any] = {"scale": size**-0.5}
+    scoring = Scoring(size**-0.5)
     with torch.inference_mode(), poisoned_memory():
         for shared in (num_shared * block_size, 0):
             out, _ = cascade_attention(
@@ -184,11 +182,11 @@ def _check_shared(run: Run, dtype: torch.dtype) -> None:
                 rows.to(run.device),
                 lens.to(run.device),
                 torch.tensor([shared], device=run.device),
+                scoring,
                 num_splits=3,
                 num_shared_splits=2,
-                **settings,
             )
-            _compare(out, q, keys, values, table, rows, lens, reach=Reach(), **settings)
+            _compare(out, q, keys, values, table, rows, lens, scoring)
 
 
 def _compare(
@@ -199,9 +197,9 @@ def _compare(
     table: Tensor,
     rows: Tensor,
     lens: Tensor,
+    scoring: Scoring,
     *,
     edges: Sequence[int] = (),
-    **settings: Any,
 ) -> None:
     """Compare some tokens with the reference. rows, lens: (n,) of each token, on the host."""
     block_size = keys.shape[2]
@@ -213,9 +211,7 @@ def _compare(
         wide = (cache[blocks].double() for cache in (keys, values))
         line = torch.arange(len(blocks), dtype=torch.int32, device=out.device)[None]
         row, length = torch.zeros(1, dtype=torch.int64), lens[token : token + 1]
-        one, _ = decode_reference(
-            q[token : token + 1].double(), *wide, line, row, length, **settings
-        )
+        one, _ = decode_reference(q[token : token + 1].double(), *wide, line, row, length, scoring)
         exact.append(one)
     assert_near(out[chosen], torch.cat(exact))
 

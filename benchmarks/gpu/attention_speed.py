@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.ceilings import copy_bytes_per_s, graph_kernel_s, matmul_flops_per_s
 from benchmarks.gpu.results import Run, at_least
 from benchmarks.gpu.timing import graph_seconds
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.selector import make_attention
 from longshore.worker.kernels.operators import num_launches
 
@@ -117,7 +118,9 @@ def _layers(case: Case) -> list[Callable[[], Tensor]]:
     step = make_attention(case.cache, case.kind).begin_step(case.metadata)
     if hasattr(step, "attend"):
         return [partial(step.attend, layer, case.qkv[0]) for layer in range(case.num_layers)]
-    return [partial(step.forward, layer, *case.qkv) for layer in range(case.num_layers)]
+    return [
+        partial(step.forward, layer, AttentionInputs(*case.qkv)) for layer in range(case.num_layers)
+    ]
 
 
 def _named(settings: dict[str, Any]) -> list[str]:

@@ -45,13 +45,13 @@ def copy_bytes_per_s(run: Run) -> float:
 
 
 def matmul_flops_per_s(run: Run) -> float:
-    """Of a large product of random bfloat16 matrices."""
+    """Rate of a large product of random bfloat16 matrices."""
     size = 128 if run.is_dry else BEST_MATRIX_SIZE
     return run.once("matmul_flops_per_s", lambda: _matmul_flops_per_s(run, size))
 
 
 def pinned_bytes_per_s(run: Run, direction: str) -> float:
-    """Of one copy, to or from registered host memory; "both": the sum of two at once."""
+    """Rate of one copy, to or from registered host memory; "both": the sum of two at once."""
 
     def measured() -> float:
         num_bytes = (1 << 20) if run.is_dry else (256 << 20)

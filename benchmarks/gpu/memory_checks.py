@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.results import Run
 from benchmarks.gpu.shapes import QWEN_0_6B, TINY
 from longshore import LLM, SamplingParams
-from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.settings.options import EngineOptions
 from longshore.worker.config import WorkerConfig
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner

@@ -139,7 +139,8 @@ def _measure_decodes(run: Run) -> None:
 
 
 def measure_first_tokens(run: Run) -> None:
-    """Of prompts that are computed, and that come from host memory and from disk."""
+    """Measure the first tokens of prompts that are computed, and that come from host memory and
+    from disk."""
     shape = TINY if run.is_dry else QWEN_8B
     for length in (256,) if run.is_dry else (8192, 32_768):
         run.check(

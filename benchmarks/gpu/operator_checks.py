@@ -115,7 +115,7 @@ def _assert_normal(x: Tensor, weight: Tensor, normalise: Any) -> None:
 
 
 def normal_in_float64(x: Tensor, weight: Tensor) -> Tensor:
-    """In float64."""
+    """Compute the norm in float64."""
     wide = x.double()
     return weight * wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
 
@@ -191,7 +191,7 @@ def _check_rotated(
 
 
 def rotated_in_float64(x: Tensor, positions: Tensor, table: Tensor, norm: Tensor | None) -> Tensor:
-    """In float64: (n, heads, head_dim)."""
+    """Rotate in float64: (n, heads, head_dim)."""
     wide = x.double()
     if norm is not None:
         wide = norm * wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()

@@ -38,7 +38,8 @@ class ModelShape:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 2
 
     def prefill_flops(self, num_tokens: int, num_before: int = 0) -> int:
-        """Of one prompt: the products of all layers, and attention to the tokens before."""
+        """Operations of one prompt: the products of all layers, and attention to the tokens
+        before."""
         num_pairs = num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
         return 2 * self.num_layer_weights * num_tokens + attention

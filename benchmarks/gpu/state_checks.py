@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
 from longshore.worker.kernels import carry_state, gated_norm, state_step
+from longshore.worker.kernels.state_step import StateWeights
 from tests.worker.kernels.test_state_step import BLOCK_SIZE, Shape, arguments
 
 EPS: Final = 1e-5
@@ -33,15 +34,13 @@ def check(run: Run) -> None:
 def _check_step(device: str, shape: Shape, dtype: torch.dtype) -> None:
     tensors, weights = arguments(shape, [0, 1, 2, 4, 5, 13], dtype, has_bias=True)
     inputs, dt, states, kept, *places = (tensor.to(device) for tensor in tensors)
-    weights = {name: weight.to(device) for name, weight in weights.items()}
+    weights = StateWeights(*(weight.to(device) for weight in weights))
     settings: dict[str, Any] = {"num_groups": shape.num_groups, "block_size": BLOCK_SIZE}
     exact_states, exact_kept = states.double(), kept.clone()
-    exact = {name: weight.double() for name, weight in weights.items()}
-    wanted = state_step.reference(
-        inputs, dt, exact_states, exact_kept, *places, **exact, **settings
-    )
+    exact = StateWeights(*(weight.double() for weight in weights))
+    wanted = state_step.reference(inputs, dt, exact_states, exact_kept, *places, exact, **settings)
     with poisoned_memory():
-        got = state_step.state_step(inputs, dt, states, kept, *places, **weights, **settings)
+        got = state_step.state_step(inputs, dt, states, kept, *places, weights, **settings)
     heads = (len(got), shape.num_heads, shape.head_dim)
     assert_near(got.view(heads), wanted.view(heads), dtype)
     for one, other in ((states, exact_states), (kept, exact_kept)):

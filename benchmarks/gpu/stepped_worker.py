@@ -128,7 +128,7 @@ class SteppedWorker:
     def mixed(
         self, num_decodes: int, context: int, num_tokens: int, num_before: int, num_steps: int
     ) -> Steps:
-        """The same beside rows that decode."""
+        """Do the same beside rows that decode."""
         finished, plans = self._rows, []
         self._rows = list(range(num_decodes))
         if finished:

@@ -114,7 +114,7 @@ def idle_gaps(spans: Sequence[Span], steps: Sequence[Span]) -> list[Gap]:
 
 
 def busy_us(spans: Sequence[Span]) -> float:
-    """For how long anything ran."""
+    """Return for how long anything ran."""
     if not spans:
         return 0.0
     whole_us = max(span.end_us for span in spans) - spans[0].start_us

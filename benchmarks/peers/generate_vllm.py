@@ -5,7 +5,7 @@
 A job is `{"prompts": [[id, ...], ...], "output_lens": [n, ...]}`, and its answer `{"wall_s": ...}`.
 With `--grammars`, the backend of structured output (`xgrammar` or `guidance`), the tokenizer is loaded,
 and a job may have `"schemas"`, a JSON schema or null per prompt. `--processes` runs the engine in a
-separate process, as vLLM does by default. The settings are those of bench_vllm_cpu.py.
+separate process, as vLLM does by default.
 """
 
 import argparse
