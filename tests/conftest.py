@@ -3,11 +3,13 @@ option --req, the option --long and the mark of this name, a state directory, an
 several processes start the test files."""
 
 import gc
+import json
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -34,20 +36,10 @@ settings.load_profile("longshore")
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = Path(__file__).resolve().parent
 
-# The files and folders that take longest, longest first. They start first, so that none of them is
-# left to one process at the end.
-LONGEST = (
-    "oracle/test_equal_plans.py",
-    "scheduler/features/test_transfer_races.py",
-    "chaos",
-    "integration",
-    "hosts",
-    "testing",
-    "worker/models",
-    "docs/test_commands.py",
-    "scripts",
-    "worker",
-)
+# Seconds that the longest files took, written by --write-durations. They start first, so that none
+# of them is left to one process at the end.
+DURATIONS = TESTS / "durations.json"
+MIN_DURATION_S = 3.0
 
 
 # A shell starts background commands with SIGINT ignored; tests send SIGINT to themselves.
@@ -64,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         state_home = tempfile.mkdtemp(prefix="state-of-tests-")
         os.environ["XDG_STATE_HOME"] = state_home
         config.add_cleanup(lambda: shutil.rmtree(state_home, ignore_errors=True))
+        if config.getoption("--write-durations"):
+            config.pluginmanager.register(Durations())
     gc.disable()  # until all modules are imported: what is loaded stays
     config.add_cleanup(gc.unfreeze)
 
@@ -79,6 +73,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run the tests marked long, and others with more seeds: about an hour more",
     )
+    parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="after a run of all tests, write tests/durations.json, which orders the test files",
+    )
     parser.addoption("--req", metavar="ID", help="only tests marked with this id of a requirement")
 
 
@@ -86,6 +85,17 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Files created at collection contain the time, and processes that share tests must have the
     same ids."""
     return argname if isinstance(val, bytes | bytearray) and len(val) > 40 else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a file's tests set lasts no longer than it: libraries (UCX, Mooncake) are configured by
+    variables, which the processes that the next file starts would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -101,12 +111,23 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("t")
 
 
-def place_in_order(path: Path) -> int:
-    """The position of a test file in LONGEST; all other files come last."""
-    for place, name in enumerate(LONGEST):
-        if path.is_relative_to(TESTS / name):
-            return place
-    return len(LONGEST)
+class Durations:
+    """Adds up how long the tests of each file take, and writes it down at the end."""
+
+    def __init__(self) -> None:
+        self._by_file: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = (ROOT / report.nodeid.partition("::")[0]).relative_to(TESTS)
+        self._by_file[str(file)] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = {
+            file: round(seconds)
+            for file, seconds in self._by_file.most_common()
+            if seconds >= MIN_DURATION_S
+        }
+        DURATIONS.write_text(json.dumps(longest, indent=1) + "\n")
 
 
 def load_script(name: str) -> ModuleType:
@@ -122,7 +143,8 @@ def load_script(name: str) -> ModuleType:
 @pytest.hookimpl(tryfirst=True)  # before -m and -k deselect tests with a wrong id
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # this is one of the processes that run the files
-        items.sort(key=lambda item: place_in_order(item.path))
+        durations = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: -durations.get(str(item.path.relative_to(TESTS)), 0.0))
     requirements = load_script("requirements")
     known = requirements.read_requirements()
     unknown: set[str] = set()

@@ -48,25 +48,28 @@ def caches_of(output: Any) -> dict[str, Any]:
     return {name: output[name] for name in names if name in output}
 
 
-def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer) -> bool:
+def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer, tie: float = TIE) -> bool:
     """Whether the sequences differ from a tie on. False if they are equal. Raises AssertionError if
     they differ anywhere else."""
     assert len(answer) == len(reference.token_ids)
     for position, (got, wanted) in enumerate(zip(answer, reference.token_ids, strict=True)):
         if got != wanted:
             margin = reference.margins[position]
-            assert margin < TIE, f"token {position} is {got}, not {wanted} (margin {margin:.2e})"
+            assert margin < tie, f"token {position} is {got}, not {wanted} (margin {margin:.2e})"
             return True
     return False
 
 
 def assert_greedy_equal(
-    answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer]
+    answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer], *, tie: float = TIE
 ) -> None:
     """Assert that all answers are equal to the reference, except for at most 1 % that differ from a
     tie on."""
     assert len(answers) == len(references)
-    num_tied = sum(map(is_tied_difference, answers, references))
+    num_tied = sum(
+        is_tied_difference(answer, reference, tie)
+        for answer, reference in zip(answers, references, strict=True)
+    )
     assert num_tied <= MAX_TIED_SHARE * len(answers), f"{num_tied} of {len(answers)} are tied"
 
 

@@ -106,7 +106,8 @@ def test_protocol_imports_only_the_standard_library_msgspec_zmq_and_numpy() -> N
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "deploy"])
 def test_environment_is_read_in_deploy_only(package: str) -> None:
     readers = []
-    for path in (ROOT / package).rglob("*.py"):
+    # The command line of a fork is shown with all variables; nothing depends on their values.
+    for path in {*(ROOT / package).rglob("*.py")} - {ROOT / "worker/process/command_line.py"}:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         # A variable that a library reads may be set, or given a default that is not used here.
         set_here = {

@@ -131,14 +131,12 @@ def open_disk_tier(model: Path, disk: Path) -> None:
     disk.chmod(0o777)
 
 
-def bad_folder(
-    what: str, damage: Damage, status: int, reason: str, *, is_short: bool = True
-) -> Ending:
+def bad_folder(what: str, damage: Damage, reason: str, *, is_short: bool = True) -> Ending:
     return Ending(
         "bad folder",
         what,
         nothing,
-        status,
+        2,
         drain_s=None,
         is_short=is_short,
         damage=damage,
@@ -194,15 +192,11 @@ ENDINGS: Final[Sequence[Ending]] = (
     ),
     Ending("stopped at start", "the gateway", send_new("gateway", signal.SIGSTOP), 1, drain_s=None),
     bad_folder(
-        "a pipe in place of config.json", pipe_as_config, 2, "is not readable JSON", is_short=False
+        "a pipe in place of config.json", pipe_as_config, "is not readable JSON", is_short=False
     ),
-    bad_folder(
-        "garbage in place of the weights", garbage_as_weights, 1, "not a complete safetensors"
-    ),
-    bad_folder(
-        "a pipe in place of the disk tier", pipe_as_disk_tier, 1, "cannot use", is_short=False
-    ),
-    bad_folder("others can write to the disk tier", open_disk_tier, 1, "has mode 0777"),
+    bad_folder("garbage in place of the weights", garbage_as_weights, "not a complete safetensors"),
+    bad_folder("a pipe in place of the disk tier", pipe_as_disk_tier, "cannot use", is_short=False),
+    bad_folder("others can write to the disk tier", open_disk_tier, "has mode 0777"),
 )
 """Each on a deployment of its own, with one engine, one gateway and host memory as a tier; those
 with a bad folder also have a disk tier."""

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 
 from tests.chaos.proxy import Spoiling, Toward
+from tests.chaos.streams import NUM_STREAMS
 from tests.chaos.target import Target
 from tests.connectors.offloading.remote.servers import RedisServer
 from tests.integration.deployment import wait_until
@@ -80,7 +81,7 @@ def stop_again(name: str) -> Injection:
 
 
 def hang_up(target: Target) -> None:
-    target.load.hang_up(16)
+    target.load.hang_up(NUM_STREAMS // 2)
 
 
 def fill_queue(target: Target) -> None:
@@ -90,7 +91,7 @@ def fill_queue(target: Target) -> None:
 
 REPLICAS: Final[Sequence[Fault]] = (
     Fault("killed", "a worker", kill("worker-0.0")),
-    Fault("hung", "a worker", stop("worker-1.0")),
+    Fault("hung", "a worker", stop("worker-1.0"), is_short=False),
     Fault("killed", "a scheduler", kill("scheduler-0")),
     Fault("hung", "a scheduler", stop("scheduler-1")),
     Fault("killed", "a gateway", kill("gateway-0")),
@@ -98,7 +99,7 @@ REPLICAS: Final[Sequence[Fault]] = (
     Fault("hung", "a gateway", stop("gateway-1")),
     Fault("paused", "a gateway", pause("gateway-1")),
     Fault("paused", "the supervisor", pause("supervisor"), is_short=False),
-    Fault("paused", "a worker", pause("worker-0.0")),
+    Fault("paused", "a worker", pause("worker-0.0"), is_short=False),
     Fault("client gone", "half of the streams", hang_up),
     Fault("client gone", "a full queue, three times", fill_queue),
     Fault("killed together", "the workers of both engines", kill("worker-0.0", "worker-1.0")),
@@ -108,8 +109,15 @@ REPLICAS: Final[Sequence[Fault]] = (
         kill("scheduler-0", "worker-0.0"),
         is_short=False,
     ),
-    Fault("killed together", "an engine's worker and a gateway", kill("worker-1.0", "gateway-0")),
-    Fault("killed at start", "a worker that replaces one", kill_again("worker-0.0")),
+    Fault(
+        "killed together",
+        "an engine's worker and a gateway",
+        kill("worker-1.0", "gateway-0"),
+        is_short=False,
+    ),
+    Fault(
+        "killed at start", "a worker that replaces one", kill_again("worker-0.0"), is_short=False
+    ),
     Fault(
         "killed at start",
         "a scheduler that replaces one",
@@ -214,9 +222,9 @@ def flip_host_memory(target: Target) -> None:
 
 
 TIERS: Final[Sequence[Fault]] = (
-    Fault("store", "the store hangs for a while", redis_pauses),
+    Fault("store", "the store hangs for a while", redis_pauses, is_short=False),
     Fault("store", "the store is slow for a while", store_is_slow),
-    Fault("store", "the store sends hostile replies", store_is_hostile),
+    Fault("store", "the store sends hostile replies", store_is_hostile, is_short=False),
     Fault("store", "the store forgets everything", redis_forgets),
     Fault("store", "the store returns garbage", redis_has_garbage),
     Fault("store", "the store is gone", redis_dies),
@@ -224,7 +232,12 @@ TIERS: Final[Sequence[Fault]] = (
     Fault("disk", "bits flip on disk", flip_disk),
     Fault("disk", "the disk is full for a while", full_disk),
     Fault("memory", "bits flip in host memory", flip_host_memory),
-    Fault("hook", "a worker's hook is slow", hook("delay FaultyWorker.get_finished")),
+    Fault(
+        "hook",
+        "a worker's hook is slow",
+        hook("delay FaultyWorker.get_finished"),
+        is_short=False,
+    ),
     Fault("hook", "a scheduler's hook is slow", hook("delay FaultyConnector.build_connector_meta")),
     Fault("hook", "a lookup raises", hook("raise FaultyConnector.get_num_new_matched_tokens")),
     Fault("hook", "a worker's hook raises", hook("raise FaultyWorker.get_finished")),
@@ -281,8 +294,8 @@ def twice(inject: Injection) -> Injection:
 
 
 GRAMMARS: Final[Sequence[Fault]] = (
-    Fault("killed", "the grammar process", grammars(signal.SIGKILL)),
-    Fault("hung", "the grammar process", grammars(signal.SIGSTOP)),
+    Fault("killed", "the grammar process", grammars(signal.SIGKILL), is_short=False),
+    Fault("hung", "the grammar process", grammars(signal.SIGSTOP), is_short=False),
     Fault("killed at start", "the next grammar process", twice(grammars(signal.SIGKILL))),
     Fault("killed", "the worker, beside structured output", kill("worker-0"), is_short=False),
     Fault("killed", "the scheduler of a grammar process", kill("scheduler"), is_short=False),
@@ -334,21 +347,30 @@ def spoil_request(name: str, what: Spoiling) -> Injection:
 
 LINKS: Final[Sequence[Fault]] = (
     Fault("slow socket", "gateway and scheduler", slow("clients-0")),
-    Fault("slow socket", "scheduler and worker", slow("worker-1.0")),
-    Fault("held socket", "gateway and scheduler", held("clients-1")),
+    Fault("slow socket", "scheduler and worker", slow("worker-1.0"), is_short=False),
+    Fault("held socket", "gateway and scheduler", held("clients-1"), is_short=False),
     Fault("held socket", "scheduler and worker", held("worker-0.0")),
     Fault("cut socket", "gateway and scheduler", cut("clients-0")),
     Fault("cut socket", "scheduler and worker", cut("worker-1.0")),
     Fault("message", "a plan is dropped", spoil("worker-0.0", "connected", "drop")),
-    Fault("message", "a plan is repeated", spoil("worker-1.0", "connected", "repeat")),
+    Fault(
+        "message", "a plan is repeated", spoil("worker-1.0", "connected", "repeat"), is_short=False
+    ),
     Fault("message", "two plans are swapped", spoil("worker-1.0", "connected", "swap")),
     Fault("message", "a worker's report is dropped", spoil("worker-0.0", "bound", "drop")),
     Fault("message", "a step's tokens are dropped", spoil("clients-0", "connected", "drop")),
     Fault("message", "a step's tokens are repeated", spoil("clients-1", "connected", "repeat")),
-    Fault("message", "two steps' tokens are swapped", spoil("clients-1", "connected", "swap")),
+    Fault(
+        "message",
+        "two steps' tokens are swapped",
+        spoil("clients-1", "connected", "swap"),
+        is_short=False,
+    ),
     Fault("message", "a request is dropped", spoil_request("clients-0", "drop")),
-    Fault("message", "a request is repeated", spoil_request("clients-1", "repeat")),
-    Fault("message", "two requests are swapped", spoil_request("clients-1", "swap")),
+    Fault("message", "a request is repeated", spoil_request("clients-1", "repeat"), is_short=False),
+    Fault(
+        "message", "two requests are swapped", spoil_request("clients-1", "swap"), is_short=False
+    ),
     Fault(
         "message",
         "a worker's report is repeated",

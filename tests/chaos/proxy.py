@@ -18,6 +18,7 @@ from longshore.deploy.cli.main import main
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.supervisor import process_set
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.protocol.commands import EngineMember
 from longshore.protocol.transport.channel import Endpoint
 from longshore.worker.config import WorkerProcessConfig
 
@@ -190,8 +191,16 @@ def through_proxies(config: Any) -> Any:
     if isinstance(config, WorkerProcessConfig):
         return msgspec.structs.replace(config, endpoint=_proxied(config.endpoint))
     if isinstance(config, GatewayConfig):
-        return msgspec.structs.replace(config, engines=tuple(map(_proxied, config.engines)))
+        models = tuple(
+            msgspec.structs.replace(each, members=tuple(map(_proxied_member, each.members)))
+            for each in config.models
+        )
+        return msgspec.structs.replace(config, models=models)
     return config
+
+
+def _proxied_member(member: EngineMember) -> EngineMember:
+    return msgspec.structs.replace(member, clients=_proxied(member.clients))
 
 
 def _proxied(endpoint: Endpoint) -> Endpoint:

@@ -20,7 +20,7 @@ from tests.models import make_tiny_llama
 VOCAB_SIZE: Final = 512
 DEBUG_FLAGS: Final = ("--dtype", "float32", "--verify-plan", "--poison-kv")
 TIMEOUTS: Final = ("--hang-timeout-s", "5", "--step-timeout-s", "10", "--max-restarts", "1000")
-NUM_BLOCKS: Final = 450
+NUM_BLOCKS: Final = 170
 """Too few for all streams at their ends."""
 
 LINKED: Final = ("clients-0", "clients-1", "worker-0.0", "worker-1.0")
@@ -61,7 +61,11 @@ def deploy(model: Path, folder: Path, *flags: str, **settings: str) -> Deploymen
     tmp_dir.mkdir(parents=True)
     state = ("--state-dir", str(folder / "state"))
     return Deployment(
-        model, tmp_dir, *DEBUG_FLAGS, *TIMEOUTS, *state, *flags, num_blocks=NUM_BLOCKS, **settings
+        model,
+        tmp_dir,
+        *(*DEBUG_FLAGS, *TIMEOUTS, *state, *flags),
+        num_blocks=NUM_BLOCKS,
+        **settings,
     )
 
 

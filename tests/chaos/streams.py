@@ -1,4 +1,4 @@
-"""The clients of a chaos run: 32 streams at a time, whose prompts share prefixes.
+"""The clients of a chaos run: 16 streams at a time, whose prompts share prefixes.
 
 Half of the prompts are answered greedily, half with random draws from the best tokens, whose seed
 determines them; all in float32. Rounding depends on what is computed together, so a token may
@@ -24,11 +24,11 @@ import numpy as np
 from longshore.worker.sampling.uniform import uniform
 from tests.integration.deployment import PATIENCE_S
 
-NUM_STREAMS: Final = 32
-NUM_PROMPTS: Final = 48
+NUM_STREAMS: Final = 16
+NUM_PROMPTS: Final = 24
 NUM_PREFIXES: Final = 4
 PREFIX_TOKENS: Final = 96
-MAX_TOKENS: Final = 200
+MAX_TOKENS: Final = 120
 TOP_K: Final = 4
 """Number of tokens that are drawn from, at temperature 1."""
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from longshore.scheduler.structured_output.client import MODULE
+from longshore.scheduler.process.structured_output.client import MODULE
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Load, Prompt, Stream, check_streams
 from tests.connectors.offloading.remote.servers import RedisServer, SlowLink

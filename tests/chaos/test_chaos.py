@@ -1,4 +1,5 @@
-"""The short form of the chaos suite: every fault once. `scripts/chaos` runs them at random."""
+"""The short form of the chaos suite: most faults once, and all with --long. `scripts/chaos` runs
+them at random."""
 
 import tempfile
 from collections.abc import Iterator
@@ -44,16 +45,19 @@ def folder() -> Iterator[Path]:
     ],
 )
 def test_streams_survive_every_fault_and_nothing_is_lost(
-    name: str, model: Path, folder: Path
+    name: str, model: Path, folder: Path, long_run: bool
 ) -> None:
     setup, faults = SETUPS[name]
-    run_faults(setup, [fault for fault in faults if fault.is_short], model, folder / "d", SEED)
+    chosen = [fault for fault in faults if fault.is_short or long_run]
+    run_faults(setup, chosen, model, folder / "d", SEED)
 
 
-def test_nothing_is_left_of_a_deployment_that_ends_with_a_fault(model: Path, folder: Path) -> None:
+def test_nothing_is_left_of_a_deployment_that_ends_with_a_fault(
+    model: Path, folder: Path, long_run: bool
+) -> None:
     endings = Endings(model, folder, make_prompts(SEED), SEED)
     for ending in ENDINGS:
-        if ending.is_short:
+        if ending.is_short or long_run:
             endings.run(ending)
 
 

@@ -27,9 +27,23 @@ CLIENTS: Final = (  # in the order of the table
     "instructor",
     "pydantic_ai",
     "ai_sdk",
+    "openai_js",
+    "anthropic_js",
+    "langchain_js",
+    "ollama",
+    "ollama_js",
+    "huggingface_hub",
     "guidellm",
     "lm_eval",
 )
+NODE: Final = "node"
+ENVIRONMENTS: Final = {  # of clients that share one; the others have their own
+    "openai": ("anthropic", "huggingface_hub", "langchain", "ollama", "pydantic_ai"),
+    NODE: ("ai_sdk", "openai_js", "anthropic_js", "langchain_js", "ollama_js"),
+    "litellm": ("instructor", "llama_index"),
+}
+INSTALLED: Final = ROOT / ".venv-clients"
+NEWEST: Final = INSTALLED / "newest"
 TIMEOUT_S: Final = 600  # importing a client's packages can take a minute
 _TABLE: Final = re.compile(r"^\| \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
 _WORDS: Final = {"json": "JSON", "responses": "Responses"}
@@ -48,11 +62,14 @@ class NotInstalledError(Exception):
     """A client's environment does not exist."""
 
 
-def use_client(name: str, url: str, folder: Path) -> UsedClient:
+def use_client(name: str, url: str, folder: Path, installed: Path = INSTALLED) -> UsedClient:
     """Use all features of a client with the server at `url`, in a folder for its files. Nothing is
-    downloaded. Raises NotInstalledError, or AssertionError with the output if a feature fails."""
+    downloaded. Raises NotInstalledError, or AssertionError with the output if a feature fails.
+
+    installed: folder of the environments, which may be NEWEST.
+    """
     ended = subprocess.run(
-        [*_program(name), url, str(DEMO_MODEL_DIR)],
+        [*_program(name, installed), url, str(DEMO_MODEL_DIR)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -70,24 +87,41 @@ def use_client(name: str, url: str, folder: Path) -> UsedClient:
     return UsedClient(package, version, tuple(_title(name) for name in features))
 
 
-def _program(name: str) -> list[str]:
-    if name == "ai_sdk":
-        node = shutil.which("node")
-        if node is None or not (HERE / name / "node_modules").exists():
+def _program(name: str, installed: Path) -> list[str]:
+    if environment_of(name) == NODE:
+        node, folder = shutil.which("node"), node_packages(NODE, installed).parent
+        if node is None:
             raise NotInstalledError(name)
-        return [node, str(HERE / name / "client.mjs")]
-    python = ROOT / ".venv-clients" / name / "bin" / "python"
+        return [node, str(folder / f"{name}.mjs")]
+    return [str(python_of(environment_of(name), installed)), str(HERE / f"{name}_client.py")]
+
+
+def environment_of(name: str) -> str:
+    """The environment of a client, which a file of `requirements/` describes."""
+    return next((env for env, names in ENVIRONMENTS.items() if name in names), name)
+
+
+def python_of(environment: str, installed: Path) -> Path:
+    """Its interpreter. Raises NotInstalledError."""
+    python = installed / environment / "bin" / "python"
     if not python.exists():
+        raise NotInstalledError(environment)
+    return python
+
+
+def node_packages(name: str, installed: Path) -> Path:
+    """What npm has installed for `node` or `agents`. Raises NotInstalledError."""
+    folder = (HERE if installed == INSTALLED else installed) / name / "node_modules"
+    if not folder.exists():
         raise NotInstalledError(name)
-    return [str(python), str(HERE / f"{name}_client.py")]
+    return folder
 
 
 def features_of(name: str) -> set[str]:
     """The features that a client's program uses, by its source."""
-    if name == "ai_sdk":
-        found = re.findall(
-            r"^  async (\w+)\(", (HERE / name / "client.mjs").read_text(), re.MULTILINE
-        )
+    if environment_of(name) == NODE:
+        source = (HERE / NODE / f"{name}.mjs").read_text()
+        found = re.findall(r"^  async (\w+)\(", source, re.MULTILINE)
     else:
         source = (HERE / f"{name}_client.py").read_text()
         found = re.findall(r"^@feature\ndef (\w+)", source, re.MULTILINE)

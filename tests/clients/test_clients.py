@@ -13,8 +13,14 @@ from tests.clients.compatibility import (
 )
 from tests.integration.deployment import Deployment
 
+HEAVY = ("guidellm", "lm_eval")
+"""They load torch and measure for a while."""
 
-@pytest.mark.parametrize("name", CLIENTS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in HEAVY else ()) for name in CLIENTS],
+)
 def test_features_that_work_are_those_of_the_docs(
     server: Deployment, tmp_path: Path, name: str
 ) -> None:

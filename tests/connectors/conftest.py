@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 
 from longshore.deploy.llm import in_process_engine
+from tests.integration.forks import forked_engines as forked_engines  # a fixture
 from tests.models import make_tiny_model
 from tests.worker.models.cases import LATENT
 

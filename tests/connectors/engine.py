@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import longshore
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import plan_engine
-from longshore.protocol.arrays import int32_array
+from longshore.deploy.settings.options import engine_options
+from longshore.deploy.supervisor.engine_plan import plan_engine
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, int32_array
 from longshore.protocol.outputs import FinishedRequest
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.requests import AbortRequests, AddRequest
+from longshore.protocol.requests import AbortRequests, AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats
 from longshore.scheduler.scheduler import Scheduler
@@ -94,16 +94,27 @@ class Engine:
         assert isinstance(self.engine, InProcessEngine)
         return self.engine.scheduler
 
-    def add(self, prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any) -> Answer:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        request_id: str | None = None,
+        output_token_ids: Int32Array = EMPTY_INT32,
+        **options: Any,
+    ) -> Answer:
+        """options: fields of `RequestOptions`."""
         handle = len(self._answers)
         self._answers.append(Answer())
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
         self.engine.send(
             AddRequest(
-                **({"request_id": f"r{handle}"} | fields),
-                handle=handle,
-                prompt_token_ids=int32_array(list(prompt)),
-                sampling=sampling,
+                request_id or f"r{handle}",
+                handle,
+                int32_array(list(prompt)),
+                sampling,
+                RequestOptions(**options),
+                output_token_ids,
             )
         )
         return self._answers[-1]

@@ -44,6 +44,7 @@ class Recorder(OneClassConnector):
     match: tuple[int | None, bool] = (0, False)
     metadata: bytes | Meta = b""
     min_wait_s = 3.0
+    chunk_blocks = 4
 
     def __init__(self) -> None:
         super().__init__(ConnectorConfig(), ConnectorRole.SCHEDULER)
@@ -156,11 +157,13 @@ def test_every_hook_of_the_contract_reaches_the_connector() -> None:
     adapter.load_expired("late")
     assert connector.calls.pop() == "late"  # as an abandoned load, unless it says otherwise
     assert adapter.min_wait_s == connector.min_wait_s == 3.0
+    assert adapter.chunk_blocks == connector.chunk_blocks == 4
     hooks = {name for name in vars(SchedulerConnector) if not name.startswith("_")}
     own = {name for name in vars(OneClassAdapter) if name in hooks}
     attributes = {"supports_hma", "is_combinable", "uses_shared_memory", "worker_half"}
     attributes |= {"contract_version", "needs_every_step", "has_verify_kv", "reads_ahead"}
-    attributes |= {"min_wait_s"}
+    attributes |= {"opens_nothing"}  # of a class that another one wraps, it cannot say
+    attributes |= {"min_wait_s", "chunk_blocks"}
     attributes |= {"num_leasable_blocks"}  # it cannot lease
     attributes |= {"names_answers", "take_answered"}  # nor name what it has an answer for
     attributes |= {"check_options"}  # the wrapped class checks them when it is built

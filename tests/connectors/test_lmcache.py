@@ -1,7 +1,6 @@
 """The scheduler half of the lmcache connector, its options, and what is said if LMCache is missing.
 LMCache itself need not be installed."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 from longshore.connectors.base import (
     AdmittedRequest,
     AskLater,
-    CachedBlocks,
     ConnectorConfig,
     ConnectorOutput,
     Matched,
     RequestView,
     StepView,
+    StorableBlocks,
 )
 from longshore.connectors.lmcache import options as options_module
 from longshore.connectors.lmcache.messages import Commands, Found, Report
@@ -25,8 +24,10 @@ from longshore.connectors.lmcache.scheduler import LMCacheConnector
 from longshore.connectors.registry import load_scheduler_connector
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
 from longshore.testing.leaks import strings_in
+from tests.connectors.holds import Holds
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype_bytes=4)
 HASHES = [bytes([number]) * 32 for number in range(1, 4)]
@@ -38,18 +39,6 @@ NO_BLOCKS = (int32_array([]),)
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options_module, "version", lambda name: "0.5.6")
-
-
-class Holds:
-    def __init__(self) -> None:
-        self.held: dict[int, list[int]] = {}
-
-    def hold(self, block_ids: Sequence[int]) -> int:
-        self.held[len(self.held) + 1] = list(block_ids)
-        return len(self.held)
-
-    def release(self, hold_id: int) -> None:
-        del self.held[hold_id]
 
 
 def config(num_ranks: int = 2, **options: Any) -> ConnectorConfig:
@@ -68,7 +57,7 @@ class Driven:
 
     def __init__(self, **options: Any) -> None:
         self.connector = LMCacheConnector(config(**options))
-        self.holds = Holds()
+        self.holds = Holds(self.connector.config.num_ranks)
         self.connector.bind_blocks(self.holds)
         self.num_steps = 0
 
@@ -184,9 +173,8 @@ def test_a_request_that_ends_before_the_answer_releases_after_it() -> None:
 
 def test_blocks_are_held_until_all_ranks_have_stored_them() -> None:
     driven = Driven()
-    cached = CachedBlocks("r", 0, [7, 8], HASHES[:2], [0, 1])
-    assert driven.commands(cached=[cached]).stores == []  # not answered yet
-    (store,) = driven.commands().stores
+    storable = StorableBlocks(1, "r", 0, [7, 8], HASHES[:2], [0, 1])
+    (store,) = driven.commands(storable=[storable]).stores
     assert store.blocks == [(0, 7, HASHES[0]), (0, 8, HASHES[1])]
     assert driven.holds.held == {store.hold_id: [7, 8]}
     driven.stored(0, store.hold_id)
@@ -194,13 +182,6 @@ def test_blocks_are_held_until_all_ranks_have_stored_them() -> None:
     assert driven.holds.held
     driven.stored(1, store.hold_id)
     assert not driven.holds.held
-
-
-def test_a_block_that_turned_out_to_be_invalid_is_not_stored() -> None:
-    driven = Driven()
-    driven.commands(cached=[CachedBlocks("r", 0, [7, 8], HASHES[:2], [0, 1])])
-    (store,) = driven.commands(uncached=[8]).stores
-    assert store.blocks == [(0, 7, HASHES[0])]
 
 
 def test_after_a_reset_nothing_that_was_stored_before_has_a_key() -> None:
@@ -214,8 +195,8 @@ def test_after_a_reset_nothing_that_was_stored_before_has_a_key() -> None:
     driven.match()
     (lookup,) = driven.commands().lookups
     assert set(lookup.groups[0]).isdisjoint(HASHES)
-    driven.commands(cached=[CachedBlocks("r", 0, [7], HASHES[:1], [0])])
-    (store,) = driven.commands().stores
+    storable = StorableBlocks(1, "r", 0, [7], HASHES[:1], [0])
+    (store,) = driven.commands(storable=[storable]).stores
     assert store.blocks == [(0, 7, lookup.groups[0][0])]
 
 
@@ -248,7 +229,7 @@ def test_a_missing_or_unknown_library_is_an_error_with_the_command(
         load_scheduler_connector("lmcache", config())
     assert words in str(raised.value)
     assert str(raised.value).endswith(
-        "pip install 'longshore[lmcache]' && pip install --no-deps lmcache==0.5.6"
+        f"{install_command('lmcache')} && pip install --no-deps lmcache==0.5.6"
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longshore.connectors.base import WorkerConnectorConfig
+from longshore.connectors.base.groups import StoredGroups
 from longshore.connectors.lmcache.options import read_options
-from longshore.connectors.offloading.groups import StoredGroups
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, SlidingWindowSpec
 from tests.connectors.conftest import KINDS

@@ -41,4 +41,5 @@ def test_the_bandwidth_of_a_link_is_no_constant_of_the_code() -> None:
     assert len(found) > 1000
     for place, name, value in found:
         is_bandwidth = "bandwidth" in name or name.endswith(("_per_s", "_gbps"))
+        is_bandwidth &= name != "tokens_per_s"  # what `longshore models` shows of a machine
         assert not (is_bandwidth and isinstance(value, int | float) and value), (place, name, value)

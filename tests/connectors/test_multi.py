@@ -126,6 +126,18 @@ class Constant(Scripted):
     needs_every_step = True
 
 
+class StoresNothing(Scripted):
+    chunk_blocks = 0
+
+
+class Chunky(Scripted):
+    chunk_blocks = 4
+
+
+class StoresSixes(Scripted):
+    chunk_blocks = 6
+
+
 class ScriptedWorker(WorkerConnector[bytes]):
     """The same for the worker half; `ended` is reported by the next `get_finished`."""
 
@@ -482,6 +494,22 @@ def test_every_step_is_needed_if_one_child_needs_it() -> None:
         both = children({"connector": scripted}, {"connector": name})
         connector = load_scheduler_connector("multi", ConnectorConfig(both))
         assert connector.needs_every_step is is_needed
+
+
+@pytest.mark.parametrize(
+    ("names", "chunk_blocks"),
+    [
+        (("Scripted", "Constant"), 1),
+        (("StoresNothing", "StoresNothing"), 0),
+        (("StoresNothing", "Chunky", "Scripted"), 4),
+        (("Chunky", "StoresSixes"), 12),
+    ],
+)
+def test_every_child_finds_whole_chunks_of_its_own(
+    names: tuple[str, ...], chunk_blocks: int
+) -> None:
+    options = children(*({"connector": f"{__name__}:{name}"} for name in names))
+    assert load_scheduler_connector("multi", ConnectorConfig(options)).chunk_blocks == chunk_blocks
 
 
 def test_two_children_cannot_share_the_memory_of_the_workers() -> None:

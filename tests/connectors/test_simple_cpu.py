@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from longshore.connectors.base import (
-    CachedBlocks,
     ConnectorConfig,
     ConnectorOutput,
     Matched,
     RequestView,
     StepView,
+    StorableBlocks,
 )
 from longshore.connectors.registry import load_scheduler_connector
 from longshore.connectors.simple_cpu import Commands, Report, SimpleCPUConnector
@@ -38,6 +38,7 @@ from longshore.scheduler.kv_cache.coordinator import make_coordinator
 from longshore.testing.engines import settle
 from tests.connectors.conftest import KINDS
 from tests.connectors.engine import Engine, prompts_of
+from tests.connectors.holds import Holds
 
 ModelOf = Callable[[str], tuple[Path, Any]]
 PROMPTS = prompts_of(100, 130, 60, 150, 95, 140)
@@ -134,22 +135,6 @@ def test_every_rank_stores_its_share(ranks: dict[str, Any], model_of: ModelOf) -
 FULL = FullAttentionSpec(4, 1, 8, 4)
 
 
-class Holds:
-    """Blocks that the connector holds, by id of the hold."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, list[int]] = {}
-        self._last = 0
-
-    def hold(self, block_ids: Sequence[int]) -> int:
-        self._last += 1
-        self.held[self._last] = list(block_ids)
-        return self._last
-
-    def release(self, hold_id: int) -> None:
-        del self.held[hold_id]
-
-
 def half_of(
     *specs: KVCacheSpec, num_slots: int = 100, num_ranks: int = 1
 ) -> tuple[SimpleCPUConnector, Holds]:
@@ -165,7 +150,7 @@ def half_of(
     )
     connector = load_scheduler_connector("simple_cpu", config)
     assert isinstance(connector, SimpleCPUConnector)
-    holds = Holds()
+    holds = Holds(num_ranks)
     connector.bind_blocks(holds)
     return connector, holds
 
@@ -184,8 +169,8 @@ def hash_of(name: object) -> bytes:
     return str(name).encode()
 
 
-def cached(names: Sequence[object], block_ids: Sequence[int], group: int = 0) -> CachedBlocks:
-    return CachedBlocks("r", group, block_ids, [hash_of(name) for name in names])
+def storable(names: Sequence[object], block_ids: Sequence[int], group: int = 0) -> StorableBlocks:
+    return StorableBlocks(1, "r", group, block_ids, [hash_of(name) for name in names])
 
 
 def view(names: Sequence[object], num_tokens: int, request_id: str = "r") -> RequestView:
@@ -196,22 +181,18 @@ def view(names: Sequence[object], num_tokens: int, request_id: str = "r") -> Req
 def store(connector: SimpleCPUConnector, names: Sequence[object], group: int = 0) -> list[int]:
     """Store blocks at once; returns their slots."""
     block_ids = range(1, 1 + len(names))
-    plan(connector, StepView(1, 0, cached=[cached(names, block_ids, group)]))
-    stores = plan(connector, StepView(2, 1)).stores
+    stores = plan(connector, StepView(2, 1, storable=[storable(names, block_ids, group)])).stores
     report(connector, Report(stored=[each.hold_id for each in stores]))
     return [slot for each in stores for _, _, slot in each.slots]
 
 
-def test_blocks_are_stored_when_their_step_is_answered_unless_they_turn_out_wrong() -> None:
+def test_blocks_are_held_until_they_are_stored_and_can_be_loaded_then() -> None:
     connector, holds = half_of(FULL)
-    assert plan(connector, StepView(1, 0, cached=[cached("abc", [7, 8, 9])])) == Commands()
-    assert holds.held == {1: [7, 8, 9]}
-    assert connector.has_pending_work
-    assert plan(connector, StepView(2, 0, uncached=[9])) == Commands()
-    (begun,) = plan(connector, StepView(3, 1)).stores
+    (begun,) = plan(connector, StepView(2, 1, storable=[storable("ab", [7, 8])])).stores
     assert [block_id for _, block_id, _ in begun.slots] == [7, 8]
+    assert holds.held == {begun.hold_id: [7, 8]}
     assert connector.get_num_new_matched_tokens(view("abc", 13), 0) == Matched(0, is_async=True)
-    report(connector, Report(stored=[1]))
+    report(connector, Report(stored=[begun.hold_id]))
     assert connector.get_num_new_matched_tokens(view("abc", 13), 0) == Matched(8, is_async=True)
     assert not holds.held
     assert not connector.has_pending_work
@@ -219,9 +200,8 @@ def test_blocks_are_stored_when_their_step_is_answered_unless_they_turn_out_wron
 
 def test_a_block_counts_when_all_ranks_have_stored_it() -> None:
     connector, holds = half_of(FULL, num_ranks=2)
-    plan(connector, StepView(1, 0, cached=[cached("ab", [7, 8])]))
-    plan(connector, StepView(2, 0, cached=[cached("cd", [5, 6])]))
-    assert len(plan(connector, StepView(3, 2)).stores) == 2
+    for step, blocks in ((2, storable("ab", [7, 8])), (3, storable("cd", [5, 6]))):
+        assert len(plan(connector, StepView(step, step - 1, storable=[blocks])).stores) == 1
     report(connector, Report(stored=[1]), rank=1)
     report(connector, Report(stored=[2]), rank=1)
     assert connector.get_num_new_matched_tokens(view("ab", 9), 0) == Matched(0, is_async=True)
@@ -233,11 +213,11 @@ def test_a_block_counts_when_all_ranks_have_stored_it() -> None:
 
 def test_a_block_is_stored_once() -> None:
     connector, holds = half_of(FULL)
-    plan(connector, StepView(1, 0, cached=[cached("ab", [7, 8]), cached("ab", [3, 4])]))
-    (begun,) = plan(connector, StepView(2, 1, cached=[cached("abc", [7, 8, 9])])).stores
+    twice = [storable("ab", [7, 8]), storable("ab", [3, 4])]
+    (begun,) = plan(connector, StepView(2, 1, storable=twice)).stores
     assert begun.slots == [(0, 7, begun.slots[0][2]), (0, 8, begun.slots[1][2])]
     report(connector, Report(stored=[begun.hold_id]))
-    (begun,) = plan(connector, StepView(3, 2)).stores
+    (begun,) = plan(connector, StepView(3, 2, storable=[storable("abc", [7, 8, 9])])).stores
     assert [block_id for _, block_id, _ in begun.slots] == [9]
     assert list(holds.held) == [begun.hold_id]
 
@@ -248,7 +228,7 @@ def test_the_least_recently_used_blocks_are_evicted_ends_of_prompts_first() -> N
     store(connector, "abc")
     store(connector, "xy")
     assert connector.get_num_new_matched_tokens(view("abc", 13), 0) == Matched(12, is_async=True)
-    plan(connector, StepView(3, 2, cached=[cached("ab", [1, 2])]))  # used again
+    plan(connector, StepView(3, 2, storable=[storable("ab", [1, 2])]))  # used again
     store(connector, "pq")
     assert {key[1] for key in connector._host._slots} == set(map(hash_of, "abxpq"))
 

@@ -12,7 +12,7 @@ from longshore.deploy.cli.client_options import (
     DoctorOptions,
     TopOptions,
 )
-from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.settings.options import ServeOptions
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.supervisor.restart_history import RestartRecord
 from tests.deploy.gateway.fake_engine import STATS
 from tests.deploy.grafana_board import ALERTS, BOARD, PANELS, expressions, metric_names
 
@@ -13,6 +14,7 @@ def served_names() -> set[str]:
     metrics = GatewayMetrics()
     metrics.observe_scheduler("0", STATS)
     metrics.responses.labels("/v1/models", "200").inc()
+    metrics.watch_restarts(lambda: RestartRecord({"gateway": {"death": 0}}))
     families = text_string_to_metric_families(metrics.render().decode())
     return {sample.name for family in families for sample in family.samples}
 

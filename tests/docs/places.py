@@ -23,6 +23,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     ".venv/bin/pip install": "as pip install",
     "pip install": "creates the environment of the tests; test_commands.py checks extras",
     "python -m pip ": "needs a network, and a machine with a GPU",
+    "python -m cProfile": "tests/scripts/test_instructions.py runs a load without it",
     "python -m tests.worker.kernels.compiled": "tests/worker/kernels/test_compiled.py runs it",
     "python -m pytest": "an example of what not to do",
     "pytest test_host_cache.py": "runs the conformance suite, as tests/testing/ does",
@@ -34,9 +35,18 @@ NOT_RUN: Final = {  # by the beginning of the command
     'curl -H "authorization: Bearer $(cat admin-key)"': "tests/integration/test_admin.py does it",
     "ray start": "tests/integration/test_ray_launcher.py starts a cluster",
     "systemctl ": "needs systemd",
+    "docker ": "needs Docker; tests/scripts/test_installation.py builds the image with buildah",
+    "helm ": "tests/deploy/test_kubernetes.py renders the chart",
+    "kubectl ": "needs a cluster; tests/deploy/test_kubernetes.py reads the base",
+    "python -m build": "tests/scripts/test_installation.py runs it",
     "grep ": "reads a file that the tests do not have",
     "lmcache server": "tests/connectors/adapters/ has a server that speaks its protocol",
     "prometheus ": "tests/integration/test_prometheus.py runs one with this configuration",
+    "export ANTHROPIC_": "tests/clients/test_agents.py runs Claude Code with these variables",
+    "export CLAUDE_": "tests/clients/test_agents.py runs Claude Code with these variables",
+    "claude": "tests/clients/test_agents.py runs it",
+    "export OPENAI_": "tests/clients/test_agents.py runs qwen-code with these variables",
+    "qwen ": "tests/clients/test_agents.py runs it",
     "benchmarks/peers/": "needs other projects, which it downloads",
 }
 RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which names the page
@@ -52,7 +62,7 @@ RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which nam
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }
 SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by part of the text
-EXTRA: Final = re.compile(r"pip install (?:-e )?'?[\w.]+\[(\w+)\]'?")
+EXTRA: Final = re.compile(r"pip install (?:-e )?'?(?P<name>[\w.-]+)\[(?P<extra>\w+)\]'?")
 CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
 STANDS_FOR: Final = {
     "MODEL": str(DEMO_MODEL_DIR),

@@ -4,6 +4,7 @@ names of the code."""
 import ast
 import re
 from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,23 @@ def test_the_sizes_are_those_of_the_folders_within_a_tenth() -> None:
         lines = sum(path.read_text("utf-8").count("\n") for path in paths)
         assert len(paths) == int(num_files), first
         assert lines == pytest.approx(int(num_lines.replace(",", "")), rel=0.1), first
+
+
+def test_no_module_of_the_scheduler_is_in_a_cycle_of_imports() -> None:
+    """Not even of imports for types, or within functions."""
+    imports: dict[str, set[str]] = {}
+    for path in (ROOT / "scheduler").rglob("*.py"):
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        imports[name] = {
+            f"{node.module}.{alias.name}".removeprefix("longshore.")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        imports[name] |= {imported.rpartition(".")[0] for imported in imports[name]}
+    graph = {name: imported & imports.keys() for name, imported in imports.items()}
+    assert sum(map(len, graph.values())) > 300
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_classes_of_different_packages_do_not_share_a_name() -> None:

@@ -8,14 +8,19 @@ import pytest
 
 import longshore
 from longshore import AsyncEngineArgs, AsyncLLM
-from longshore.deploy.cli.options import ServeOptions
-from longshore.deploy.cli.vllm_settings import REJECTED, RENAMED, RENAMED_VALUES, WITHOUT_EFFECT
-from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.gateway.api.requests import ChatRequest
+from longshore.deploy.gateway.openai.requests import CompletionRequest
 from longshore.deploy.llm import async_llm
-from longshore.deploy.llm.beams import UNSUPPORTED_IN_BEAM_SEARCH
 from longshore.deploy.llm.llm import LLM, NOT_METHODS
-from longshore.deploy.llm.pooling_params import UNSUPPORTED_POOLING
-from longshore.deploy.llm.sampling_params import UNSUPPORTED
+from longshore.deploy.requests.refused import REFUSED
+from longshore.deploy.settings.options import ServeOptions
+from longshore.deploy.settings.vllm_names import (
+    CONFIGS,
+    REJECTED,
+    RENAMED,
+    RENAMED_VALUES,
+    WITHOUT_EFFECT,
+)
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "coming_from_vllm.md").read_text()
@@ -41,19 +46,27 @@ def names_after(text: str) -> list[str]:
             "So are these values:",
             {f"{name}={theirs}": f"`{name}={o}`" for (name, theirs), o in RENAMED_VALUES.items()},
         ),
+        (
+            "These objects are translated",
+            {
+                f"{name}.{field}": f"`{o}`"
+                for name, of in CONFIGS.items()
+                for field, o in of.items()
+            },
+        ),
         ("These are accepted with a warning", WITHOUT_EFFECT),
         ("These are rejected", {name: advice for name, (_, advice) in REJECTED.items()}),
         (
             "These settings of `SamplingParams` are rejected",
-            {name: advice for name, (_, advice) in UNSUPPORTED.items()},
+            {name: advice for name, (_, advice, _) in REFUSED["SamplingParams"].items()},
         ),
         (
             "These settings of `PoolingParams` are rejected",
-            {name: advice for name, (_, advice) in UNSUPPORTED_POOLING.items()},
+            {name: advice for name, (_, advice, _) in REFUSED["PoolingParams"].items()},
         ),
         (
             "These settings of `BeamSearchParams` are rejected",
-            {name: advice for name, (_, advice) in UNSUPPORTED_IN_BEAM_SEARCH.items()},
+            {name: advice for name, (_, advice, _) in REFUSED["BeamSearchParams"].items()},
         ),
         ("These attributes of `LLM`", NOT_METHODS),
         ("These attributes of `AsyncLLM`", async_llm.NOT_METHODS),

@@ -19,7 +19,8 @@ from longshore.deploy.cli.main import _settings_file as settings_file
 from longshore.deploy.cli.main import app
 from longshore.deploy.llm.llm import LLM
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
-from longshore.deploy.supervisor.process import VARIABLE_PREFIX
+from longshore.deploy.settings.vllm_names import CONFIGS
+from longshore.deploy.supervisor.fork_server import VARIABLE_PREFIX
 from longshore.protocol.errors import ConfigError
 from tests.conftest import ROOT, load_script
 from tests.deploy.sounds import as_file, tone
@@ -34,6 +35,7 @@ from tests.docs.blocks import (
 )
 from tests.docs.places import EXTRA, elsewhere, place_of, server_of, words_of
 from tests.integration.deployment import Deployment
+from tests.integration.forks import template
 from tests.models import make_tiny_llama
 
 URL = "http://127.0.0.1:8000"
@@ -41,6 +43,7 @@ URL = "http://127.0.0.1:8000"
 OTHERS_FLAGS = {
     "--backend",
     "--chunk-size",
+    "--cpus",
     "--ipc",
     "--l2-adapter",
     "--no-deps",
@@ -50,9 +53,10 @@ OTHERS_FLAGS = {
 
 
 def commands_at(*places: str) -> list[Any]:
-    """The commands of these places as parameters of a test."""
+    """The commands of these places as parameters of a test, each of them once."""
     found = []
-    for command in read_commands():
+    commands = {each.text.partition("  #")[0].rstrip(): each for each in read_commands()}
+    for command in commands.values():
         try:
             place = place_of(command)
         except LookupError:
@@ -160,6 +164,8 @@ def test_command_line_is_one_that_longshore_takes(command: Command) -> None:
     words = [word for word in words_of(command)[1:] if word != "--help"]
     if words_of(command)[0] == "curl":
         return
+    if words[:1] == ["help"]:
+        del words[0]
     if "--config" in words:
         del words[words.index("--config") : words.index("--config") + 2]
     try:
@@ -248,7 +254,7 @@ def test_settings_file_is_one_that_every_command_takes(block: Block, tmp_path: P
     for name, _ in load_script("reference").commands():
         top, *rest = name.split()
         table = tables.get(top, {}).get(rest[0]) if rest else tables.get(top)
-        if table is not None:
+        if isinstance(table, dict):
             parse(name.split(), settings=(settings_file(path),))
 
 
@@ -266,7 +272,18 @@ def test_extra_exists(command: Command) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     match = EXTRA.fullmatch(command.text)
     assert match is not None
-    assert match[1] in project["optional-dependencies"]
+    assert match["extra"] in project["optional-dependencies"]
+
+
+def test_pages_install_the_distribution() -> None:
+    """Its name is stated in pyproject.toml; the package `longshore` of PyPI is another project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        names = {match["name"] for match in EXTRA.finditer(text)} - {"."}
+        assert names <= {project["name"]}, page
+        assert not re.search(r"pip install '?longshore\b(?!-)", text), page
 
 
 @pytest.mark.parametrize("command", commands_at("program"))
@@ -287,11 +304,9 @@ def test_program_exists_and_knows_its_flags(command: Command) -> None:
 
 @cache
 def help_of(program: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    status, said = template().run([str(ROOT / program), "--help"], dict(os.environ), 60)
+    assert status == 0, said
+    return said
 
 
 @pytest.mark.slow
@@ -306,7 +321,11 @@ def test_benchmark_lists_its_flags_in_its_help(command: Command) -> None:
 
 
 def test_every_flag_that_a_page_names_exists() -> None:
-    known = set(OTHERS_FLAGS) | {"--help", "--version", "--config"}
+    known = (
+        set(OTHERS_FLAGS)
+        | {f"--{name.replace('_', '-')}" for name in CONFIGS}
+        | {"--help", "--version", "--config"}
+    )
     for _, command in load_script("reference").commands():
         for argument in command.assemble_argument_collection():
             known.update(argument.names)

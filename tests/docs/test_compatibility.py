@@ -8,21 +8,32 @@ import pytest
 from tests.clients.compatibility import (
     CLIENTS,
     HERE,
+    NODE,
     PAGE,
     clients_of,
+    environment_of,
     features_of,
     page_with,
     table,
 )
+from tests.clients.whole_tasks import AGENTS, page_with_agents
 
 
 def pinned_versions() -> dict[str, str]:
-    pinned = json.loads((HERE / "ai_sdk" / "package.json").read_text())["dependencies"]
+    npm = json.loads((HERE / NODE / "package.json").read_text())["dependencies"]
+    pinned = {f"npm:{name}": version for name, version in npm.items()}
     files = {path.stem: path.read_text() for path in HERE.glob("requirements/*.txt")}
-    assert {*files, "ai_sdk"} == set(CLIENTS)
+    assert {*files, NODE} == set(map(environment_of, CLIENTS))
     for text in files.values():
         pinned |= re.findall(r"^([\w-]+)(?:\[\w+\])?==(.+)$", text, re.MULTILINE)
     return dict(pinned)
+
+
+def pinned_agents() -> dict[str, str]:
+    """By the names in AGENTS."""
+    content = (HERE / "agents" / "package.json").read_text("utf-8")
+    pinned = {**pinned_versions(), **json.loads(content)["dependencies"]}
+    return {name: pinned[agent.package] for name, agent in AGENTS.items()}
 
 
 def problems_of(page: str) -> list[str]:
@@ -40,6 +51,8 @@ def problems_of(page: str) -> list[str]:
         problems += [f"{client.package}: {feature}" for feature in sorted(differing)]
     if page_with(page, table(documented)) != page:
         problems.append("the table is not as scripts/compatibility writes it")
+    if page_with_agents(page, pinned_agents()) != page:
+        problems.append("the table of agents is not as scripts/compatibility writes it")
     return problems
 
 
@@ -57,6 +70,7 @@ def test_table_says_what_the_programs_use() -> None:
         (r"^\| version \| \S+", "| version | 0.0.1"),
         (r"^\| version \| ", "| version |  "),
         (r"^\| \| `openai`", "| | `other`"),
+        (r"`smolagents` \| \S+", "`smolagents` | 0.0.1"),
     ],
 )
 def test_a_wrong_table_is_noticed(right: str, wrong: str) -> None:
@@ -68,5 +82,13 @@ def test_a_wrong_table_is_noticed(right: str, wrong: str) -> None:
 
 def test_every_client_of_the_table_is_explained() -> None:
     _, _, settings = PAGE.read_text("utf-8").partition("## Settings")
-    explained = re.findall(r"^\| `([\w-]+)`", settings, re.MULTILINE)
+    explained = re.findall(r"^\| `([^`]+)`", settings, re.MULTILINE)
     assert explained == [client.package for client in clients_of(PAGE.read_text("utf-8"))]
+
+
+def test_it_says_how_to_connect_every_agent() -> None:
+    _, _, explained = PAGE.read_text("utf-8").partition("### How to point them at Longshore")
+    names = {agent.package for agent in AGENTS.values()}
+    assert [
+        name for name in names if f"`{name}`" not in explained and f" {name}" not in explained
+    ] == []

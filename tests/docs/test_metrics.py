@@ -7,18 +7,20 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.engines.split_metrics import SplitMetrics
-from longshore.deploy.gateway.engines.split_requests import SplitConfig, SplitRequests
+from longshore.deploy.gateway.engines.split_requests import SplitRequests
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.event_follower import EventFollower
 from longshore.deploy.gateway.router.policies import PrefixAware, RoutedPrompt
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.routing_metrics import RoutingMetrics
-from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
+from longshore.deploy.gateway.settings import SplitSettings
+from longshore.deploy.gateway.vllm_metrics import ALWAYS, NAMES, PREFIX
 from longshore.deploy.supervisor.restart_history import RestartRecord
 from longshore.protocol.commands import Role
+from longshore.protocol.handshake import EngineReady
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
-from tests.deploy.gateway.fake_engine import STATS
+from tests.deploy.gateway.fake_engine import CAPACITY, IDENTITY, STATS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -34,7 +36,7 @@ def split() -> SplitMetrics:
     roles: tuple[Role, ...] = ("prefill", "decode")
     return SplitMetrics(
         SplitRequests(
-            SplitConfig(),
+            SplitSettings(),
             {},
             Router(2, roles=roles),
             Random(),
@@ -53,8 +55,11 @@ def rows() -> set[str]:
     metrics.watch(routing())
     metrics.watch(split())
     metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
+    metrics.engine_ready("0", EngineReady("engine-0.1", IDENTITY, 100, CAPACITY))
     rows, ending = set(), {}
     for family in text_string_to_metric_families(metrics.render().decode()):
+        if family.name in {PREFIX + name for name in ALWAYS}:
+            continue  # listed beside ours
         ending[family.name] = "_total" if family.type == "counter" else ""
         if family.name.endswith("_created"):
             continue  # the gateway process disables them

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.loading.quantization_config import METHODS
 from longshore.worker.models.families import ARCHITECTURES, ENCODERS, read_model_config
 from tests.conftest import ROOT
 from tests.docs.installing import installed_example
@@ -63,6 +64,12 @@ def test_an_entry_point_that_leads_elsewhere_is_rejected(installed: Path, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))
     with pytest.raises(UnsupportedModel, match="not a subclass of DecoderConfig"):
         read_model_config(tmp_path)
+
+
+def test_the_page_has_the_quantisation_methods_that_are_read() -> None:
+    section = PAGE.read_text().partition("## Quantised weights")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\S+)` \| \w", section, re.MULTILINE)
+    assert sorted(found) == sorted(("quant_method", *METHODS))
 
 
 def test_the_page_s_table_has_the_architectures_that_are_read_and_no_others() -> None:

@@ -1,6 +1,9 @@
-"""What the pages name in backticks exists: files, classes, functions, metrics and policies."""
+"""What the pages name in backticks exists: files, classes, their members, functions, metrics and
+policies."""
 
+import ast
 import re
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -15,14 +18,15 @@ OTHER_FILES = {
     *("shortest/latency.png", "shortest/load.png", "owner/name", ".venv/bin/pytest"),
     *("longshore-kv/IDENTITY/RANK/KE/KEY", "longshore-kv/IDENTITY/identity.json"),
     *("cohere/NAME", "hosted_vllm/NAME", "jina_ai/NAME", "openai/NAME"),
-    "text-completion-openai/NAME",
+    *("text-completion-openai/NAME", "keys.toml"),
 }
 OTHER_CLASSES = {  # of vLLM, systemd and models, and a name that stands for any class
     *("AsyncLLMEngine", "EngineArgs", "RepetitionDetectionParams", "TimeoutStopSec", "MemoryMax"),
     *("BertForMaskedLM", "SpecType"),
 }
 PAGES = [path.relative_to(ROOT).as_posix() for path in pages()]
-SOURCES = ("protocol", "scheduler", "worker", "connectors", "deploy", "tests", "benchmarks")
+PACKAGES = ("protocol", "scheduler", "worker", "connectors", "deploy")
+SOURCES = (*PACKAGES, "tests", "benchmarks")
 
 
 @cache
@@ -68,6 +72,44 @@ def test_classes_and_functions_on_a_page_exist(page: str) -> None:
         if call := re.fullmatch(r"([a-z_]\w*(?:\.\w+)*)\(.*\)", span):
             named.update(call[1].split("."))
     assert named - words() - OTHER_CLASSES == set()
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """The members of the packages' classes, with those of base classes, by the class's name."""
+    own: defaultdict[str, set[str]] = defaultdict(set)
+    bases: defaultdict[str, set[str]] = defaultdict(set)
+    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
+        for found in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(found, ast.ClassDef):
+                bases[found.name] |= {ast.unparse(base).split(".")[-1] for base in found.bases}
+                own[found.name] |= {name for node in ast.walk(found) if (name := _defined(node))}
+
+    def with_bases(name: str) -> set[str]:
+        return own[name].union(*map(with_bases, bases[name] & own.keys() - {name}))
+
+    return {name: with_bases(name) for name in [*own]}
+
+
+def _defined(node: ast.AST) -> str | None:
+    """The name that a definition or an assignment gives to a member."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return name
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+    return None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/requirements.md"])
+def test_members_of_classes_on_a_page_exist(page: str) -> None:
+    named = {
+        (class_name, member)
+        for span in spans(ROOT / page)
+        for class_name, member in re.findall(r"(?<![\w./])([A-Z]\w+)\.([a-z_]\w*)", span)
+        if class_name in members()
+    }
+    assert {each for each in named if each[1] not in members()[each[0]]} == set()
 
 
 def test_metrics_on_the_pages_are_listed_in_theirs() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.cli.client_options import (
+    CachePlanOptions,
     ChatOptions,
     DoctorOptions,
     TopOptions,
 )
-from longshore.deploy.cli.options import CachePlanOptions, ServeOptions
+from longshore.deploy.settings.options import ServeOptions
 from tests.conftest import ROOT, load_script
 
 PAGE = ROOT / "docs" / "reference" / "configuration.md"

@@ -94,6 +94,7 @@ def test_an_engine_with_it_gives_the_tokens_of_one_without(settings: dict[str, A
 class TestZlibTier(ConnectorConformance):
     connector = "offloading"
     is_variant = True
+    num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return dict(OPTIONS)

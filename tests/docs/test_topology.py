@@ -40,7 +40,12 @@ def test_the_table_of_ports_has_all_ports() -> None:
     assert offsets == ["", " + 1, + 2", f" + {PORTS_PER_ENGINE - 1}"], offsets
 
 
-def test_the_deployment_is_yaml_with_the_command() -> None:
+def test_the_values_are_those_of_the_chart() -> None:
+    chart = ROOT / "deploy" / "kubernetes" / "chart"
     (text,) = blocks("yaml")
-    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
-    assert container["args"][:2] == ["node", "--topology"]
+    topology = yaml.safe_load(text)["topology"]
+    assert topology.keys() == yaml.safe_load((chart / "values.yaml").read_text())["topology"].keys()
+    tomllib.loads(topology["file"])
+    template = (chart / "templates" / "topology.yaml").read_text()
+    used = set(re.findall(r"\$node\.(\w+)", template))
+    assert {key for node in topology["nodes"].values() for key in node} == used

@@ -2,13 +2,14 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 
 import pytest
 
-from longshore.deploy.cli.main import app
+from longshore.deploy.cli.main import main
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -62,8 +63,9 @@ def test_the_variable_that_a_kubernetes_service_makes_is_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LONGSHORE_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setattr(sys, "argv", ["longshore", "serve"])
     with pytest.raises(SystemExit) as exit_:
-        app.meta(["serve"])
+        main()
     assert exit_.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "Invalid value for LONGSHORE_PORT" in said

@@ -3,6 +3,7 @@
 import importlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from longshore.connectors.offloading.checksum import IDENTITY_DIGEST_BYTES, block_checksum
+from longshore.connectors.base.checksum import IDENTITY_DIGEST_BYTES, block_checksum
 from longshore.connectors.offloading.disk.index import INDEX_FILE
 from longshore.connectors.offloading.remote.record import decode_record, encode_record
+from longshore.deploy.model.folder import read_model_folder
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.gguf_header import read_gguf_header
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
-from longshore.worker.loading.loader import find_tensors, open_safetensors
-from longshore.worker.models.families import read_model_config
+from longshore.worker.loading.checkpoint import find_weights
+from longshore.worker.models.families import check_weights, read_model_config
 from tests.connectors.offloading.disk.stores import (
     expected,
     key,
@@ -26,13 +29,29 @@ from tests.connectors.offloading.disk.stores import (
     write,
 )
 from tests.fuzz.mutations import mutated_bytes, mutated_json, refusal
+from tests.gguf.cases import CASES as GGUF_CASES
 from tests.models import SHAPE
 from tests.worker.models.cases import CASES, Case
 
 NUM_CONFIGS = 150  # of each family's case
 NUM_CHECKPOINTS = 4000
+NUM_GGUF_FILES = 5  # of each case
+NUM_QUANTISED = 40  # of each folder
 NUM_INDEXES = 1000
 NUM_RECORDS = 20_000
+QUANTISED_DIR = Path(__file__).parents[1] / "worker" / "loading" / "quantised"
+QUANTISED = (
+    "gpt_oss-mxfp4",
+    "llama-auto_round",
+    "llama-awq",
+    "llama-ct_int4_asym",
+    "llama-ct_nvfp4",
+    "llama-fp8_block",
+    "llama-gptq_3bit",
+    "llama-gptq_asym_actorder",
+    "llama-gptq_dynamic",
+    "llama-modelopt_nvfp4",
+)
 REFUSED = (BrokenCheckpoint, UnsupportedModel, ConfigError)
 
 Times = Callable[[int], int]
@@ -77,11 +96,52 @@ def test_a_mutated_checkpoint_is_read_or_refused(tmp_path: Path, times: Times) -
     assert 0 < num_refused < times(NUM_CHECKPOINTS)
 
 
+def test_a_mutated_gguf_file_is_a_model_or_refused(tmp_path: Path, times: Times) -> None:
+    path = tmp_path / "model.gguf"
+    rng = random.Random(0)
+    for case in GGUF_CASES:
+        good = case.file.read_bytes()
+        header = read_gguf_header(case.file).data_begin
+        for _ in range(times(NUM_GGUF_FILES)):
+            path.write_bytes(mutated_bytes(good[:header], rng) + good[header:])
+            error = refusal(lambda: read_model_folder(path, tmp_path / "state"), *REFUSED)
+            assert error is None or str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_mutated_quantised_checkpoint_is_read_or_refused(
+    name: str, tmp_path: Path, times: Times
+) -> None:
+    folder = Path(shutil.copytree(QUANTISED_DIR / name, tmp_path / "model"))
+    path, config_path = folder / "model.safetensors", folder / "config.json"
+    good, config = path.read_bytes(), json.loads(config_path.read_text())
+    header = int.from_bytes(good[:8], "little") + 8
+    rng = random.Random(name)
+    num_refused = 0
+    for number in range(times(NUM_QUANTISED)):
+        if number % 2:
+            settings = mutated_json(config["quantization_config"], rng)
+            config_path.write_text(json.dumps({**config, "quantization_config": settings}))
+        else:
+            path.write_bytes(mutated_bytes(good[:header], rng) + good[header:])
+        error = refusal(lambda: load_quantised(folder), *REFUSED)
+        assert error is None or (str(folder) in str(error) and "\n" not in str(error))
+        num_refused += error is not None
+        path.write_bytes(good)
+        config_path.write_text(json.dumps(config))
+    assert num_refused > 0
+
+
+def load_quantised(folder: Path) -> None:
+    check_weights(read_model_config(folder), find_weights(folder))
+    read_all_tensors(folder)
+
+
 def read_all_tensors(model_dir: Path) -> None:
-    for path, names in find_tensors(model_dir).items():
-        with open_safetensors(path) as file:
-            for name in names:
-                file.get_tensor(name)
+    weights = find_weights(model_dir)
+    with weights.reader() as read:
+        for name, weight in weights.tensors.items():
+            read(name, (slice(None),) * len(weight.shape))
 
 
 def test_a_mutated_index_of_a_disk_tier_loses_blocks_and_returns_no_wrong_one(

@@ -32,6 +32,12 @@ def held_by_pins(scheduler: Scheduler) -> Counter[int]:
     )
 
 
+def has_unanswered_blocks(scheduler: Scheduler) -> bool:
+    """Whether blocks are held that the connector may store when their plan is answered."""
+    transfers = scheduler._transfers
+    return transfers is not None and len(transfers._unanswered) > 0
+
+
 def check_references(scheduler: Scheduler) -> None:
     """null + held + free = all, and as many references as holders."""
     holders = held_by_waiting(scheduler)

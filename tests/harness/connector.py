@@ -34,7 +34,7 @@ class AdversarialConnector(SchedulerConnector):
 
     match:  what there is to load for a request after its local hits.
     depart: what happens to the blocks of a request that ends.
-    stores: whether the cached blocks of a plan are stored.
+    stores: whether storable blocks are stored. None: it asks for none.
     swaps:  whether there is room for a request that is to be swapped out.
     restores: whether the KV of a swapped request can still be loaded.
     no_hits: ids of requests that must not begin with cached blocks.
@@ -49,7 +49,7 @@ class AdversarialConnector(SchedulerConnector):
         *,
         match: MatchRule = lambda request, num_computed_tokens: Matched(0),
         depart: Callable[[RequestView], FinishAction] = lambda request: FinishAction(),
-        stores: Callable[[], bool] = lambda: False,
+        stores: Callable[[], bool] | None = None,
         swaps: Callable[[], bool] = lambda: True,
         restores: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -68,6 +68,8 @@ class AdversarialConnector(SchedulerConnector):
         self.match = match
         self._depart = depart
         self._stores = stores
+        if stores is None:
+            self.chunk_blocks = 0
         self._swaps = swaps
         self._restores = restores
         self.swapped: dict[str, SwapCopy] = {}
@@ -77,7 +79,6 @@ class AdversarialConnector(SchedulerConnector):
         self._holder: BlockHolds | None = None
         self._answers: dict[str, tuple[int, Matched]] = {}
         self._commands = Commands()
-        self._pending_stores: list[tuple[int, Store]] = []
 
     def bind(
         self, transfers: Transfers, block_sizes: Sequence[int], contents: Mapping[str, Content]
@@ -198,29 +199,24 @@ class AdversarialConnector(SchedulerConnector):
     def build_connector_meta(self, step: StepView) -> bytes:
         self.calls.append("build_connector_meta")
         self.steps.append(step)
-        uncached = set(step.uncached)
-        for item in [item for item in self._pending_stores if uncached & set(item[1].block_ids)]:
-            self._pending_stores.remove(item)
-            self.release(item[1].hold_id)
-        for item in [item for item in self._pending_stores if item[0] <= step.answered_step]:
-            self._pending_stores.remove(item)
-            self._commands.stores.append(item[1])
-        for cached in step.cached:
-            blocks = list(cached.block_ids)
-            assert len(blocks) == len(cached.block_hashes)
+        for storable in step.storable:
+            blocks = list(storable.block_ids)
+            assert storable.step <= step.answered_step
+            assert len(blocks) == len(storable.block_hashes) == len(storable.positions)
             assert NULL_BLOCK not in blocks
             for load in self.transfers.loading.values():
-                assert not load.targets & set(blocks), f"{load} is cached before it has ended"
+                assert not load.targets & set(blocks), f"{load} is storable before it has ended"
+            assert self._stores is not None
             if self._stores():
                 hold_id = self.holder.hold(blocks)
                 self.transfers.holding[hold_id] = set(blocks)
-                store = Store(hold_id, cached.group, blocks, list(cached.block_hashes))
-                self._pending_stores.append((step.step, store))
+                hashes = list(storable.block_hashes)
+                self._commands.stores.append(Store(hold_id, storable.group, blocks, hashes))
         commands, self._commands = self._commands, Commands()
         return msgspec.msgpack.encode(commands)
 
     def release(self, hold_id: int) -> None:
-        """A store has ended on all ranks, or never began."""
+        """A store has ended on all ranks."""
         del self.transfers.holding[hold_id]
         self.holder.release(hold_id)
 
@@ -268,7 +264,7 @@ class AdversarialConnector(SchedulerConnector):
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._pending_stores or self._commands.swaps)
+        return bool(self._commands.swaps)
 
     def on_new_epoch(self, epoch: int) -> None:
         self.calls.append("on_new_epoch")
@@ -276,7 +272,6 @@ class AdversarialConnector(SchedulerConnector):
         self.transfers.clear()
         self._answers.clear()
         self._commands = Commands()
-        self._pending_stores.clear()
         self.swapped.clear()
 
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import AddRequest, ContinueSession, StopFound
+from longshore.protocol.requests import AddRequest, ContinueSession, RequestOptions, StopFound
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import Request
@@ -125,10 +125,12 @@ class Engine:
         handle: int | None = None,
         max_tokens: int | None = -1,
         sampling: dict[str, Any] | None = None,
-        **fields: Any,
+        age_s: float = 0.0,
+        fork_of: int | None = None,
+        **options: Any,
     ) -> RequestKey:
         """Queue a request; returns its key in `received` and `finished`. max_tokens: -1 stands for
-        the engine's."""
+        the engine's. options: fields of `RequestOptions`."""
         key = client, self._num_added if handle is None else handle
         max_tokens = self._max_tokens if max_tokens == -1 else max_tokens
         self._num_added += 1
@@ -138,8 +140,10 @@ class Engine:
             key[1],
             int32_array(list(prompt)),
             SamplingParams(temperature=0.0, max_tokens=max_tokens, **(sampling or {})),
+            RequestOptions(**options),
             output_token_ids=int32_array(list(outputs)),
-            **fields,
+            age_s=age_s,
+            fork_of=fork_of,
         )
         is_new = self.scheduler._lifecycle.get(*key) is None
         self.scheduler.add_request(message, client=client, now=self.now)
@@ -147,9 +151,9 @@ class Engine:
         if is_new:
             self.clients.add(key, request_id, outputs, max_tokens)
         if is_new and request is not None:
-            lora_name = message.lora.name if message.lora is not None else None
-            root = f"{message.cache_salt}/{lora_name}"
-            self.contents[request_id] = Content(root, message.multimodal)
+            lora_name = message.options.lora.name if message.options.lora is not None else None
+            root = f"{message.options.cache_salt}/{lora_name}"
+            self.contents[request_id] = Content(root, message.options.multimodal)
             self.requests[request_id] = request
         self.collect()
         return key

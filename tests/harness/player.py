@@ -9,7 +9,7 @@ from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
 from longshore.scheduler.step.planner import PauseState
-from tests.harness.block_checks import held_by_pins
+from tests.harness.block_checks import has_unanswered_blocks, held_by_pins
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
 from tests.harness.grammar import FakeCompiler, grammar_for
@@ -191,7 +191,11 @@ class Player:
     def _lose(self) -> None:
         """The grammar of a running request is lost, or one that was lost is compiled again."""
         requests = self.driver.scheduler.running.requests_in_order()
-        running = [each.structured_output.text for each in requests if each.structured_output]
+        running = [
+            each.options.structured_output.text
+            for each in requests
+            if each.options.structured_output
+        ]
         if names := sorted(self.compiler.lost) + running:
             self.compiler.lost ^= {self.chance.choice(names)}
 
@@ -209,7 +213,8 @@ class Player:
         references = driver.scheduler.kv_cache.pool.references()
         can_reset = int(references.sum()) == sum(held_by_pins(driver.scheduler).values())
         if resets_running:
-            can_reset = driver.transfers.is_idle
+            is_storing = has_unanswered_blocks(driver.scheduler)
+            can_reset = driver.transfers.is_idle and not is_storing
         before = driver.running
         was_reset = driver.scheduler.reset_prefix_cache(
             driver.now, reset_running_requests=resets_running
@@ -364,7 +369,7 @@ class Player:
                 if driver.plan() is None:
                     self._end_something()
         if driver.scheduler.pins is not None:
-            driver.scheduler.pins.release_all()
+            driver.scheduler.pins.release_kept(None)
         driver.check_idle()
         self._check_ends()
 
@@ -450,7 +455,12 @@ class JobsPlayer(Player):
         """Prompt and output of the job's newest turn."""
         key = self.turns.get(job)
         request = None if key is None else self.driver.requests.get(self.driver.names[key])
-        if request is None or request.multimodal or request.lora or request.cache_salt:
+        if (
+            request is None
+            or request.options.multimodal
+            or request.options.lora
+            or request.options.cache_salt
+        ):
             return []
         return request.token_ids.tolist()
 

@@ -87,7 +87,7 @@ class RandomRequests:
         client, handle = key = self._chance.choice(parents)
         parent = self._driver.requests[self._driver.names[key]]
         fields |= {"client": client, "fork_of": handle}
-        fields |= {"cache_salt": parent.cache_salt, "lora": parent.lora}
-        fields["no_store"] = parent.no_store
+        fields |= {"cache_salt": parent.options.cache_salt, "lora": parent.options.lora}
+        fields["no_store"] = parent.options.no_store
         tokens = [*parent.token_ids.tolist(), 20 + handle % 70]
         return tokens[: self._chance.randrange(1, 30)]

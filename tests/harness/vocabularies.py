@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
-from longshore.scheduler.structured_output.backends import Matcher
-from longshore.scheduler.structured_output.vocabulary import Vocabulary, load_vocabulary
+from longshore.scheduler.process.structured_output.matcher import Matcher
+from longshore.scheduler.process.structured_output.vocabulary import Vocabulary, load_vocabulary
 
 PIECES = (b'{"', b'":', b'",', b"true", b"false", b"null", b"[]", b"{}", b"00", b"  ", b"-1", b"ab")
 

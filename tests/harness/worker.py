@@ -65,6 +65,7 @@ class Workers:
         self._sample = sample
         self._draft = draft
         self._masked_rows: set[int] = set()
+        self._rewritten: dict[int, set[int]] = {}
         self._encoder_outputs = EncoderOutputs(config)
         self._cross: CrossEncoder | None = None
         if any(isinstance(spec, CrossAttentionSpec) for spec in specs):
@@ -82,6 +83,7 @@ class Workers:
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             del self.tables[row], self.request_ids[row]
             self._masked_rows.discard(row)
+            self._rewritten.pop(row, None)
         num_scheduled = self._follower.apply(plan)
         for rewind in plan.rewound:
             for ids, size in zip(self.tables[rewind.row], self.kv_cache.block_sizes, strict=True):
@@ -90,6 +92,11 @@ class Workers:
             assert start.row not in self.tables
             self.tables[start.row] = [ids.tolist() for ids in start.block_ids]
             self.request_ids[start.row] = start.request_id
+            self._rewritten[start.row] = held & {
+                block_id
+                for ids, size in zip(start.block_ids, self.kv_cache.block_sizes, strict=True)
+                for block_id in ids[-(-start.num_computed_tokens // size) :].tolist()
+            }
             if start.has_structured_output:
                 self._masked_rows.add(start.row)
         for blocks in plan.appended:
@@ -111,6 +118,7 @@ class Workers:
             self._masked_rows & set(samples),
             references,
             held,
+            dict(self._rewritten),
             {s.request_id: self._contents.get(s.request_id, Content()) for s in plan.added},
         )
         assert plan.has_structured_output is bool(step.masked)
@@ -242,7 +250,8 @@ class Workers:
             for table, spec in zip(step.tables[row], self.kv_cache.specs, strict=True):
                 if isinstance(spec, CrossAttentionSpec) or not position % spec.block_size:
                     continue
-                assert table[position // spec.block_size] not in step.held
+                block_id = table[position // spec.block_size]
+                assert block_id not in step.held - step.rewritten.get(row, set())
 
     # Tokens
 

@@ -95,6 +95,8 @@ class Step:
     masked:     rows whose tokens a mask restricts.
     references: (num_blocks,) references to each block when it was planned.
     held:       blocks that waiting requests and sends held then.
+    rewritten:  by row, blocks of which it writes every token although others hold them: their KV
+                turned out to be wrong before the row got them.
     contents:   by request id, of the added rows: an id may be used again before the step runs.
     failing:    blocks that the synchronous loads of this step will not fill.
     nan_rows:   rows that will sample from logits that are not finite.
@@ -110,6 +112,7 @@ class Step:
     masked: set[int]
     references: Int64Array
     held: set[int]
+    rewritten: dict[int, set[int]]
     contents: dict[str, Content]
     failing: set[int] = field(default_factory=set)
     nan_rows: set[int] = field(default_factory=set)

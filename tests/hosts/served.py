@@ -73,10 +73,10 @@ class _Served(RemoteEngine):
         self._processes = _Processes(deployment)  # type: ignore[assignment]
         self._context = zmq.Context()
         self._channel = ClientChannel(
-            open_socket(self._context, zmq.DEALER, config.engines[0], bind=False),
+            open_socket(self._context, zmq.DEALER, config.models[0].members[0].clients, bind=False),
             ToClient,
         )
-        self._channel.send(ClientHello("tests", config.model_fingerprint))
+        self._channel.send(ClientHello("tests", config.models[0].fingerprint))
         ready = self._channel.receive(LIMIT_S)
         assert isinstance(ready, EngineReady)
         self.ready = ready
@@ -137,6 +137,7 @@ class HostEngine(Engine):
                 num_blocks=None,
                 environment=environment,
                 program="tests.hosts.program",
+                is_forked=False,  # forks are in the network of the process that they are copies of
             )
         try:
             wait_until(self.deployment._is_ready_or_ended, LIMIT_S)

@@ -26,7 +26,7 @@ LIMIT_S: Final = 60.0
 
 
 @pytest.mark.req("CRG-06")
-@pytest.mark.parametrize("fault", ["partition", "slow link"])
+@pytest.mark.parametrize("fault", ["partition", pytest.param("slow link", marks=pytest.mark.long)])
 def test_a_read_that_was_ended_writes_nothing_any_more(fault: str) -> None:
     """Mooncake cannot end a read: test_pull_faults.py shows that its worker is replaced.
 

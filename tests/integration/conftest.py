@@ -8,6 +8,7 @@ import pytest
 
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer
 from tests.integration.deployment import Deployment
+from tests.integration.forks import forked_engines as forked_engines  # a fixture
 from tests.models import make_tiny_llama
 
 HERE = Path(__file__).parent

@@ -12,6 +12,8 @@ from typing import Final
 
 import psutil
 
+from tests.integration.forks import FORK_SERVER, template
+
 # How long a test waits for what should come at once; other tests may use the processors.
 PATIENCE_S: Final = 60.0
 # The smallest pool that works, because it starts fast and the tests share the machine.
@@ -36,8 +38,10 @@ class Deployment:
     program:     module that is run.
     prefix:      command that runs it in its own place, such as `nohup`.
     shown:       file with what is printed, if `prefix` redirects that.
+    is_forked:   fork the processes, if they are then like new interpreters.
     output:  everything that it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
+    fork_server: the process that forks its workers, when it has been found.
     """
 
     def __init__(
@@ -51,21 +55,27 @@ class Deployment:
         program: str = "longshore.deploy",
         prefix: Sequence[str] = (),
         shown: Path | None = None,
+        is_forked: bool = True,
     ) -> None:
         self.tmp_dir = tmp_dir
         printed = tmp_dir / "output.txt"
         self._output_file = printed if shown is None else shown
-        command = [*prefix, sys.executable, "-m", program, "serve", str(model_dir)]
+        command = [program, "serve", str(model_dir), "--port", str(port), *SETTINGS, *arguments]
         if num_blocks is not None:
             command += ["--num-blocks", str(num_blocks)]
+        variables = {**os.environ, "TMPDIR": str(tmp_dir), **NEVER_HANGS, **environment}
         with printed.open("wb") as output:
-            self.process = psutil.Popen(
-                [*command, "--port", str(port), *SETTINGS, *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(tmp_dir), **NEVER_HANGS, **environment},
-            )
+            if is_forked and not prefix:
+                self.process = template().start(command, variables, output)
+            else:
+                self.process = psutil.Popen(
+                    [*prefix, sys.executable, "-m", *command],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                )
         self.members: dict[str, psutil.Process] = {}
+        self.fork_server: psutil.Process | None = None
         self.url = ""
 
     def wait_until_ready(self) -> "Deployment":
@@ -82,7 +92,11 @@ class Deployment:
         for child in self.process.children():
             # One that has just ended, or is about to run its program, has no command line.
             with contextlib.suppress(psutil.Error, IndexError):
-                self.members[Path(child.cmdline()[-1]).stem] = child
+                command = child.cmdline()
+                if FORK_SERVER in command:
+                    self.fork_server = child
+                else:
+                    self.members[Path(command[-1]).stem] = child
 
     def _is_ready_or_ended(self) -> bool:
         return "ready at" in self.output or self.process.poll() is not None
@@ -98,7 +112,8 @@ class Deployment:
     def assert_nothing_is_left(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until every process has ended and the runtime directory is gone; fail after
         `timeout_s`."""
-        _, alive = psutil.wait_procs(list(self.members.values()), timeout=timeout_s)
+        processes = [*self.members.values(), *filter(None, [self.fork_server])]
+        _, alive = psutil.wait_procs(processes, timeout=timeout_s)
         assert alive == []
         wait_until(lambda: self.runtime_dirs == [])
 

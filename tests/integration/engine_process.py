@@ -1,5 +1,6 @@
 """A real scheduler process with a scripted worker and client in the test's own process."""
 
+import resource
 import shutil
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,11 @@ IDENTITY = EngineIdentity(
 )
 
 
+def _limit_files(soft: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 class EngineProcess:
     """The process, its lifeline, and the sockets of its workers and of clients."""
 
@@ -94,8 +101,10 @@ class EngineProcess:
         clients: Endpoint | None = None,
         record: Path | None = None,
         record_bytes: int = 1 << 28,
+        soft_files: int | None = None,
     ) -> None:
-        """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket."""
+        """kv_events: fields of KVEventsConfig; None: no events. clients: None: a private socket.
+        soft_files: its soft limit of descriptors; None: that of this process."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = self._endpoints = tuple(
@@ -118,6 +127,7 @@ class EngineProcess:
             clients=self._clients,
             hash_seed="00" * 32,
             vocab_size=VOCAB_SIZE,
+            rank_timeout_s=60.0,
             kv_connector=kv_connector,
             kv_events=self._kv_events(kv_events),
             epoch=epoch,
@@ -136,6 +146,7 @@ class EngineProcess:
             pass_fds=[child_end.fileno()],
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=None if soft_files is None else partial(_limit_files, soft_files),
         )
         child_end.close()
         self.workers: list[ScriptedWorker] = []
@@ -305,6 +316,14 @@ class Client:
     def send_raw(self, fields: Mapping[str, object]) -> None:
         """Send a message that need not be valid."""
         self.channel.send(msgspec.Raw(msgspec.msgpack.encode(fields)))
+
+    def receive(self) -> ToClient | None:
+        """The next message that is no report of statistics."""
+        while True:
+            message = self.channel.receive(TIMEOUT_S)
+            if not (isinstance(message, EngineOutputs) and message.stats is not None):
+                return message
+            self.stats = message.stats
 
     def receive_until(self, done: Callable[[], bool], patience_s: float = TIMEOUT_S) -> None:
         """Read outputs until `done()`. Raises TimeoutError if no message arrives for too long."""

@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.integration.forks import template
 from tests.integration.test_process_life import assert_same, open_stream, rest_of
 
 ADMIN_KEY = "the-key-of-the-operator"
@@ -30,7 +31,7 @@ PROCESSES = [
 ]
 
 
-STATUS = ["engine 0", "engine 1", *PROCESSES]
+STATUS = ["engine 0", "engine 1", *PROCESSES, "fork server"]
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +56,10 @@ def admin(
     deployment: Deployment, *arguments: str, status: int = 0, timeout_s: float = 3 * PATIENCE_S
 ) -> str:
     """What `longshore admin` prints; it finds the deployment by its temporary directory."""
-    done = subprocess.run(
-        [sys.executable, "-m", "longshore.deploy", "admin", *arguments],
-        env={**os.environ, "TMPDIR": str(deployment.tmp_dir)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout or done.stderr
+    variables = {**os.environ, "TMPDIR": str(deployment.tmp_dir)}
+    ended, printed = template().run(["longshore.deploy", "admin", *arguments], variables, timeout_s)
+    assert ended == status, printed
+    return printed
 
 
 def lines(deployment: Deployment, *arguments: str, status: int = 0) -> dict[str, str]:
@@ -108,6 +103,10 @@ def test_status_names_all_processes(shared: Deployment) -> None:
     answer = json.loads(admin(shared, "status", "--json"))
     by_name = {result["process"]: result for result in answer["results"]}
     assert by_name["scheduler 0"]["values"]["pid"] == shared.members["scheduler-0"].pid
+    assert shared.fork_server is not None
+    of_fork_server = by_name["fork server"]["values"]
+    assert of_fork_server["pid"] == shared.fork_server.pid
+    assert of_fork_server["resident_bytes"] > 1 << 26  # it has imported torch
     assert by_name["scheduler 0"]["values"]["pause"] == "unpaused"
     assert "engine=7 does not exist" in admin(shared, "status", "--engine", "7", status=2)
     assert "must be the number" in admin(shared, "status", "--engine", "x", status=2)
@@ -165,8 +164,14 @@ def test_a_snapshot_can_be_written_to_a_file_or_a_pipe(shared: Deployment, tmp_p
     heads = [each for each in objects if "snapshot_after" in each]
     assert [head["engine"] for head in heads] == [0, 1]
     assert any(each.get("type") == "BlockStored" for each in objects)
-    printed = admin(shared, "kv-snapshot", "--engine", "1").splitlines()
-    assert json.loads(printed[0])["engine"] == 1
+    piped = subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", "admin", "kv-snapshot", "--engine", "1"],
+        env={**os.environ, "TMPDIR": str(shared.tmp_dir)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    assert json.loads(piped.stdout.splitlines()[0])["engine"] == 1
     assert "File exists" in admin(shared, "kv-snapshot", "--output", str(output), status=2)
     assert list(shared.runtime_dirs[0].glob("kv-snapshot*")) == []
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.anthropic.requests import IGNORED, UNSUPPORTED, MessagesRequest
+from longshore.deploy.gateway.anthropic.requests import MessagesRequest
+from longshore.deploy.gateway.api.field_rules import FIELD_RULES
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
 from tests.integration.deployment import Deployment
@@ -83,9 +84,10 @@ def test_invalid_requests_raise_the_clients_errors(client: Any, model: str) -> N
         client.messages.create(**ASKED, model="other")
 
 
-def test_every_parameter_of_the_client_is_known() -> None:
-    params = pytest.importorskip("anthropic.types.message_create_params")
-    known = IGNORED | UNSUPPORTED.keys() | set(MessagesRequest.__struct_fields__)
+@pytest.mark.parametrize("folder", ["types", "types.beta"])
+def test_every_parameter_of_the_client_is_known(folder: str) -> None:
+    params = pytest.importorskip(f"anthropic.{folder}.message_create_params")
+    known = FIELD_RULES["anthropic"].keys() | set(MessagesRequest.__struct_fields__)
     assert params.MessageCreateParamsBase.__annotations__.keys() - known == set()
 
 

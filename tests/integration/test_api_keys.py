@@ -6,8 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import openai
 import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from tests.integration.deployment import PATIENCE_S, Deployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 LONG = "The harbour has ships, and every ship has a name. " * 6
 KEYS = ("--api-key", "key-of-a", "--api-key", "key-of-b")
@@ -126,6 +128,71 @@ def test_the_limits_of_a_key_file_hold_across_gateways(start: Start, tmp_path: P
             assert rejection.value.code == "key_live_requests"
         with client_of(deployment, "of-bob") as client:
             assert client.completions.create(**ask, max_tokens=1).choices
+
+
+def reload_keys(deployment: Deployment) -> tuple[int, dict[str, Any]]:
+    (runtime_dir,) = deployment.runtime_dirs
+    command = [sys.executable, "-m", "longshore.deploy", "admin", "reload-keys", "--json"]
+    ended = subprocess.run(
+        [*command, "--socket", str(runtime_dir / "admin.sock")], capture_output=True, text=True
+    )
+    answer: dict[str, Any] = json.loads(ended.stdout)
+    return ended.returncode, answer
+
+
+@pytest.mark.slow
+def test_keys_that_are_read_again_are_valid_in_every_gateway(start: Start, tmp_path: Path) -> None:
+    def entries(*names: str) -> str:
+        return "".join(f'[[key]]\nname = "{name}"\nkey = "of-{name}"\n' for name in names)
+
+    path = write_keys(tmp_path, entries("alice", "bob"))
+    deployment = start("--api-key-file", str(path), "--gateways", "2")
+    with client_of(deployment, "of-bob") as client:
+        (served,) = client.models.list().data
+    ask: dict[str, Any] = {"model": served.id, "prompt": "x", "extra_body": {"ignore_eos": True}}
+
+    def works(key: str) -> set[bool]:
+        """Of connections to both gateways."""
+        found = set()
+        for _ in range(8):
+            with client_of(deployment, key) as client:
+                try:
+                    found.add(bool(client.completions.create(**ask, max_tokens=1).choices))
+                except openai.AuthenticationError:
+                    found.add(False)
+        return found
+
+    with client_of(deployment, "of-alice") as client:
+        stream = client.completions.create(**ask, max_tokens=400, stream=True)
+        next(iter(stream))
+        write_keys(tmp_path, entries("carol", "bob"))
+        status, answer = reload_keys(deployment)
+        assert status == 0, answer
+        counts = {"keys": 2, "added": 1, "removed": 1, "changed": 0}
+        assert answer["results"][0]["values"] == counts
+        expected = {"of-alice": {False}, "of-bob": {True}, "of-carol": {True}}
+        assert {key: works(key) for key in expected} == expected
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+
+    write_keys(tmp_path, entries("bob", "bob"))
+    status, answer = reload_keys(deployment)
+    assert status == 1
+    assert "the API keys are as before" in answer["results"][0]["message"]
+    assert "name of another entry" in answer["results"][0]["message"]
+
+    former = deployment.members["gateway-1"]
+    former.kill()
+
+    def is_replaced() -> bool:
+        deployment.find_members()
+        if deployment.members.get("gateway-1", former).pid == former.pid:
+            return False
+        with suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{deployment.url}/ready"):
+            return True
+        return False
+
+    wait_until(is_replaced)
+    assert {key: works(key) for key in expected} == expected
 
 
 def test_a_key_file_that_others_can_read_ends_the_start(

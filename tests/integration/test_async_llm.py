@@ -183,7 +183,7 @@ async def test_what_the_engine_rejects_is_a_value_error(engine: AsyncLLM) -> Non
 
 
 async def test_what_is_invalid_is_a_value_error(engine: AsyncLLM) -> None:
-    with pytest.raises(ValueError, match="prompt: the prompt has no tokens"):
+    with pytest.raises(ValueError, match="prompt has no tokens"):
         await collect(engine.generate([], LONG, "empty"))
     params = SamplingParams(stop_token_ids=[1 << 20])
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -90,7 +90,9 @@ EAGER_PROMPTS: list[Any] = [
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("width", [2, 3, 7])
+@pytest.mark.parametrize(
+    "width", [3, *(pytest.param(width, marks=pytest.mark.long) for width in (2, 7))]
+)
 def test_beams_end_at_end_tokens_as_in_transformers(
     eager_model: tuple[Path, Any], width: int, early_stopping: Any
 ) -> None:

@@ -139,6 +139,25 @@ def test_a_pipe_gets_the_answers_and_nothing_else(deployment: Deployment) -> Non
     assert "/help" not in run.stdout
 
 
+def test_a_quick_message_is_answered_without_reading_the_input(deployment: Deployment) -> None:
+    run = piped(deployment, "unread\n", "--temperature", "0", "-q", "hello")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == piped(deployment, "hello\n", "--temperature", "0").stdout
+
+
+def test_texts_are_continued(deployment: Deployment) -> None:
+    run = piped(deployment, "hello\nhello\n", "--temperature", "0", command="complete")
+    quick = piped(deployment, "unread\n", "--temperature", "0", "-q", "hello", command="complete")
+    assert (run.returncode, run.stderr, quick.returncode) == (0, "", 0)
+    assert run.stdout == 2 * quick.stdout != ""
+
+
+def test_a_text_that_is_not_continued_is_an_error(deployment: Deployment) -> None:
+    run = piped(deployment, "one\ntwo\n", "--temperature", "-1", command="complete")
+    assert run.returncode == 1
+    assert run.stderr.count("temperature=-1.0 must be") == 2
+
+
 def test_a_model_that_the_server_has_not_is_rejected_with_what_it_has(
     deployment: Deployment,
 ) -> None:
@@ -149,10 +168,12 @@ def test_a_model_that_the_server_has_not_is_rejected_with_what_it_has(
     assert run.stdout == ""
 
 
-def piped(deployment: Deployment, said: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "longshore.deploy", "chat", "--url", f"{deployment.url}/v1"]
+def piped(
+    deployment: Deployment, said: str, *arguments: str, command: str = "chat"
+) -> "subprocess.CompletedProcess[str]":
+    program = [sys.executable, "-m", "longshore.deploy", command, "--url", f"{deployment.url}/v1"]
     return subprocess.run(
-        [*command, "--max-tokens", "12", *arguments],
+        [*program, "--max-tokens", "12", *arguments],
         input=said,
         capture_output=True,
         text=True,

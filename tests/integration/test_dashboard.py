@@ -294,6 +294,8 @@ def test_a_restart_is_shown_until_the_engine_is_back(
     deployment = start_deployment().wait_until_ready()
     with open_page(deployment.url, tmp_path / "profile") as page:
         page.wait_for_status("idle")
+        assert deployment.fork_server is not None
+        deployment.fork_server.send_signal(signal.SIGSTOP)  # the next worker starts 5 s later
         deployment.members["worker-0"].kill()
         page.wait_for_status("restarting")
         assert "the engine is being restarted" in page.text("detail")

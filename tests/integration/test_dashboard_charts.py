@@ -55,6 +55,19 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
+def test_a_page_begins_with_what_the_server_has(deployment: Deployment, tmp_path: Path) -> None:
+    def points() -> list[Any]:
+        with urlopen(f"{deployment.url}/dashboard/history", timeout=PATIENCE_S) as response:
+            return list(json.load(response)["times"])
+
+    wait_until(lambda: len(points()) >= 2)
+    with open_page(deployment.url, tmp_path) as page:
+        page.wait(lambda: page.run("return samples.length") > 0)
+        times = page.run("return samples.map((sample) => sample.s)")
+        assert times[-1] - times[0] > 4
+        assert page.complaints == []
+
+
 def test_hits_are_the_same_in_metrics_top_and_dashboard(deployment: Deployment, page: Page) -> None:
     prompt = "The harbour has ships, and every ship has a name. " * 6
     for _ in range(3):
@@ -132,7 +145,7 @@ def test_errors_rejections_and_finish_reasons_are_counted_and_drawn(
     assert one_each + sum(map(int, more)) == 5, deployment.output
 
 
-def test_every_chart_has_a_time_axis_and_shows_the_values_of_the_time_pointed_at(
+def test_every_chart_has_axes_a_name_and_the_values_of_the_time_pointed_at(
     page: Page,
 ) -> None:
     page.wait_for_polls(4)
@@ -146,6 +159,7 @@ def test_every_chart_has_a_time_axis_and_shows_the_values_of_the_time_pointed_at
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d", tick) for axis in axes for tick in axis), axes
     assert axes[0][0] != axes[0][2]
     first = page.run(
+        "samples.splice(1, samples.length - 2);"  # or another may be nearer to where we point
         "samples[0].values[0] = [0.123]; samples[0].s = samples.at(-1).s - rangeS + 1;"
         "return clock(samples[0].s)"
     )
@@ -155,6 +169,12 @@ def test_every_chart_has_a_time_axis_and_shows_the_values_of_the_time_pointed_at
     chart = "return document.querySelector('.chart').innerText"
     page.wait(lambda: first in page.run(chart))
     assert "12 %" in page.run(chart)
+    canvases = "return [...document.querySelectorAll('.chart canvas')].map(({dataset, ariaLabel})"
+    named = page.run(f"{canvases} => [ariaLabel, dataset.scale])")
+    assert len(named) == NUM_CHARTS
+    assert re.fullmatch("KV blocks in use: 12 %; the axis ends at 100 %", named[0][0])
+    assert re.fullmatch("100 %,50 %,0 %", named[0][1])
+    assert all(re.match("[A-Z][^:]+: ", name) for name, _ in named), named
     tops = "return [...document.querySelectorAll('.top')].map((each) => each.textContent)"
     assert page.run(tops) == [first] * NUM_CHARTS
     ActionChains(page.driver).move_to_element(page.driver.find_element("id", "status")).perform()

@@ -20,6 +20,7 @@ import pytest
 
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
+from tests.deploy.span_receiver import ReceivedSpan, SpanReceiver, span_receiver
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_admin import admin
 
@@ -82,7 +83,17 @@ class Pair(Deployment):
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def collector() -> Iterator[SpanReceiver]:
+    with span_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tiny_model: tuple[Path, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    collector: SpanReceiver,
+) -> Iterator[Pair]:
     path = tmp_path_factory.mktemp("pair")
     (path / "key").touch(0o600)
     (path / "key").write_text(KEY)
@@ -92,7 +103,8 @@ def pair(tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory)
         *("--prefill", "1", "--decode", "1", "--dtype", "float32"),
         *("--kv-connector", "nixl", "--kv-connector-config", json.dumps({"lease_s": LEASE_S})),
         *("--state-dir", str(path / "state"), "--router-key-file", str(path / "key")),
-        environment={"UCX_TLS": "tcp"},
+        *("--otlp-traces-endpoint", collector.url),
+        environment={"UCX_TLS": "tcp", "OTEL_BSP_SCHEDULE_DELAY": "100"},
     ) as deployment:
         yield deployment.wait_until_ready()  # type: ignore[misc]
         deployment.find_members()
@@ -224,6 +236,32 @@ def test_answers_equal_those_of_one_engine_and_the_kv_is_copied(
     assert pair.sample("remote_prefills") == num_split
     assert pair.sample("remote_prefill_gap_seconds_count") == num_split
     pair.assert_all_is_free()
+
+
+def test_both_engines_have_spans_in_the_trace_of_the_request(
+    pair: Pair, collector: SpanReceiver
+) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    post(pair, {"prompt": prompt(90), "max_tokens": 12, **ALL}, headers=headers)
+
+    def found() -> list[ReceivedSpan]:
+        return [span for span in collector.spans if span.trace_id == trace_id]
+
+    wait_until(lambda: any(span.name.startswith("POST") for span in found()))
+    (request,) = (span for span in found() if span.name == "llm_request")
+    phases = collector.below(request)
+    assert [(phase.name, phase.attributes.get("longshore.engine")) for phase in phases] == [
+        ("queue", None),
+        ("queue", 0),
+        ("prefill", 0),
+        ("queue", 1),
+        ("transfer", 1),
+        ("decode", 1),
+    ]
+    _, _, prefill, queue, transfer, decode = phases
+    assert prefill.end_s <= queue.begin_s <= transfer.begin_s
+    assert transfer.end_s <= queue.end_s == decode.begin_s < decode.end_s
 
 
 @pytest.mark.req("CRG-03")

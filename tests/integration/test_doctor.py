@@ -107,11 +107,13 @@ def test_the_first_request_of_a_connector_that_never_answers_is_a_stall_that_nam
     assert printed["report"]["steps_in_flight"] == 0
     assert connector in printed["report"]["waiting"][0]["waits_for"]
     assert f"connector {connector}" in printed["verdict"]
-    wait_until(lambda: "stalled: no request has advanced for 1" in deployment.output)
+    wait_until(lambda: "request waits for" in deployment.output)
+    assert "stalled: no request has advanced for 1" in deployment.output
     (line,) = [line for line in deployment.output.splitlines() if "request waits for" in line]
     assert f"connector {connector}" in line
     deployment.process.terminate()
-    deployment.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping (SIGTERM)" in deployment.output)
+    deployment.process.send_signal(signal.SIGINT)  # it does not wait for the request
     asking.join(PATIENCE_S)
     assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
     deployment.assert_nothing_is_left()

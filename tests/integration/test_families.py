@@ -9,7 +9,7 @@ import pytest
 
 from longshore import LLM, SamplingParams
 from longshore.deploy.cli.cache_plan import plan
-from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.cli.client_options import CachePlanOptions
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.kv_cache.report import kind_of
@@ -55,7 +55,7 @@ def marked_on_ranks(case: Case) -> Any:
     of cache and layer is tested on several ranks, two of them always."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
     if case.name not in ("Gemma 3", "Bamba"):
-        of_a_kind = case.name in ("Llama", "Mixtral", "GPT-OSS", "DeepSeek-V3", "Mamba 2")
+        of_a_kind = case.name in ("GPT-OSS", "DeepSeek-V3")
         marks = (pytest.mark.slow if of_a_kind else pytest.mark.long,)
     return pytest.param(case, id=case.name, marks=marks)
 

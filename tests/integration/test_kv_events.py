@@ -32,7 +32,6 @@ from tests.harness.event_index import EventIndex
 from tests.harness.event_sockets import RemoteSubscriber
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.engine_process import (
-    TIMEOUT_S,
     VOCAB_SIZE,
     Client,
     EngineProcess,
@@ -120,7 +119,7 @@ def check_contents(index: EventIndex) -> None:
 def num_cached(client: Client) -> int:
     """How many blocks of an idle engine can be found, by the engine's own account."""
     client.channel.send(DescribeBlocks())
-    while not isinstance(answer := client.channel.receive(TIMEOUT_S), BlockSnapshot):
+    while not isinstance(answer := client.receive(), BlockSnapshot):
         assert answer is not None
     return int(np.count_nonzero(answer.states == BlockState.CACHED))
 
@@ -156,7 +155,7 @@ def test_late_subscriber_starts_with_a_snapshot(
     subscribe: Callable[..., RemoteSubscriber],
 ) -> None:
     """The buffer holds four batches, so a replay alone cannot help it."""
-    with publishing(num_buffered=4) as (engine, client):
+    with publishing(kv_events_buffer=4) as (engine, client):
         run(client, range(20))
         late = subscribe(engine)
         late.restore()
@@ -196,7 +195,7 @@ def test_subscriber_that_does_not_read_does_not_stall_the_engine(
 ) -> None:
     """The topic is so long that the buffers of the sockets are full soon."""
     topic = "t" * 4096
-    with publishing(topic=topic) as (engine, client):
+    with publishing(kv_events_topic=topic) as (engine, client):
         slow = subscribe(engine, topic=topic, max_queued=1)
         handles = itertools.count()
         wait_until(lambda: is_subscribed(slow, client, next(handles)))

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import pytest
 
-from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS
-from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, MAX_STOPS
+from longshore.deploy.gateway.api.pooled_inputs import MAX_INPUTS
+from longshore.deploy.gateway.api.requests import MAX_PROMPTS, MAX_STOPS
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.remote_engine import RemoteEngine
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.requests.live_requests import (
-    LiveRequest,
-    LiveRequests,
-    seed_source,
-)
-from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, seed_source
+from longshore.deploy.settings.options import engine_options
+from longshore.deploy.supervisor.engine_plan import plan_engine
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats

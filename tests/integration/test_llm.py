@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.bench.options import ThroughputOptions
+from longshore.deploy.bench.latency import run as run_latency
+from longshore.deploy.bench.options import LatencyOptions, ThroughputOptions
 from longshore.deploy.bench.throughput import run as run_bench
 from longshore.protocol.errors import ConfigError, EngineDead
 from tests.integration.deployment import wait_until
@@ -216,6 +217,25 @@ def test_throughput_benchmark_reports_spread_over_repeats(
     assert [run["output_tokens"] for run in result["runs"]] == [24, 24]
     assert [run["cached_tokens"] for run in result["runs"]] == [96, 96]
     assert result["output_tokens_per_s"]["min"] <= result["output_tokens_per_s"]["max"]
+
+
+def test_latency_benchmark_measures_batches(tiny_model: tuple[Path, Any], tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
+    run_latency(
+        LatencyOptions(
+            model=tiny_model[0],
+            batch_size=2,
+            input_len=20,
+            output_len=4,
+            num_iters=3,
+            num_iters_warmup=1,
+            json=result_file,
+            **SETTINGS,
+        )
+    )
+    result = json.loads(result_file.read_text())
+    assert len(result["latencies_s"]) == 3
+    assert min(result["latencies_s"]) * 1e3 <= result["latency_ms"]["p50"] + 0.1
 
 
 PROGRAM = """

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment, wait_until
@@ -220,6 +222,7 @@ def test_an_engine_that_cannot_start_leaves_the_deployment_as_it_was(
     deployment = start_deployment(model_dir=model).wait_until_ready()
     (weights,) = model.glob("*.safetensors")
     hidden = weights.rename(model / "hidden")
+    save_file({"other": np.zeros(1, np.float32)}, weights)
     refused = admin(deployment, "add-engine", status=1)
     assert refused.startswith("engine 1: not added: worker 1.0: ")
     assert engines_of(deployment) == {"engine 0": "unified, ready"}

@@ -136,12 +136,12 @@ def test_during_the_pause_requests_are_aborted_and_queued_and_clients_welcomed(
     newcomer, answer = engine.connect()
     assert isinstance(answer, EngineReady)
     assert answer.engine_id == "engine-0.2"
-    assert newcomer.channel.receive(TIMEOUT_S) == EnginePaused(WHY)
+    assert newcomer.receive() == EnginePaused(WHY)
     next_worker(engine, 2)
     client.receive_until(lambda: len(client.finished) == 4)
     for handle in (0, 2, 3):
         assert_whole(client, handle)
-    assert newcomer.channel.receive(TIMEOUT_S) == EngineContinues("engine-0.2")
+    assert newcomer.receive() == EngineContinues("engine-0.2")
 
 
 def test_a_new_worker_that_ends_during_the_handshake_is_replaced_too(
@@ -203,7 +203,7 @@ def test_new_workers_with_another_layout_are_not_taken_for_the_former_ones(
     assert "Traceback" not in engine.process.stderr.read()
 
 
-ASLEEP = EnginePaused("put to sleep by the operator", is_asleep=True)
+ASLEEP = EnginePaused("put to sleep", is_asleep=True)
 
 
 def wake(engine: EngineProcess, epoch: int) -> ScriptedWorker:
@@ -229,7 +229,7 @@ def test_a_sleep_ends_an_epoch_and_requests_go_on_in_the_next_one(engine: Engine
         assert_whole(client, handle)
     assert all(count < 600 for count in num_tokens.values()), "they were interrupted"
     assert client.pauses == [ASLEEP, EngineContinues("engine-0.2")]
-    assert client.closed_reasons == ["put to sleep by the operator", None]
+    assert client.closed_reasons == ["put to sleep", None]
     first = worker.plans[0]
     assert (first.epoch, first.step, first.previous_step) == (2, 1, 0)
 
@@ -287,7 +287,7 @@ def test_an_engine_that_is_started_asleep_sleeps_until_it_is_woken() -> None:
         engine.worker.send(WorkerAsleep(0))
         client, answer = engine.connect()
         assert isinstance(answer, EngineReady)
-        assert client.channel.receive(TIMEOUT_S) == ASLEEP
+        assert client.receive() == ASLEEP
         client.add(0, prompt_len=40, max_tokens=600)
         wake(engine, 1)
         client.receive_until(lambda: 0 in client.finished)

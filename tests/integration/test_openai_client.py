@@ -199,10 +199,9 @@ def test_labels_and_hints_that_newer_clients_send_are_taken(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("reasoning_effort", "high"),
         ("response_format", {"type": "yaml"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tools", [{"type": "web_search"}]),
+        ("tool_choice", {"type": "web_search"}),
         ("tool_choice", "required"),
         ("modalities", ["text", "audio"]),
         ("temperature", -1.0),
@@ -227,8 +226,8 @@ def test_an_endpoint_that_is_not_there_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="POST /v1/moderations") as refusal:
         client.moderations.create(input="hello")
     assert refusal.value.type == "not_found_error"
-    with pytest.raises(openai.NotFoundError, match="GET /v1/files"):
-        client.files.list()
+    with pytest.raises(openai.NotFoundError, match="GET /v1/fine_tuning/jobs"):
+        client.fine_tuning.jobs.list()
     with pytest.raises(openai.NotFoundError) as unknown:
         client.models.retrieve("owner/other")
     assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")

@@ -127,7 +127,7 @@ def test_a_client_that_connects_to_a_paused_engine_is_told(engine: EngineProcess
     assert engine.command(Pause("keep")).ok
     second, answer = engine.connect()
     assert isinstance(answer, EngineReady)
-    assert second.channel.receive(TIMEOUT_S) == AdmissionChanged("paused by the operator")
+    assert second.receive() == AdmissionChanged("paused by the operator")
 
 
 @pytest.mark.parametrize("holds_new", [False, True])

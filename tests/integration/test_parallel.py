@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import psutil
 import pytest
 
 from longshore import LLM, BeamSearchParams, SamplingParams
-from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.outputs import RequestOutput
 from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.settings.options import engine_options
 from longshore.deploy.supervisor import supervisor
-from longshore.deploy.supervisor.engine_config import engine_processes, plan_engine
+from longshore.deploy.supervisor.engine_config import engine_processes
+from longshore.deploy.supervisor.engine_plan import plan_engine
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import StartFailed, Supervisor
 from longshore.protocol.errors import ConfigError, EngineDead
+from tests.conftest import TESTS
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, wait_until
 from tests.integration.test_process_life import assert_same, open_stream, rest_of
@@ -109,6 +112,21 @@ def test_ragged_batch_and_prefix_hits_equal_the_reference(
         output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
         for prompt, output in zip(prompts, outputs, strict=True)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", ["worker/loading/quantised/llama-gptq_asym_actorder", "gguf/llama.gguf"]
+)
+def test_quantised_weights_are_divided_among_workers(model: str) -> None:
+    """Each reads its part of the packed tensors."""
+    path = TESTS / model
+    prompts = [[5, 9, 3, 17, 4], [11, 30], list(range(1, 31))]
+    found = []
+    for settings in ({"in_process": True}, TENSOR_2):
+        with make_llm(path, **settings) as llm:
+            found.append([output.outputs[0].token_ids for output in generate(llm, prompts)])
+    assert found[0] == found[1]
 
 
 def test_a_request_alone_equals_the_reference(
@@ -280,7 +298,7 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
     "layout",
     [
         pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.long),
-        pytest.param(STAGES_2, id="2 stages"),
+        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.long),
         pytest.param(BOTH, id="2 x 2", marks=pytest.mark.long),
         pytest.param({**TENSOR_2, **OFFLOADING}, id="offloading"),
     ],
@@ -353,7 +371,7 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards"),
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.long),
         pytest.param(STAGES_2, id="2 stages"),
     ],
 )
@@ -381,7 +399,8 @@ def test_a_rank_that_cannot_load_is_the_reason_that_none_starts(
     plan = plan_engine(options, read_model_folder(checkpoint[0]))
     with Supervisor(RuntimeDir(), output) as starting:
         specs, _ = engine_processes(plan, starting.runtime_dir)
-        config = msgspec.structs.replace(specs[1].config, model=str(tmp_path / "nowhere"))
+        worker = replace(specs[1].config.worker, model=str(tmp_path / "nowhere"))
+        config = msgspec.structs.replace(specs[1].config, worker=worker)
         specs[1] = msgspec.structs.replace(specs[1], config=config)
         with pytest.raises(StartFailed, match=r"^worker 1: .*nowhere.*config\.json does not exist"):
             starting.start(specs, timeout_s=60)

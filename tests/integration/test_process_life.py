@@ -16,8 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
-FAULTS = (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow))
-
 
 def open_stream(deployment: Deployment, max_tokens: int, api_key: str = "none") -> Any:
     """A stream whose first token has arrived."""
@@ -131,8 +129,15 @@ def assert_same(answer: list[tuple[int, float]], calm: list[tuple[int, float]]) 
             return
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
+@pytest.mark.parametrize(
+    ("victim", "fault"),
+    [
+        ("scheduler", signal.SIGKILL),
+        ("worker-0", signal.SIGKILL),
+        pytest.param("worker-0", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("scheduler", signal.SIGSTOP, marks=pytest.mark.long),
+    ],
+)
 def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     start_deployment: StartDeployment, victim: str, fault: signal.Signals
 ) -> None:
@@ -158,7 +163,9 @@ def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
     start_deployment: StartDeployment, fault: signal.Signals
 ) -> None:
@@ -231,9 +238,8 @@ def test_broken_checkpoint_is_named_once(
     assert deployment.process.wait(timeout=PATIENCE_S) != 0
     assert "Traceback" not in deployment.output
     last_line = deployment.output.strip().splitlines()[-1]
-    assert "worker 0" in last_line
-    assert "model.safetensors" in last_line
-    assert deployment.output.count(last_line.partition("worker 0: ")[2]) == 1
+    assert "model.safetensors is not a complete safetensors file" in last_line
+    assert deployment.output.count(last_line) == 1
     wait_until(lambda: deployment.runtime_dirs == [])
 
 
@@ -241,7 +247,8 @@ def test_broken_checkpoint_is_named_once(
     "victim",
     [
         "worker-0",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scheduler", "gateway")),
+        pytest.param("scheduler", marks=pytest.mark.slow),
+        pytest.param("gateway", marks=pytest.mark.long),
     ],
 )
 def test_a_process_that_is_stopped_at_the_first_start_is_named_and_ends_it(
@@ -262,7 +269,7 @@ def test_a_process_that_is_stopped_at_the_first_start_is_named_and_ends_it(
 
 def test_stop_while_loading_is_no_error(start_deployment: StartDeployment) -> None:
     deployment = start_deployment()
-    wait_until(lambda: len(deployment.process.children()) == 3)
+    wait_until(lambda: len(deployment.process.children()) >= 3)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output
     assert not any(child.is_running() for child in children)

@@ -249,7 +249,7 @@ def test_a_failure_of_any_rank_ends_the_engine_and_is_told_to_clients_and_ranks(
     client = ready_client(engine)
     sampling = ScriptedWorker(engine, rank=SAMPLING_RANK)
     engine.channels[0].send(WorkerFailed(1, 0, "the device caught fire"))
-    failed = client.channel.receive(TIMEOUT_S)
+    failed = client.receive()
     assert getattr(failed, "reason", None) == "worker 0 failed: the device caught fire"
     sampling.thread.join(TIMEOUT_S)
     assert sampling.shutdown is not None

@@ -133,7 +133,7 @@ def test_no_process_of_a_node_outlives_the_launcher(cluster: Any, tmp_path: Path
         launcher.wait_for(f"node a: ready at http://{ADDRESSES['a']}:{port}")
         (node,) = launcher.nodes()
         family = [node, *node.children(recursive=True)]
-        assert len(family) == 4  # with the worker, the scheduler and the gateway
+        assert len(family) == 5  # with the fork server, the worker, the scheduler and the gateway
         launcher.process.kill()
         psutil.wait_procs(family, timeout=PATIENCE_S)
         assert [process for process in family if process.is_running()] == []

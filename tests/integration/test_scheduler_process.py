@@ -218,9 +218,9 @@ def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> 
         client.channel = ClientChannel(stranger, ToClient)
         client.send_raw({"type": "add", "handle": 1})
         client.add(2)
-        assert isinstance(client.channel.receive(TIMEOUT_S), Rejected)  # of the second
+        assert isinstance(client.receive(), Rejected)  # of the second
         with pytest.raises(MessagesLost):
-            client.channel.receive(TIMEOUT_S)
+            client.receive()
 
 
 def test_a_client_that_lost_a_message_is_disconnected_and_its_requests_end(
@@ -250,7 +250,7 @@ def test_request_before_the_hello_is_rejected(engine: EngineProcess) -> None:
         stranger.connect(f"ipc://{engine.runtime_dir}/clients")
         client.channel = ClientChannel(stranger, ToClient)
         client.add(1)
-        answer = client.channel.receive(TIMEOUT_S)
+        answer = client.receive()
     assert isinstance(answer, Rejected)
     assert "ClientHello" in answer.reason
 
@@ -307,7 +307,7 @@ def test_aborts_of_many_requests_leave_turns_to_the_streams_of_others(
     plans_at_ends = []
     num_left = 3000 - len(leaving.finished)
     while num_left:
-        message = leaving.channel.receive(TIMEOUT_S)
+        message = leaving.receive()
         assert isinstance(message, EngineOutputs)
         assert len(message.finished) <= 2 * WORK_PER_TURN  # of a turn, and of a step
         num_left -= len(message.finished)
@@ -345,7 +345,7 @@ def test_requests_of_a_lost_connection_can_be_sent_again_at_once(engine: EngineP
 def test_failing_worker_fails_the_engine_and_tells_the_clients_why(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     engine.worker.send(WorkerFailed(epoch=1, rank=0, reason="the device caught fire"))
-    answer = client.channel.receive(TIMEOUT_S)
+    answer = client.receive()
     assert isinstance(answer, EngineFailed)
     assert "caught fire" in answer.reason
     assert engine.wait() == 1
@@ -354,7 +354,7 @@ def test_failing_worker_fails_the_engine_and_tells_the_clients_why(engine: Engin
 def test_answer_to_a_step_never_planned_fails_the_engine(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     engine.worker.send(ModelRunnerOutput(epoch=1, step=5))
-    answer = client.channel.receive(TIMEOUT_S)
+    answer = client.receive()
     assert isinstance(answer, EngineFailed)
     assert "step 5" in answer.reason
 

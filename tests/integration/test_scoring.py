@@ -298,7 +298,7 @@ def test_a_reranker_that_is_an_encoder_gives_the_scores_of_transformers(
             assert_close(result["relevance_score"], expected[result["index"]])
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     long = {"query": QUERY, "documents": ["a word " * 400]}
-    assert "the maximum for this model is 512" in post(f"{url}/v1/rerank", long)
+    assert "maximum context length is 512" in post(f"{url}/v1/rerank", long)
     assert "results" in post(f"{url}/v1/rerank", {**long, "truncate_prompt_tokens": -1})
 
 

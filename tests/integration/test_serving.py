@@ -14,6 +14,7 @@ import pytest
 
 from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.serve import run as run_bench
+from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 IN_FLIGHT = 'longshore_scheduler_steps_in_flight{engine="0"}'
@@ -51,7 +52,8 @@ def reference(tiny_model: tuple[Path, Any], prompt_ids: list[int], num_tokens: i
 
 
 @pytest.mark.req("SYS-01")
-def test_worker_alone_loads_a_tensor_library(deployment: Deployment) -> None:
+def test_worker_alone_loads_a_tensor_library(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment(is_forked=False).wait_until_ready()
     loads_torch = {
         name: any("libtorch" in region.path for region in process.memory_maps())
         for name, process in deployment.members.items()

@@ -14,8 +14,8 @@ from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_admin import ADMIN_KEY, lines, ready
 from tests.integration.test_process_life import assert_same, open_stream, rest_of
 
-NUM_TOKENS = 1500
-ASLEEP = "put to sleep by the operator"
+NUM_TOKENS = 1000
+ASLEEP = "put to sleep"
 
 
 @pytest.fixture

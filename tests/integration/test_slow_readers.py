@@ -15,10 +15,12 @@ from typing import Any
 import msgspec
 
 from longshore.deploy.bench.sse_client import HttpEndpoint
-from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.config import GatewayConfig, ModelConfig
+from longshore.deploy.gateway.settings import GatewaySettings
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.commands import EngineMember
 from longshore.protocol.outputs import EngineOutputs, FinishReason
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.transport.lifeline import STOP_SIGNAL
@@ -92,19 +94,24 @@ async def gateway_process(folder: Path, **settings: Any) -> AsyncIterator[Gatewa
     lifeline.setblocking(False)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, child_end, lifeline:
         port = listener.getsockname()[1]
+        own = GatewaySettings(**{"drain_timeout_s": 0.0, **settings})
         config = GatewayConfig(
-            model=str(folder),
-            served_model_name=MODEL_NAME,
-            model_fingerprint=IDENTITY.model_fingerprint,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(),
-            max_model_len=IDENTITY.max_model_len,
-            sampling_defaults=SamplingDefaults(),
-            engines=(endpoint,),
+            models=(
+                ModelConfig(
+                    folder=str(folder),
+                    name=MODEL_NAME,
+                    fingerprint=IDENTITY.model_fingerprint,
+                    vocab_size=VOCAB_SIZE,
+                    eos_token_ids=(),
+                    max_model_len=IDENTITY.max_model_len,
+                    sampling_defaults=SamplingDefaults(),
+                    members=(EngineMember(0, "unified", endpoint),),
+                    settings=own,
+                ),
+            ),
             listen_fd=listener.fileno(),
             lifeline_fd=child_end.fileno(),
-            drain_timeout_s=0.0,
-            **settings,
+            settings=own,
         )
         config_file = folder / "gateway.json"
         config_file.write_bytes(msgspec.json.encode(config))

@@ -14,7 +14,7 @@ from tests.integration.test_worker_deaths import Answers
 
 FLAGS = ("--dtype", "float32", "--verify-plan", "--standby-workers", "1")
 STANDBY = "worker 0 standby"
-FAULTS = (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow))
+FAULTS = (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long))
 
 
 def ready_pids(deployment: Deployment) -> dict[str, int]:

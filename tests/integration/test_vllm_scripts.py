@@ -384,9 +384,9 @@ def test_an_argument_that_does_not_exist_is_answered_with_ours(tmp_path: Path) -
         LLM(DEMO_MODEL_DIR, kv_cache_memory_bytes=1 << 30)
 
 
-def test_a_share_of_a_gpus_memory_is_rejected_on_a_cpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.9 needs a GPU"):
-        LLM(DEMO_MODEL_DIR, gpu_memory_utilization=0.9, device="cpu")
+def test_a_share_of_a_gpus_memory_is_a_warning_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(DEMO_MODEL_DIR, in_process=True, gpu_memory_utilization=0.9, **SETTINGS):
+        assert "gpu_memory_utilization=0.9 has no effect on a CPU" in caplog.text
 
 
 def test_a_closed_llm_says_so() -> None:

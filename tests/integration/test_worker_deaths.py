@@ -158,7 +158,7 @@ def test_a_worker_that_crashes_leaves_no_kv(start_deployment: StartDeployment) -
     "connector",
     [
         pytest.param([], id="device only"),
-        pytest.param(OFFLOADING, id="offloading", marks=pytest.mark.slow),
+        pytest.param(OFFLOADING, id="offloading", marks=pytest.mark.long),
     ],
 )
 def test_a_worker_that_dies_again_while_it_is_replaced_only_prolongs_the_pause(
@@ -170,14 +170,17 @@ def test_a_worker_that_dies_again_while_it_is_replaced_only_prolongs_the_pause(
     calm = Answers(deployment).all()
     answers = Answers(deployment).wait_until_running()
     former = deployment.members["worker-0"]
+    assert deployment.fork_server is not None
+    deployment.fork_server.kill()  # a new interpreter takes long enough to see the pause
     former.send_signal(signal.SIGKILL)
     wait_until(lambda: (worker_of(deployment) or former).pid != former.pid)
+    second = worker_of(deployment)
+    assert second is not None
+    second.send_signal(signal.SIGSTOP)
     wait_until(lambda: readiness(deployment)[0] == 503)
     assert "worker 0 was killed (SIGKILL)" in readiness(deployment)[1]
     with pytest.raises(TimeoutError):
         complete(deployment, timeout_s=0.2)  # whose end aborts the request
-    second = worker_of(deployment)
-    assert second is not None
     second.send_signal(signal.SIGKILL)
     assert complete(deployment, timeout_s=PATIENCE_S * 2)["usage"]["completion_tokens"] == 3
     assert answers.all() == calm
@@ -226,4 +229,34 @@ def test_after_too_many_deaths_the_deployment_ends_and_says_so(
     assert "engine-0 has died 2 times in a row; giving up" in last_line
     wait_until(lambda: len(answers.errors) == 4)
     assert all("the engine has stopped" in str(error) for error in answers.errors)
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "fault", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
+def test_a_worker_is_replaced_without_the_fork_server_and_then_with_the_next_one(
+    start_deployment: StartDeployment, fault: signal.Signals
+) -> None:
+    deployment = start_deployment("--dtype", "float32").wait_until_ready()
+    calm = Answers(deployment).all()
+    former = deployment.fork_server
+    assert former is not None
+    former.send_signal(fault)
+    answers = Answers(deployment).wait_until_running()
+    deployment.members["worker-0"].send_signal(signal.SIGKILL)
+    assert answers.all() == calm
+    assert not former.is_running()
+
+    def has_another() -> bool:
+        deployment.find_members()
+        return deployment.fork_server not in (None, former)
+
+    wait_until(has_another)
+    answers = Answers(deployment).wait_until_running()
+    deployment.members["worker-0"].send_signal(signal.SIGKILL)
+    assert answers.all() == calm
+    deployment.find_members()
+    assert all(child.status() != psutil.STATUS_ZOMBIE for child in deployment.process.children())
+    assert deployment.stop() == 0
     deployment.assert_nothing_is_left()

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +14,7 @@ from longshore.deploy.admin.client import perform
 from longshore.deploy.topology.file import PORTS_PER_ENGINE
 from longshore.deploy.topology.keys import create_node_keys, create_transfer_secret
 from tests.integration.deployment import PATIENCE_S, wait_until
+from tests.integration.forks import template
 
 ADDRESSES: Final = {"a": "127.0.0.1", "b": "127.0.0.2"}
 
@@ -77,13 +76,11 @@ class NodeProcess:
         self._folder = topology.path.parent / f"{name}{number}"
         self._folder.mkdir()
         self._output_file = self._folder / "output.txt"
-        command = [sys.executable, "-m", "longshore.deploy", "node"]
         with self._output_file.open("wb") as output:
-            self.process = psutil.Popen(
-                [*command, "--topology", str(topology.path), "--name", name],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(self._folder), "UCX_TLS": "tcp"},
+            self.process = template().start(
+                ["longshore.deploy", "node", "--topology", str(topology.path), "--name", name],
+                {**os.environ, "TMPDIR": str(self._folder), "UCX_TLS": "tcp"},
+                output,
             )
 
     @property

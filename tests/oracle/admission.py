@@ -101,7 +101,7 @@ class Admissions:
     def _is_blocked(self, request: TextbookRequest) -> bool:
         """QUE-05: still so, after a look at what it waits for."""
         if request.status is Status.WAITING_FOR_GRAMMAR:
-            grammars, spec = self._scheduler.grammars, request.message.structured_output
+            grammars, spec = self._scheduler.grammars, request.message.options.structured_output
             assert grammars is not None
             assert spec is not None
             if grammars.is_ready(spec):
@@ -254,7 +254,7 @@ class Admissions:
                     if reserves_all
                     else num_needed
                 )
-                name, fairness = request.message.tenant.name, scheduler.fairness
+                name, fairness = request.message.options.tenant.name, scheduler.fairness
                 is_owed = fairness is not None and fairness.is_owed(name)
                 return scheduler.gates.admit(num_free, num_compared, is_owed=is_owed) and fits
             if fits or scheduler.unanswered:

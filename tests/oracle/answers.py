@@ -89,7 +89,7 @@ def _attach_drafts(
 ) -> None:
     """SPD-04, for one step in flight."""
     request.drafts = [*drafts][: scheduler.config.num_speculative_tokens]
-    spec = request.message.structured_output
+    spec = request.message.options.structured_output
     if spec is not None and scheduler.grammars is not None:
         num_valid = scheduler.grammars.num_valid(spec, len(request.outputs), request.drafts)
         scheduler.num_invalid_drafts += len(request.drafts) - num_valid

@@ -135,13 +135,17 @@ class _Stream:
         self.prompt = self.request.prompt_token_ids.tolist()
         self.outputs = self.request.output_token_ids.tolist()
         self.sampling = self.request.sampling
-        self.is_resumable = self.request.resumable
+        self.is_resumable = self.request.options.resumable
 
     @property
     def content(self) -> Content:
         """What its KV depends on beside tokens."""
-        lora_name = self.request.lora.name if self.request.lora is not None else None
-        return Content(f"{self.request.cache_salt}/{lora_name}", self.request.multimodal)
+        lora_name = (
+            self.request.options.lora.name if self.request.options.lora is not None else None
+        )
+        return Content(
+            f"{self.request.options.cache_salt}/{lora_name}", self.request.options.multimodal
+        )
 
     @property
     def token_key(self) -> str:
@@ -297,7 +301,7 @@ class _Drive:
         max_model_len = self._workload.scheduler.max_model_len
         max_tokens = stream.sampling.max_tokens or max_model_len
         last_computed = min(len(stream.prompt) + max_tokens, max_model_len) - 1
-        if request.pooling is not None:
+        if request.options.pooling is not None:
             last_computed = len(stream.prompt)
         return WorkerRow(
             token_key=stream.token_key,
@@ -305,8 +309,8 @@ class _Drive:
             last_computed=last_computed,
             token_ids=stream.prompt + stream.outputs,
             content=stream.content,
-            lora_name=request.lora.name if request.lora is not None else None,
-            is_pooling=request.pooling is not None,
+            lora_name=request.options.lora.name if request.options.lora is not None else None,
+            is_pooling=request.options.pooling is not None,
         )
 
     # Transfers.
@@ -346,7 +350,7 @@ class _Drive:
                 self._settle()
             case Resubmit(_, client, handle, new_handle):
                 stream = self._streams.get((client, handle))
-                if stream is not None and not stream.request.resumable:
+                if stream is not None and not stream.request.options.resumable:
                     self._resubmit(stream, new_handle)
             case Continue(_, client, message):
                 stream = self._streams.get((client, message.handle))
@@ -448,7 +452,7 @@ class _Drive:
         else:
             assert (finish.reason, finish.num_output_tokens) == (reason, len(outputs))
             assert stream.outputs == outputs
-        is_pooled = stream.request.pooling is not None and ended_naturally
+        is_pooled = stream.request.options.pooling is not None and ended_naturally
         assert finish.pooled == (pooled_vector(stream.request.request_id) if is_pooled else ())
 
     def _expected_end(self, stream: _Stream) -> tuple[list[int], FinishReason]:
@@ -460,7 +464,7 @@ class _Drive:
         longest = self._workload.scheduler.max_model_len - num_prompt
         if num_prompt == 0 or self._is_too_large(stream.request):
             return outputs, FinishReason.ERROR
-        is_pooled = stream.request.pooling is not None
+        is_pooled = stream.request.options.pooling is not None
         if len(outputs) >= longest + is_pooled:
             return outputs, FinishReason.IGNORED
         if is_pooled:
@@ -468,7 +472,7 @@ class _Drive:
         stop_ids = {*sampling.stop_token_ids}
         if not sampling.ignore_eos:
             stop_ids |= {*self._workload.eos_token_ids}
-        is_structured = stream.request.structured_output is not None
+        is_structured = stream.request.options.structured_output is not None
         final_ids = self._workload.eos_token_ids if is_structured else ()
         while len(outputs) < min(sampling.max_tokens or longest, longest):
             outputs.append(sample_token(stream.token_key, len(outputs), self._workload.vocab_size))
@@ -484,12 +488,12 @@ class _Drive:
     def _is_too_large(self, request: AddRequest) -> bool:
         config = self._workload.scheduler
         if self._workload.cross is not None:
-            sizes = [item.num_tokens for item in request.multimodal]
+            sizes = [item.num_tokens for item in request.options.multimodal]
             return len(sizes) != 1 or sizes[0] > self._workload.cross.max_encoder_tokens
         room = config.max_num_encoder_input_tokens
         if config.encoder_cache_size is not None:
             room = min(room, config.encoder_cache_size)
-        return any(item.num_tokens > room for item in request.multimodal)
+        return any(item.num_tokens > room for item in request.options.multimodal)
 
 
 def _repeats(outputs: list[int], sampling: SamplingParams) -> bool:

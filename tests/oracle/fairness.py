@@ -30,14 +30,18 @@ class Fairness:
 
     def weight(self, name: str) -> int:
         """As the newest request of the tenant says."""
-        return [r.message.tenant.weight for r in self.live if r.message.tenant.name == name][-1]
+        return [
+            r.message.options.tenant.weight
+            for r in self.live
+            if r.message.options.tenant.name == name
+        ][-1]
 
     def share(self, name: str) -> Fraction:
         """Of everything, among the tenants that have live requests."""
         return Fraction(self.weight(name), sum(map(self.weight, self.balances)))
 
     def arrived(self, request: TextbookRequest) -> None:
-        name = request.message.tenant.name
+        name = request.message.options.tenant.name
         self.live.append(request)
         if name not in self.balances:
             self.balances[name] = 0
@@ -45,7 +49,7 @@ class Fairness:
 
     def admitted(self, request: TextbookRequest, num_computed: int) -> None:
         """It pays for what it must compute, and for what it computed since the last time."""
-        name = request.message.tenant.name
+        name = request.message.options.tenant.name
         num_rounds = self.num_rounds(name)
         if num_rounds:
             for each in self.balances:
@@ -59,16 +63,16 @@ class Fairness:
             self.turns.append(name)
 
     def ended(self, request: TextbookRequest) -> None:
-        name = request.message.tenant.name
+        name = request.message.options.tenant.name
         self._pay(request)
         self.live.remove(request)
-        if not any(other.message.tenant.name == name for other in self.live):
+        if not any(other.message.options.tenant.name == name for other in self.live):
             del self.balances[name]
             self.turns.remove(name)
 
     def _pay(self, request: TextbookRequest) -> None:
         if request in self.paid:
-            name = request.message.tenant.name
+            name = request.message.options.tenant.name
             self.balances[name] -= request.num_tokens - self.paid.pop(request)
 
     def num_rounds(self, name: str) -> int:
@@ -83,7 +87,7 @@ class Fairness:
         """It holds its share of the rows or of the KV cache, or more, and others are there."""
         if len(self.balances) == 1:
             return False
-        mine = [r for r in self.running if r.message.tenant.name == name]
+        mine = [r for r in self.running if r.message.options.tenant.name == name]
         num_held = sum(request.num_computed for request in mine)
         share = self.share(name)
         return len(mine) >= ceil(self.num_rows * share) or num_held >= self.num_slots * share
@@ -94,24 +98,24 @@ class Fairness:
     def may_have_a_row(self, request: TextbookRequest) -> bool:
         """The last rows are for those who are owed."""
         num_free = self.num_rows - len(self.running)
-        is_owed = self.is_owed(request.message.tenant.name)
+        is_owed = self.is_owed(request.message.options.tenant.name)
         return is_owed or num_free > self.num_rows // RESERVED
 
     def urgency(self, request: TextbookRequest) -> tuple[bool, int, int, int, float, str]:
         """The smallest is the most urgent: first by tenant, then within the tenant."""
-        name = request.message.tenant.name
+        name = request.message.options.tenant.name
         return (
             self.is_over(name),
             self.num_rounds(name),
             self.turns.index(name),
-            request.message.priority,
+            request.message.options.priority,
             request.arrival_time,
             request.request_id,
         )
 
     def victim(self, running: list[TextbookRequest]) -> TextbookRequest:
         """The least urgent of those whose tenant has more than its share of the running ones."""
-        names = [request.message.tenant.name for request in running]
+        names = [request.message.options.tenant.name for request in running]
         total = sum(self.weight(name) for name in set(names))
         over = [
             request
@@ -119,12 +123,13 @@ class Fairness:
             if names.count(name) > ceil(Fraction(len(running) * self.weight(name), total))
         ]
         return max(
-            over or running, key=lambda r: (r.message.priority, r.arrival_time, r.request_id)
+            over or running,
+            key=lambda r: (r.message.options.priority, r.arrival_time, r.request_id),
         )
 
     def chunk_limit(self, budget: int) -> int:
         """Of a running request, while one that is owed a row waits for one that is free."""
-        waits = {r.message.tenant.name for r in self.live if r not in self.running}
+        waits = {r.message.options.tenant.name for r in self.live if r not in self.running}
         if len(self.running) == self.num_rows or not any(map(self.is_owed, waits)):
             return budget
         return max(1, floor(Fraction(budget - len(self.running), len(self.balances))))

@@ -96,10 +96,10 @@ class TextbookRequest:
             prompt=message.prompt_token_ids.tolist(),
             outputs=message.output_token_ids.tolist(),
             arrival_time=now - message.age_s,
-            is_resumable=message.resumable,
+            is_resumable=message.options.resumable,
         )
         request.set_limits(message.sampling, max_model_len, eos_token_ids)
-        if message.structured_output is not None:
+        if message.options.structured_output is not None:
             request.status = Status.WAITING_FOR_GRAMMAR
         return request
 
@@ -125,20 +125,20 @@ class TextbookRequest:
 
     @property
     def is_pooling(self) -> bool:
-        return self.message.pooling is not None
+        return self.message.options.pooling is not None
 
     @property
     def is_structured(self) -> bool:
-        return self.message.structured_output is not None
+        return self.message.options.structured_output is not None
 
     @property
     def lora_name(self) -> str | None:
-        return self.message.lora.name if self.message.lora is not None else None
+        return self.message.options.lora.name if self.message.options.lora is not None else None
 
     @property
     def items(self) -> tuple[MultimodalFeature, ...]:
         """Multimodal items, in order of offset."""
-        return self.message.multimodal
+        return self.message.options.multimodal
 
     @property
     def load_is_over(self) -> bool:
@@ -168,7 +168,7 @@ class TextbookRequest:
             for item in self.items
             if item.offset < last and item.offset + item.num_tokens > first
         )
-        return (self.message.cache_salt if first == 0 else None, self.lora_name, items)
+        return (self.message.options.cache_salt if first == 0 else None, self.lora_name, items)
 
 
 class Jobs:
@@ -181,14 +181,14 @@ class Jobs:
         self._is_over: dict[str, bool] = {}
 
     def add(self, request: TextbookRequest) -> None:
-        job_id = request.message.job_id
+        job_id = request.message.options.job_id
         if job_id is not None:
             self._first_arrival.setdefault(job_id, request.arrival_time)
             self._live.setdefault(job_id, []).append(request)
-            self._is_over[job_id] = request.message.is_last_step
+            self._is_over[job_id] = request.message.options.is_last_step
 
     def remove(self, request: TextbookRequest) -> None:
-        job_id = request.message.job_id
+        job_id = request.message.options.job_id
         if job_id is not None:
             self._live[job_id].remove(request)
             if not self._live[job_id] and self._is_over[job_id]:
@@ -196,9 +196,9 @@ class Jobs:
 
     def first_arrival(self, request: TextbookRequest) -> float:
         """Of the request's job; a request without one is its own."""
-        if request.message.job_id is None:
+        if request.message.options.job_id is None:
             return request.arrival_time
-        return self._first_arrival[request.message.job_id]
+        return self._first_arrival[request.message.options.job_id]
 
 
 class WaitingQueues:
@@ -259,5 +259,5 @@ class WaitingQueues:
     def urgency(self, request: TextbookRequest) -> tuple[float, float, str]:
         """The smallest is the most urgent."""
         if self._policy == "priority":
-            return (request.message.priority, request.arrival_time, request.request_id)
+            return (request.message.options.priority, request.arrival_time, request.request_id)
         return (self.jobs.first_arrival(request), request.arrival_time, request.request_id)

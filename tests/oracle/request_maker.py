@@ -18,6 +18,7 @@ from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
+    RequestOptions,
     Tenant,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
@@ -78,7 +79,7 @@ class RequestMaker:
             self._earlier.append(request)
             operations.append(Submit(turn, client, request))
             operations += self._make_sequels(turn, client, request)
-            if request.resumable:
+            if request.options.resumable:
                 operations += self._make_chunks(turn, client, request)
         operations += self._make_interruptions(turn)
         operations.sort(key=lambda operation: operation.turn)
@@ -98,16 +99,19 @@ class RequestMaker:
             yield Abort(later + rng.randrange(200), client, (new_handle,))
         if rng.random() < 0.05:
             again = replace(request, request_id=f"{request.request_id} again")
-            if request.structured_output is not None:  # a grammar knows its request's tokens
+            if (
+                request.options.structured_output is not None
+            ):  # a grammar knows its request's tokens
                 spec = grammar_for(again.request_id, later)
-                again = replace(again, structured_output=spec, output_token_ids=EMPTY_INT32)
+                options = replace(again.options, structured_output=spec)
+                again = replace(again, options=options, output_token_ids=EMPTY_INT32)
             yield Submit(later, client, again)
-            if request.resumable:
+            if request.options.resumable:
                 yield Abort(later + 300, client, (handle,))
         if rng.random() < 0.05:
             again = replace(request, handle=self._new_handle())
             yield Submit(later, 1 - client, again)
-            if request.resumable:
+            if request.options.resumable:
                 yield Abort(later + 300, 1 - client, (again.handle,))
 
     def _make_chunks(self, turn: int, client: int, request: AddRequest) -> Iterator[Operation]:
@@ -156,17 +160,19 @@ class RequestMaker:
             extras["multimodal"] = self._make_items(len(prompt))
         if self._cross is not None:
             extras["multimodal"] = self._make_sounds(self._cross.max_encoder_tokens)
+        sampling = self._make_sampling()
+        extras["priority"] = rng.choice((0, 0, -2, -1, 1, 2))
+        age_s = rng.choice((0.0, 0.0, 0.25, 1.5))
+        extras["cache_salt"] = rng.choice((None, None, None, "salt"))
+        extras["skip_reading_prefix_cache"] = rng.random() < 0.1
         return AddRequest(
-            request_id=request_id,
-            handle=handle,
-            prompt_token_ids=int32_array(prompt),
-            sampling=self._make_sampling(),
-            output_token_ids=int32_array(outputs),
-            priority=rng.choice((0, 0, -2, -1, 1, 2)),
-            age_s=rng.choice((0.0, 0.0, 0.25, 1.5)),
-            cache_salt=rng.choice((None, None, None, "salt")),
-            skip_reading_prefix_cache=rng.random() < 0.1,
-            **extras,
+            request_id,
+            handle,
+            int32_array(prompt),
+            sampling,
+            RequestOptions(**extras),
+            int32_array(outputs),
+            age_s,
         )
 
     def _make_extras(self, request_id: str, turn: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
+    RequestOptions,
     StructuredOutput,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
@@ -67,16 +68,18 @@ class Add:
                 repetition=self.repetition,
             ),
             output_token_ids=int32_array([*self.outputs]),
-            priority=self.priority,
             age_s=self.age_s,
-            cache_salt=self.salt,
-            skip_reading_prefix_cache=self.skips_cache,
-            lora=None if self.lora is None else LoRARequest(self.lora),
-            multimodal=tuple(MultimodalFeature(*item) for item in self.items),
-            pooling=PoolingParams() if self.is_pooling else None,
-            structured_output=self.grammar,
-            job_id=self.job_id,
-            resumable=self.resumable,
+            options=RequestOptions(
+                priority=self.priority,
+                cache_salt=self.salt,
+                skip_reading_prefix_cache=self.skips_cache,
+                lora=None if self.lora is None else LoRARequest(self.lora),
+                multimodal=tuple(MultimodalFeature(*item) for item in self.items),
+                pooling=PoolingParams() if self.is_pooling else None,
+                structured_output=self.grammar,
+                job_id=self.job_id,
+                resumable=self.resumable,
+            ),
         )
 
 

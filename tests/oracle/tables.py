@@ -33,7 +33,7 @@ class BlockTables:
 
     def find_prefix(self, request: TextbookRequest) -> list[Block]:
         """Leading cached blocks; the last token is never a hit, it must be computed to sample."""
-        if not self._caches_prefixes or request.message.skip_reading_prefix_cache:
+        if not self._caches_prefixes or request.message.options.skip_reading_prefix_cache:
             return []
         hits: list[Block] = []
         for name in self.names_of(request)[: (request.num_tokens - 1) // self.block_size]:

@@ -16,8 +16,10 @@ from tests.oracle.fast_adapter import FastAdapter
 from tests.oracle.textbook import TextbookScheduler
 from tests.oracle.workloads import FAIR, Workload
 
-NUM_WORKLOADS = 2_000
-NUM_SHARDS = 20
+NUM_WORKLOADS = 400
+NUM_SHARDS = 10
+NUM_LONG_WORKLOADS = 12_000
+NUM_LONG_SHARDS = 20
 NUM_QUICK_SHARDS = 2
 NUM_FAIR = 1_000
 
@@ -67,6 +69,13 @@ def compare(workload: Workload) -> None:
 def test_plans_equal_the_textbook_on_random_workloads(shard: int) -> None:
     for seed in range(shard, NUM_WORKLOADS, NUM_SHARDS):
         compare(Workload.random(seed))
+
+
+@pytest.mark.parametrize("seed", [2963, 6573, 9243, 9816])
+def test_plans_equal_the_textbook_where_they_once_differed(seed: int) -> None:
+    """Found with --long: after one of the delayed loads was tried, loads were full. 9243:
+    when blocks were short, a request that wanted no tokens released what its drafter reads."""
+    compare(Workload.random(seed))
 
 
 def test_plans_equal_the_textbook_with_tenants() -> None:
@@ -123,8 +132,8 @@ def test_a_wrong_treatment_of_hints_is_found(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shard", range(NUM_LONG_SHARDS))
 def test_plans_equal_the_textbook_on_many_more_workloads(shard: int) -> None:
-    for seed in range(NUM_WORKLOADS + shard, 6 * NUM_WORKLOADS, NUM_SHARDS):
+    for seed in range(NUM_WORKLOADS + shard, NUM_LONG_WORKLOADS, NUM_LONG_SHARDS):
         compare(Workload.random(seed))

@@ -45,8 +45,8 @@ def test_random_workloads_end_with_the_right_tokens_and_all_blocks_free() -> Non
 
 
 @pytest.mark.parametrize("feature", ALL_FEATURES)
-def test_workloads_with_one_feature_end_well_too(feature: str) -> None:
-    for seed in range(40):
+def test_workloads_with_one_feature_end_well_too(feature: str, long_run: bool) -> None:
+    for seed in range(200 if long_run else 20):
         run(Workload.random(seed, (feature,)))
 
 

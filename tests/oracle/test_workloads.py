@@ -18,7 +18,11 @@ from tests.oracle.workloads import Workload
 
 class ForgetsSalt(TextbookScheduler):
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        super().add_request(replace(message, cache_salt=None), client=client, now=now)
+        super().add_request(
+            replace(message, options=replace(message.options, cache_salt=None)),
+            client=client,
+            now=now,
+        )
 
 
 class TablesMixedUp(BlockTables):
@@ -50,12 +54,18 @@ class GetsStuck(TextbookScheduler):
 
 class ForgetsAdapters(TextbookScheduler):
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        super().add_request(replace(message, lora=None), client=client, now=now)
+        super().add_request(
+            replace(message, options=replace(message.options, lora=None)), client=client, now=now
+        )
 
 
 class ForgetsItems(TextbookScheduler):
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        super().add_request(replace(message, multimodal=()), client=client, now=now)
+        super().add_request(
+            replace(message, options=replace(message.options, multimodal=())),
+            client=client,
+            now=now,
+        )
 
 
 class EncodesOnlyOnce(TextbookScheduler):

@@ -222,14 +222,14 @@ class TextbookScheduler:
     ) -> None:
         """The request ends, wherever it stands."""
         self._report_end(request, reason, pooled)
-        hint = request.message.cache_hint
+        hint = request.message.options.cache_hint
         is_loading = request.load is not None and not request.load_is_over
         if hint is not None and request.blocks and not is_loading:
             self.retentions.add(
                 request.blocks,
                 self.tables.block_size,
                 hint,
-                owner=request.message.tenant,
+                owner=request.message.options.tenant,
                 now=self._now,
             )
         if self.connector is not None:
@@ -484,10 +484,10 @@ class TextbookScheduler:
             token_ids=int32_array(request.token_ids),
             num_prompt_tokens=len(request.prompt),
             block_hashes=(),
-            kv_transfer_params=message.kv_transfer_params,
-            cache_salt=message.cache_salt,
+            kv_transfer_params=message.options.kv_transfer_params,
+            cache_salt=message.options.cache_salt,
             lora_name=request.lora_name,
-            job_id=message.job_id,
+            job_id=message.options.job_id,
         )
 
     def check_invariants(self) -> None:

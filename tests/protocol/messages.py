@@ -65,10 +65,12 @@ from longshore.protocol.requests import (
     CacheHint,
     CachePrefix,
     ContinueSession,
+    FreeText,
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
     PromptEmbeds,
+    RequestOptions,
     StopFound,
     StructuredOutput,
     Tenant,
@@ -304,15 +306,9 @@ stats = st.builds(
     | st.builds(PullStats, *[counts] * 4, st.dictionaries(texts, counts, max_size=2)),
     workers=st.lists(worker_stats, max_size=2).map(tuple),
 )
-adds = st.builds(
-    AddRequest,
-    request_id=texts,
-    handle=counts,
-    prompt_token_ids=int32s,
-    sampling=samplings,
-    output_token_ids=int32s,
+options = st.builds(
+    RequestOptions,
     priority=st.integers(-9, 9),
-    age_s=st.floats(0, 100),
     tenant=st.builds(Tenant, texts, st.integers(1, MAX_WEIGHT)),
     cache_salt=st.none() | texts,
     cache_hint=st.none()
@@ -331,11 +327,26 @@ adds = st.builds(
     prompt_embeds=embeds,
     pooling=poolings,
     structured_output=st.none()
-    | st.builds(StructuredOutput, st.sampled_from(["json_schema", "regex"]), texts),
+    | st.builds(
+        StructuredOutput,
+        st.sampled_from(["json_schema", "regex"]),
+        texts,
+        st.none() | st.builds(FreeText, st.tuples(st.tuples(counts)), st.none() | counts),
+    ),
     job_id=st.none() | texts,
     is_last_step=st.booleans(),
     resumable=st.booleans(),
     keeps_blocks=st.booleans(),
+)
+adds = st.builds(
+    AddRequest,
+    request_id=texts,
+    handle=counts,
+    prompt_token_ids=int32s,
+    sampling=samplings,
+    options=options,
+    output_token_ids=int32s,
+    age_s=st.floats(0, 100),
     fork_of=st.none() | counts,
 )
 rejections = st.builds(Rejected, texts)

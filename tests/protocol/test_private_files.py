@@ -63,6 +63,25 @@ def test_a_folder_or_file_of_another_user_is_rejected(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("mode", "is_read"), [(0o440, True), (0o640, True), (0o660, False), (0o444, False)]
+)
+def test_a_file_that_root_shares_with_the_group_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_read: bool
+) -> None:
+    """As Kubernetes mounts a secret with `fsGroup`, through a link of root."""
+    (tmp_path / "data").write_bytes(b"key")
+    (tmp_path / "data").chmod(mode)
+    (tmp_path / "key").symlink_to("data")
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_UID)
+    if is_read:
+        assert read_private(tmp_path / "key", 10) == b"key"
+    else:
+        with pytest.raises(ConfigError, match=r"other users can use it.*chmod 440"):
+            read_private(tmp_path / "key", 10)
+
+
+@needs_root
 def test_a_link_of_another_user_to_a_private_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "mine")

@@ -69,7 +69,7 @@ def shift(name: str, attribute: str, by: int = 1) -> Callable[[Scheduler], objec
         (damage("running", lambda part: part._free_rows.append(0)), "free rows of the rows"),
         (damage("_lifecycle", lambda part: part._request_ids.add("gone")), "counted wrongly"),
         (damage("_lifecycle", lambda part: part._of_clients.popitem()), "requests are live"),
-        (damage("_loras", lambda part: part.acquire("blue")), "adapters run as"),
+        (damage("_attached", lambda part: part.loras._running.update(["blue"])), "adapters run as"),
         (damage("_encoder", lambda part: part._sizes.update(other=3)), "encoder outputs are cach"),
         (damage("_encoder", lambda part: part._sizes.update(image=99)), "exceed their capacity"),
         (

@@ -1,5 +1,6 @@
 """An invalid setting is rejected with its name and the allowed values."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.settings import read_config
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
@@ -17,11 +19,11 @@ from longshore.scheduler.queue.outside_policies import load_policy
     ("settings", "message"),
     [
         ({"max_model_len": 0}, r"max_model_len=0 must be at least 1"),
-        ({"max_num_seqs": 0}, r"max_num_seqs=0 must be at least 1"),
-        ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens=0 must be at least 1"),
+        ({"max_num_seqs": 0}, r"max_num_seqs=0 must be between 1 and 65536"),
+        ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens=0 must be between 1 and 16777216"),
         (
             {"max_num_scheduled_tokens": 0},
-            r"max_num_scheduled_tokens=0 must be between 1 and max_num_batched_tokens=2048",
+            r"max_num_scheduled_tokens=0 must be between 1 and 16777216",
         ),
         (
             {"max_num_scheduled_tokens": 2049},
@@ -45,10 +47,13 @@ from longshore.scheduler.queue.outside_policies import load_policy
         ({"num_speculative_tokens": -1}, r"num_speculative_tokens=-1 must be at least 0"),
         ({"num_lookahead_tokens": -1}, r"num_lookahead_tokens=-1 must be at least 0"),
         ({"kv_role": "x"}, "kv_role='x' is unknown; use one of kv_both, kv_producer, kv_consumer"),
-        ({"load_failure_policy": "x"}, r"load_failure_policy='x' is unknown; use 'recompute' or"),
+        (
+            {"load_failure_policy": "x"},
+            r"load_failure_policy='x' is unknown; use one of recompute, fail",
+        ),
         ({"load_timeout_s": 0.0}, r"load_timeout_s=0.0 must be above 0"),
         ({"load_timeout_s": float("nan")}, r"load_timeout_s=nan must be above 0"),
-        ({"max_loading_blocks": 0}, r"max_loading_blocks=0 must be at least 1"),
+        ({"max_loading_blocks": 0}, r"max_loading_blocks=0 must be between 1 and"),
         ({"max_steps_in_flight": 0}, r"max_steps_in_flight=0 must be 1 \(synchronous\) or 2"),
         ({"max_steps_in_flight": 3}, r"max_steps_in_flight=3 must be 1 \(synchronous\) or 2"),
         ({"max_steps_in_flight": 65, "feed_back_tokens": True}, r"=65 must be .*at most 64"),
@@ -73,7 +78,10 @@ def test_scheduler_setting_out_of_range_is_named_with_what_is_allowed(
         ({"watermark": 1.0}, r"watermark=1.0 must be a share of the blocks"),
         ({"admit_threshold": 0.9, "preempt_threshold": 0.8}, r"must satisfy 0 < admit <= preempt"),
         ({"preempt_threshold": 1.1}, r"must satisfy 0 < admit <= preempt <= 1"),
-        ({"hash_algorithm": "md5"}, r"hash_algorithm='md5' is unknown; use 'sha256' or 'xxh3-128'"),
+        (
+            {"hash_algorithm": "md5"},
+            r"hash_algorithm='md5' is unknown; use one of sha256, xxh3-128",
+        ),
     ],
 )
 def test_cache_setting_out_of_range_is_named_with_what_is_allowed(
@@ -101,11 +109,20 @@ def test_settings_at_their_limits_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [b'{"max_model_len": 64, "max_seqs": 4}', b'{"max_num_seqs": 4}']
+    ("scheduler", "message"),
+    [
+        ({"max_model_len": 64, "max_seqs": 4}, r"scheduler\.max_seqs is not a setting"),
+        ({"max_num_seqs": 4}, "missing required field `max_model_len`"),
+    ],
 )
-def test_a_misspelt_or_missing_setting_in_a_file_is_rejected(document: bytes) -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"max_seqs|max_model_len"):
-        msgspec.json.decode(document, type=SchedulerConfig)
+def test_a_misspelt_or_missing_setting_in_a_file_is_rejected(
+    tmp_path: Path, scheduler: dict[str, int], message: str
+) -> None:
+    path = tmp_path / "scheduler.json"
+    document = msgspec.to_builtins(process_config()) | {"scheduler": scheduler}
+    path.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(ConfigError, match=message):
+        read_config(path, SchedulerProcessConfig)
 
 
 def test_a_wrong_setting_in_a_file_is_the_same_named_error() -> None:
@@ -150,6 +167,11 @@ def test_cache_settings_have_the_defaults_of_the_field() -> None:
 def test_ranks_that_no_worker_is_compared_with_are_rejected_with_the_setting(
     sizes: dict[str, int],
 ) -> None:
+    with pytest.raises(ConfigError, match=next(iter(sizes))):
+        process_config(CacheConfig(**sizes))
+
+
+def process_config(cache: CacheConfig = CacheConfig()) -> SchedulerProcessConfig:  # noqa: B008  # frozen
     identity = EngineIdentity(
         model_fingerprint="m",
         dtype="float32",
@@ -159,13 +181,13 @@ def test_ranks_that_no_worker_is_compared_with_are_rejected_with_the_setting(
         max_num_batched_tokens=64,
         hash_seed_digest="",
     )
-    with pytest.raises(ConfigError, match=next(iter(sizes))):
-        SchedulerProcessConfig(
-            scheduler=SchedulerConfig(max_model_len=64),
-            cache=CacheConfig(**sizes),
-            identity=identity,
-            workers=(Endpoint("ipc://w"),),
-            clients=Endpoint("ipc://c"),
-            hash_seed="00",
-            vocab_size=8,
-        )
+    return SchedulerProcessConfig(
+        scheduler=SchedulerConfig(max_model_len=64),
+        cache=cache,
+        identity=identity,
+        workers=(Endpoint("ipc://w"),),
+        clients=Endpoint("ipc://c"),
+        hash_seed="00",
+        vocab_size=8,
+        rank_timeout_s=60.0,
+    )

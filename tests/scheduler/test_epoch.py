@@ -171,12 +171,11 @@ def test_a_restart_is_one_more_preemption_of_each_request_that_ran() -> None:
     driver.restart_workers(2)
     driver.run()
     assert [driver.finished[key].num_preemptions for key in (ran, waited)] == [1, 0]
-    queued, scheduled, preempted = RequestEvent
     assert [event for event, _ in driver.finished[ran].events] == [
-        queued,
-        scheduled,
-        preempted,
-        scheduled,
+        RequestEvent.QUEUED,
+        RequestEvent.SCHEDULED,
+        RequestEvent.PREEMPTED,
+        RequestEvent.SCHEDULED,
     ]
 
 

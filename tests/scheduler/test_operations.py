@@ -257,7 +257,11 @@ def test_a_request_carries_what_connector_session_and_agent_need() -> None:
     )
     view, request = connector.views["turn"], driver.requests["turn"]
     assert (view.kv_transfer_params, view.job_id) == ({"lease": 7}, "job")
-    assert (request.job_id, request.is_last_step, request.resumable) == ("job", False, True)
+    assert (request.options.job_id, request.options.is_last_step, request.options.resumable) == (
+        "job",
+        False,
+        True,
+    )
     driver.steps(4)
     driver.continue_session(key, [70], max_tokens=2, resumable=False)
     assert len(request.next_chunks) == 1
@@ -270,7 +274,7 @@ def test_a_request_carries_what_connector_session_and_agent_need() -> None:
     assert driver.scheduler.make_stats().num_stale_tokens == num_stale + 1
     driver.run()
     assert driver.received[key] == received + expected_output("turn", 2)
-    assert not request.resumable
+    assert not request.options.resumable
     assert driver.finished[key].kv_transfer_params == {"from": "turn"}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.request import FINISHED_STATUS, NOT_SCHEDULED, Request, RequestStatus
 
@@ -20,15 +20,17 @@ def make_request(
     max_model_len: int = 64,
     now: float = 100.0,
     sampling: dict[str, Any] | None = None,
-    **fields: Any,
+    age_s: float = 0.0,
+    **options: Any,
 ) -> Request:
     message = AddRequest(
         request_id,
         7,
         int32_array(range(prompt)),
         SamplingParams(**(sampling or {})),
-        output_token_ids=int32_array(range(50, 50 + outputs)),
-        **fields,
+        RequestOptions(**options),
+        int32_array(range(50, 50 + outputs)),
+        age_s,
     )
     return Request(
         message, client_index=3, now=now, max_model_len=max_model_len, eos_token_ids=(2,)
@@ -73,8 +75,8 @@ def test_a_new_request_waits_on_no_row_with_nothing_counted() -> None:
     assert (request.row, request.num_preemptions) == (-1, 0)
     assert request.num_cached_tokens == NOT_SCHEDULED == -1
     assert (request.request_id, request.client_index, request.handle) == ("r", 3, 7)
-    assert (request.priority, request.cache_salt) == (2, "s")
-    assert request.trace_headers == {"a": "b"}
+    assert (request.options.priority, request.options.cache_salt) == (2, "s")
+    assert request.options.trace_headers == {"a": "b"}
     assert request.block_hashes == []
 
 

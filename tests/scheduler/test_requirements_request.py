@@ -39,11 +39,14 @@ def test_a_request_keeps_its_identity_and_its_parameters() -> None:
     )
     request = driver.requests["r"]
     assert (request.request_id, request.client_index, request.handle) == ("r", 3, 9)
-    assert (request.priority, request.arrival_time) == (-2, driver.now - 0.25)
-    assert request.lora == LoRARequest("adapter", "/a")
-    assert (request.cache_salt, request.trace_headers) == ("salt", {"traceparent": "00-1"})
+    assert (request.options.priority, request.arrival_time) == (-2, driver.now - 0.25)
+    assert request.options.lora == LoRARequest("adapter", "/a")
+    assert (request.options.cache_salt, request.options.trace_headers) == (
+        "salt",
+        {"traceparent": "00-1"},
+    )
     driver.add("plain", prompt_of(5))
-    plain = driver.requests["plain"]
+    plain = driver.requests["plain"].options
     assert (plain.priority, plain.lora, plain.cache_salt, plain.trace_headers) == (
         0, None, None, None
     )  # fmt: skip
@@ -66,7 +69,7 @@ def test_every_kind_of_input_reaches_the_workers_once_with_its_parameters() -> N
     assert {name: request.num_prompt_tokens for name, request in requests.items()} == {
         "text": 6, "images": 8, "embeds": 6, "pools": 7, "json": 5
     }  # fmt: skip
-    assert requests["json"].structured_output == GRAMMAR
+    assert requests["json"].options.structured_output == GRAMMAR
     driver.run()
     starts = {start.request_id: start for plan in driver.plans for start in plan.added}
     assert sum(len(plan.added) for plan in driver.plans) == len(starts) == 5
@@ -163,8 +166,8 @@ def test_derived_numbers_of_a_waiting_request_follow_its_tokens() -> None:
     assert (request.num_tokens, request.num_output_tokens) == (8, 3)
     request.append_token(9)
     assert (request.num_tokens, request.num_output_tokens) == (9, 4)
-    assert not request.multimodal
-    assert make_request(prompt=8, multimodal=IMAGES).multimodal == IMAGES
+    assert not request.options.multimodal
+    assert make_request(prompt=8, multimodal=IMAGES).options.multimodal == IMAGES
 
 
 @pytest.mark.req("REQ-05")
@@ -198,7 +201,7 @@ def test_events_stop_reason_and_nans_are_on_the_request_and_in_its_end() -> None
     started = driver.now
     driver.answer(nan_rows=[driver.requests["bad"].row])
     driver.run()
-    queued, scheduled, preempted = RequestEvent
+    queued, scheduled, preempted, *_ = RequestEvent
     requests = driver.requests
     for key, name, kinds in (
         (a, "a", [queued, scheduled]),

@@ -341,6 +341,6 @@ def check_nobody_is_passed_over(
     for row in np.flatnonzero((generations > 0) & (wanted > 0)).tolist():
         if running.generation[row] == generations[row]:
             request = running.request_on(row)
-            waits_for_encoder = bool(request.multimodal)
+            waits_for_encoder = bool(request.options.multimodal)
             is_spent = plan.num_scheduled_tokens == 17
             assert request.request_id in driver.scheduled or waits_for_encoder or is_spent

@@ -1,6 +1,7 @@
 """Requests that are rejected instead of queued."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from longshore.protocol.requests import (
     MultimodalFeature,
     PoolingParams,
     PromptEmbeds,
+    RequestOptions,
     StructuredOutput,
 )
 from longshore.protocol.sampling import SamplingParams
@@ -43,12 +45,20 @@ def refused(
     is_duplicate: bool = False,
     handle: int = 0,
     by: RequestValidator | None = None,
-    **fields: Any,
+    outputs: Sequence[int] = (),
+    age_s: float = 0.0,
+    sampling: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[FinishReason, str] | None:
-    sampling = SamplingParams(**fields.pop("sampling", {}))
-    if "outputs" in fields:
-        fields["output_token_ids"] = int32_array(fields.pop("outputs"))
-    message = AddRequest("name", handle, int32_array(prompt), sampling, **fields)
+    message = AddRequest(
+        "name",
+        handle,
+        int32_array(prompt),
+        SamplingParams(**(sampling or {})),
+        RequestOptions(**options),
+        int32_array(list(outputs)),
+        age_s,
+    )
     return (by or intake()).rejection(message, is_duplicate=is_duplicate)
 
 

@@ -2,35 +2,33 @@
 asserted."""
 
 import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from longshore.deploy.gateway.router.policies import POLICY_NAMES
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
+from tests.integration.forks import template
+from tests.models import make_tiny_model
 from tests.worker.kernels.variants import NATIVE
 
 NO_PEER = ("--peer-python", "/nonexistent/python")
 
 
 class Result:
-    """What one run of a benchmark wrote to its file and to standard error."""
+    """What one run of a benchmark wrote to its file and printed."""
 
     def __init__(self, tmp_path: Path, *command: str) -> None:
         path = tmp_path / "result.json"
-        ran = subprocess.run(
-            [sys.executable, f"benchmarks/{command[0]}", *command[1:], "--json", str(path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        self.errors = ran.stderr
+        program = str(ROOT / "benchmarks" / command[0])
+        arguments = [program, *command[1:], "--json", str(path)]
+        status, self.output = template().run(arguments, dict(os.environ), 100)
+        assert status == 0, self.output
         self.all: dict[str, Any] = json.loads(path.read_text())
         self.rows: list[dict[str, Any]] = self.all["rows"]
         assert self.all["conditions"]["versions"]["numpy"]
@@ -51,7 +49,7 @@ def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
         assert row["plan_bytes"] > 0
         assert len(row["step_us_each"]) == 2
     # A missing peer causes a clear warning and leaves no ratio.
-    assert "NO PEER: /nonexistent/python" in result.errors
+    assert "NO PEER: /nonexistent/python" in result.output
     assert result.all["peer"] is None
     assert all(row["peer"] is None and row["ratio"] is None for row in result.rows)
 
@@ -89,7 +87,7 @@ def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["windows", "mixed"])
+@pytest.mark.parametrize("kinds", ["windows", pytest.param("mixed", marks=pytest.mark.long)])
 def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: str) -> None:
     groups = ("--groups", "4", "1", "2", "--kinds", kinds)
     sizes = ("--running", "8", "--steps", "10", "--turns", "2")
@@ -144,14 +142,6 @@ def test_the_round_trip_is_measured_beside_both_ping_pongs(tmp_path: Path) -> No
         assert parts["apply the answer"]["calls"] >= 50
 
 
-def test_every_rule_for_choosing_an_engine_is_simulated_where_it_differs(tmp_path: Path) -> None:
-    result = Result(tmp_path, "engine_choice.py", "--requests", "20", "--repeats", "1")
-    assert len(result.rows) == 3 * 4 + 3 * 6
-    for row in result.rows:
-        assert 0 < row["ttft_ms"] <= row["ttft_p99_ms"]
-        assert 0 <= row["spread"] <= 20
-
-
 def test_routing_policies_are_compared_with_one_pool(tmp_path: Path) -> None:
     sizes = ("--requests", "60", "--engines", "2", "--blocks", "1200", "--restart-every-s", "5")
     result = Result(tmp_path, "routing.py", *sizes)
@@ -162,7 +152,7 @@ def test_routing_policies_are_compared_with_one_pool(tmp_path: Path) -> None:
         assert ("unknown" in row) == (row["policy"] == "prefix_aware")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_restarted_router_makes_few_decisions_without_knowledge(tmp_path: Path) -> None:
     """It restarts once a minute of simulated time and does not wait for snapshots."""
     sizes = ("--requests", "1000", "--engines", "4", "--policies", "prefix_aware")
@@ -194,7 +184,7 @@ def test_a_whole_server_is_measured_without_its_peer(tmp_path: Path) -> None:
     case = ("--streams", "2", "--tokens", "4", "--repeats", "1")
     result = Result(tmp_path, "gateway_peer.py", *case, *NO_PEER)
     assert [row["kind"] for row in result.rows] == ["chat", "completions"]
-    assert "NO PEER" in result.errors
+    assert "NO PEER" in result.output
 
 
 @pytest.mark.slow
@@ -206,27 +196,14 @@ def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> N
         assert row["fp8/bf16"] == pytest.approx(row["fp8_us"] / row["bf16_us"])
 
 
-@pytest.mark.slow
-def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path) -> None:
-    sizes = ("--running", "4", "--steps", "100", "--repeats", "1")
-    result = Result(tmp_path, "engine_throughput.py", *sizes)
-    assert [row["mode"] for row in result.rows] == ["sync", "async"]
-    assert all(row["steps_per_s"] > 0 and row["tokens_per_s"] > 0 for row in result.rows)
-    functions = {row["function"] for row in result.all["profile"]}
-    assert any("scheduler/" in name for name in functions), functions
+MASKS: Final = ("--vocabularies", "32000", "--running", "2", "--steps", "20", "--repeats", "1")
 
 
 @pytest.mark.services
-def test_structured_output_is_measured_per_mask_and_per_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEER_DIR", str(tmp_path))
-    sizes = ("--vocabularies", "32000", "--running", "2", "--steps", "20", "--repeats", "1")
-    result = Result(tmp_path, "structured_output.py", *sizes)
-    rows_of = {
-        part: [row for row in result.rows if row["part"] == part]
-        for part in ("compile", "fill", "apply", "steps", "model")
-    }
+def test_structured_output_is_measured_per_mask_and_per_step(tmp_path: Path) -> None:
+    parts = ("compile", "fill", "apply", "steps")
+    result = Result(tmp_path, "structured_output.py", *MASKS, "--parts", *parts)
+    rows_of = {part: [row for row in result.rows if row["part"] == part] for part in parts}
     assert [row["properties"] for row in rows_of["compile"]] == 2 * [5, 50, 500]
     assert [row["backend"] for row in rows_of["fill"]] == [
         "llguidance",
@@ -236,26 +213,31 @@ def test_structured_output_is_measured_per_mask_and_per_step(
     (apply,), (step,) = rows_of["apply"], rows_of["steps"]
     assert apply["ours_us"] > 0
     assert step["masked_us"] > 0
-    assert [row["system"] for row in rows_of["model"]] == ["ours, llguidance", "ours, xgrammar"]
-    assert all(row["half_ms"] > 0 and row["all_ms"] > 0 for row in rows_of["model"])
-    assert "NO PEER" in result.errors
 
 
-def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
-    result = Result(tmp_path, "two_trees.py", ".", "--turns", "1", "--only", "256 blocks")
-    assert [row["load"] for row in result.rows] == [
-        "256 blocks at a time: allocate",
-        "256 blocks at a time: free",
-    ]
-    for row in result.rows:
-        assert row["before_us"] > 0
-        assert row["after_us"] > 0
-        assert row["best_ratio"] == pytest.approx(row["before_us"] / row["after_us"])
-        assert row["ratio"] > 0
+@pytest.mark.long
+@pytest.mark.services
+def test_structured_output_is_measured_with_the_demo_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEER_DIR", str(tmp_path))
+    result = Result(tmp_path, "structured_output.py", *MASKS, "--parts", "model")
+    assert [row["system"] for row in result.rows] == ["ours, llguidance", "ours, xgrammar"]
+    assert all(row["half_ms"] > 0 and row["all_ms"] > 0 for row in result.rows)
+    assert "NO PEER" in result.output
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("case", ["nixl over tcp", "mooncake over tcp", "p2p_nccl with gloo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nixl over tcp",
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in ("mooncake over tcp", "p2p_nccl with gloo")
+        ),
+    ],
+)
 def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
     sizes = ("--tokens", "64", "256", "--repeats", "2")
     result = Result(tmp_path, "pull_transfer.py", "--cases", case, *sizes)
@@ -286,6 +268,7 @@ def test_separate_engines_are_compared_with_one(kind: str, length: str, tmp_path
 
 
 @pytest.mark.services
+@pytest.mark.long
 def test_separate_engines_are_compared_with_two_for_each_chunk_size(tmp_path: Path) -> None:
     prompts = ("--rate", "20", "--seconds", "0.2", "--prompt-tokens", "64", "--output-tokens", "4")
     result = Result(tmp_path, "disaggregation.py", "mixed", *prompts, "--chunks", "64")
@@ -345,3 +328,137 @@ def test_the_metrics_that_benchmarks_read_exist() -> None:
     }
     assert read
     assert {name for name in read if f"`{name}`" not in documented} == set()
+
+
+SMALLEST = [  # the arguments of a small run, and a field of its first row
+    pytest.param(("block_pool.py", "--at-a-time", "16", *NO_PEER), "allocate_us"),
+    pytest.param(("block_pool.py", "--manager", *NO_PEER), "append_each"),
+    pytest.param(("pool_memory.py", "--blocks", "1000"), "cached_rss_mb"),
+    pytest.param(("scheduler_process.py", "--num-blocks", "1000", "--repeats", "1"), "start_s"),
+    pytest.param(("hops.py", *NO_PEER), "functions"),
+    *(
+        pytest.param(command, field, marks=pytest.mark.slow)
+        for command, field in (
+            (("recording.py", "--running", "8", "--turns", "2", "--steps", "8"), "thread_ratio"),
+            (("host_copies.py", "--seconds", "0.02"), "ratio_with_checksums"),
+            (("disk_store.py", "--megabytes", "8", "--pairs", "1"), "store_gb_s"),
+            (("windows.py", "--tokens", "256", "--window", "64", "--step", "64"), "step_ms"),
+            (("retention.py", "--jobs", "12", "--capacities", "1100"), "way_hints"),
+            (
+                (
+                    *("simulator_validation.py", "--requests", "5", "--speed", "10"),
+                    *("--traces", "conversation", "--policies", "fcfs"),
+                    *("--fit-batch-sizes", "1", "2", "--fit-prompt-lens", "16", "64"),
+                    *("--fit-repeats", "1"),
+                ),
+                "fit_error",
+            ),
+            (("simulator_speed.py", "--requests", "5", "--engines", "2"), "steps_per_minute"),
+            (("stack_overhead.py", "--requests", "1", "--output-len", "4"), "added_p50_ms"),
+            (
+                (
+                    *("known_models.py", "--models", str(DEMO_MODEL_DIR)),
+                    *("--output-len", "4", "--repeats", "1"),
+                ),
+                "tokens_per_s",
+            ),
+            (
+                (
+                    *("fairness.py", "--flood", "4", "--requests", "2"),
+                    *("--rows", "4", "--policies", "fair"),
+                ),
+                "step_p99_ms",
+            ),
+            (
+                ("recovery.py", "--victims", "scheduler", "--turns", "1", "--tokens", "400"),
+                "p50_s",
+            ),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "field"), SMALLEST, ids=lambda each: each[0] if isinstance(each, tuple) else ""
+)
+def test_a_benchmark_runs_at_its_smallest_size(
+    command: tuple[str, ...], field: str, tmp_path: Path
+) -> None:
+    result = Result(tmp_path, *command)
+    assert result.rows
+    assert field in result.rows[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with one KV head, and the token ids that benchmarks draw."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(
+        "Llama", path, vocab_size=4096, num_key_value_heads=1, max_position_embeddings=2048
+    )
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        (
+            (
+                *("offloading.py", "--length", "128", "--prompts", "1", "--pairs", "1"),
+                *("--output-len", "2", "--host-bytes", "16MiB", "--model"),
+            ),
+            "times_faster",
+        ),
+        (
+            (
+                *("parallel.py", "--workloads", "decode", "--layouts", "2 stages"),
+                *("--prompts", "1", "--rounds", "1"),
+            ),
+            "ratio",
+        ),
+        (
+            (
+                *("context_parallel.py", "--contexts", "32", "--layouts", "2 shards that share"),
+                *("--prompts", "1", "--rounds", "1"),
+            ),
+            "decode_plain",
+        ),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+def test_a_benchmark_of_a_model_runs_at_its_smallest_size(
+    command: tuple[str, ...], field: str, model: Path, tmp_path: Path
+) -> None:
+    result = Result(tmp_path, *command, str(model))
+    assert result.rows
+    assert field in result.rows[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")
+def test_attention_is_measured_beside_torch_and_differs_little(tmp_path: Path) -> None:
+    sizes = ("--shapes", "tiny", "--max-tokens", "1024", "--repeats", "1", "--threads", "1")
+    result = Result(tmp_path, "attention.py", *sizes)
+    assert {row["kind"] for row in result.rows} == {"decode", "prefill", "limited"}
+    assert all(0 <= row["error"] < 0.1 for row in result.rows)
+
+
+@pytest.mark.slow
+def test_a_study_draws_its_picture(tmp_path: Path) -> None:
+    sizes = ("tiers", "--requests", "40", "--out", str(tmp_path))
+    result = Result(tmp_path, "studies.py", *sizes)
+    assert [row["host_gib"] for row in result.rows] == [0, 16, 32, 64, 128, 256, 512, 1024]
+    assert (tmp_path / "study-tiers.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_preserved_thinking_keeps_the_prefix_at_the_next_question(tmp_path: Path) -> None:
+    sizes = ("--questions", "2", "--calls", "1")
+    off, off_next, on, on_next = Result(tmp_path, "preserved_thinking.py", *sizes).rows
+    assert [row["requests"] for row in (off, off_next, on, on_next)] == [4, 1, 4, 1]
+    block = 16
+    # What is computed anew: the question, and without the variable all from the first answer on.
+    assert on_next["computed_tokens"] <= 100 + 2 * block
+    assert off_next["computed_tokens"] >= 50 + 300 + 100 + 100
+    assert on["computed_tokens"] < off["computed_tokens"]

@@ -258,7 +258,7 @@ def test_a_dry_run_of_one_part_writes_its_figures(path: Path) -> None:
     assert "| a kernel within a graph | " in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_dry_run_takes_every_part_and_writes_its_results(path: Path) -> None:
     done = script("--dry-run", "--json", str(path))

@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from longshore.connectors.lmcache.options import LMCACHE_VERSION
 from tests.conftest import ROOT
@@ -15,7 +16,7 @@ from tests.conftest import ROOT
 NAMES: Final = ("dev", "runtime", "services", "no-deps")
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: Final = PROJECT["optional-dependencies"]
-RUNTIME_EXTRAS: Final = ("audio", "offload", "s3")
+RUNTIME_EXTRAS: Final = ("audio", "s3")
 
 
 def locked(name: str) -> dict[str, str]:
@@ -39,7 +40,7 @@ def demanded(extra: str) -> list[Requirement]:
     """With the requirements of the extras that it names."""
     found = []
     for requirement in map(Requirement, EXTRAS[extra]):
-        if requirement.name == "longshore":
+        if requirement.name == PROJECT["name"]:
             found += [each for one in sorted(requirement.extras) for each in demanded(one)]
         else:
             found.append(requirement)
@@ -100,5 +101,21 @@ def torch_demand() -> str:
 def test_every_dependency_has_an_upper_bound() -> None:
     for text in (*PROJECT["dependencies"], *(each for extra in EXTRAS.values() for each in extra)):
         requirement = Requirement(text)
-        if requirement.name != "longshore":
+        if requirement.name != PROJECT["name"]:
             assert any(each.operator == "<" for each in requirement.specifier), text
+
+
+def test_an_upper_bound_is_the_release_after_the_one_that_is_tested() -> None:
+    """Packages of `cuda` are not locked: nothing here can install them."""
+    versions = {name: each for lock in NAMES for name, each in locked(lock).items()}
+    constraints = (ROOT / "constraints.txt").read_text()
+    versions["torch"] = constraints.partition("torch==")[2].split()[0]
+    texts = [each for name, extra in EXTRAS.items() if name != "cuda" for each in extra]
+    for text in (*PROJECT["dependencies"], *texts):
+        requirement = Requirement(text)
+        if requirement.name == PROJECT["name"]:
+            continue
+        version = Version(versions[canonicalize_name(requirement.name)])
+        (bound,) = (Version(each.version) for each in requirement.specifier if each.operator == "<")
+        minor = Version(f"0.{version.minor + 1}")
+        assert bound == Version(str(version.major + 1)) or (version.major == 0 and bound == minor)

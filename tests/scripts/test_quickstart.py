@@ -1,12 +1,10 @@
 """The quick start: its client with a fake server, and all of it with real processes."""
 
 import json
-import shutil
+import os
 import subprocess
 import sys
 import threading
-import venv
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.model.demo import make_prompt
+from longshore.deploy.model.demo import DEMO_MODEL_DIR, make_prompt
 from tests.conftest import ROOT, load_script
 
-PACKAGES = ("protocol", "scheduler", "worker", "connectors", "deploy")
 first_chat = load_script("first_chat.py")
 
 
 @contextmanager
-def server_that_answers(text: str) -> Iterator[str]:
-    """A fake gateway that streams `text`, one word per event; yields its URL."""
+def server_that_answers(text: str, usage: dict[str, object] | None = None) -> Iterator[str]:
+    """A fake gateway that streams `text`, one word per event, and `usage`; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_arguments: object) -> None:
@@ -44,6 +41,8 @@ def server_that_answers(text: str) -> Iterator[str]:
                 return
             deltas = [{"role": "assistant"}, *({"content": word} for word in text.split("|"))]
             events = [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
+            if usage is not None:
+                events.append(json.dumps({"choices": [], "usage": usage}))
             self.answer(*(f"data: {event}\n" for event in events), "data: [DONE]\n")
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -56,29 +55,96 @@ def server_that_answers(text: str) -> Iterator[str]:
             thread.join()
 
 
-def test_right_answer_is_printed_with_a_curl_line(capsys: pytest.CaptureFixture[str]) -> None:
-    prompt = make_prompt(num_records=4, seed=0)
+def test_right_answer_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = make_prompt(num_records=8, seed=1)
     with server_that_answers(prompt.answer.replace(" ", "| ")) as url:
-        first_chat.ask(url, prompt)
+        first_chat.ask_for_a_record(url)
+        first_chat.show_request(url, prompt.text)
     printed = capsys.readouterr().out
     assert f"> {prompt.answer}\n" in printed
-    assert f"curl -N {url}/v1/chat/completions" in printed
+    assert "The answer is correct." in printed
+    assert f"curl {url}/v1/chat/completions" in printed
 
 
-def test_wrong_answer_is_an_error() -> None:
-    prompt = make_prompt(num_records=4, seed=0)
-    with (
-        server_that_answers("C000 B00 plaid") as url,
-        pytest.raises(first_chat.QuickstartError, match="plaid"),
-    ):
-        first_chat.ask(url, prompt)
+@pytest.mark.parametrize("answer", ["C000 B00 plaid", ""])
+def test_wrong_answer_is_an_error(answer: str) -> None:
+    with server_that_answers(answer) as url, pytest.raises(first_chat.QuickstartError):
+        first_chat.ask_for_a_record(url)
+
+
+def test_the_second_question_about_a_text_shows_what_was_cached(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usage = {
+        "prompt_tokens": 250,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 224},
+    }
+    with server_that_answers("It|was|white.", usage) as url:
+        first_chat.ask_about_the_text(url)
+    printed = capsys.readouterr().out
+    assert " ".join(printed.split()).count(first_chat.TEXT) == 1
+    assert printed.count("> Itwaswhite.\n") == len(first_chat.QUESTIONS)
+    assert "of the prompt's 250 tokens, 224 came from the prefix cache" in printed
+    with server_that_answers("") as url, pytest.raises(first_chat.QuickstartError, match="empty"):
+        first_chat.ask_about_the_text(url)
+
+
+def test_the_bundled_model_answers_where_no_other_can_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pull` fails, and `serve` shows what it was asked for."""
+    command = tmp_path / "longshore"
+    command.write_text('#!/bin/sh\n[ $1 = pull ] && exit 1\necho "asked for $2"\nexit 3\n')
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "argv", ["first_chat.py", "--once"])
+    assert first_chat.main() == 1
+    printed = capsys.readouterr()
+    assert "smollm2 could not be fetched" in printed.out
+    assert f"asked for {DEMO_MODEL_DIR}" in printed.err
 
 
 def test_taken_port_is_replaced_by_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with server_that_answers("") as url:
         taken = int(url.rpartition(":")[2])
         monkeypatch.setattr(first_chat, "DEFAULT_PORT", taken)
-        assert first_chat.choose_port() not in (taken, 0)
+        assert first_chat.choose_port(None) not in (taken, 0)
+
+
+def test_a_wanted_port_of_another_server_is_an_error_and_its_answer_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server_that_answers("of another server") as url:
+        port = url.rpartition(":")[2]
+        monkeypatch.setattr(sys, "argv", ["first_chat.py", "--once", "--port", port])
+        assert first_chat.main() == 1
+    printed = capsys.readouterr()
+    assert f"port {port} is taken by another server" in printed.err
+    assert "of another server" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "index", "is_warned"),
+    [
+        (False, None, True),
+        (False, "https://download.example.org/whl/cpu", False),
+        (True, None, False),
+    ],
+)
+def test_a_cuda_download_without_a_gpu_is_warned_of(
+    tmp_path: Path, has_gpu: bool, index: str | None, is_warned: bool
+) -> None:
+    if has_gpu:
+        (tmp_path / "nvidiactl").touch()
+    script = f'source {ROOT}/scripts/environment.sh; warn_of_cuda_build "{tmp_path}/nvidiactl"'
+    variables = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull}
+    if index is not None:
+        variables["PIP_EXTRA_INDEX_URL"] = index
+    run = subprocess.run(
+        ["bash", "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (run.returncode, "CUDA build of torch" in run.stderr) == (0, is_warned), run.stderr
 
 
 def test_log_of_a_server_that_dies_at_start_is_shown(
@@ -88,7 +154,7 @@ def test_log_of_a_server_that_dies_at_start_is_shown(
     command.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
     command.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(sys, "argv", ["first_chat.py", "--once"])
+    monkeypatch.setattr(sys, "argv", ["first_chat.py", "--once", "--demo"])
     assert first_chat.main() == 1
     assert "no such model\nscripts/quickstart: the server ended with exit code 3" in (
         capsys.readouterr().err
@@ -97,7 +163,7 @@ def test_log_of_a_server_that_dies_at_start_is_shown(
 
 def answer_once(python: Path, folder: Path) -> str:
     """Run the quick start's client with `python`, outside the tree; return its output."""
-    command = [str(python), "-P", str(ROOT / "scripts" / "first_chat.py"), "--once"]
+    command = [str(python), "-P", str(ROOT / "scripts" / "first_chat.py"), "--once", "--demo"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
@@ -105,50 +171,3 @@ def answer_once(python: Path, folder: Path) -> str:
 
 def test_quickstart_answers_right_and_ends(tmp_path: Path) -> None:
     assert "The answer is correct." in answer_once(Path(sys.executable), tmp_path)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tree, because a build folder in the tree could contain
-    old files."""
-    tree = tmp_path_factory.mktemp("tree")
-    for folder in ("src", *PACKAGES):
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tree / "dist"), str(tree)]
-    subprocess.run(command, check=True, timeout=180)
-    (built,) = (tree / "dist").glob("*.whl")
-    return built
-
-
-@pytest.mark.slow
-def test_wheel_holds_every_module_the_demo_model_and_the_dashboard(wheel: Path) -> None:
-    expected = {"longshore/__init__.py", "longshore/py.typed"}
-    for package in PACKAGES:
-        files = [
-            path
-            for pattern in ("**/*.py", "demo_model/*", "gateway/dashboard/dashboard.*")
-            for path in (ROOT / package).glob(pattern)
-        ]
-        expected |= {f"longshore/{path.relative_to(ROOT).as_posix()}" for path in files}
-    # These files have one name: the link src/longshore/testing gives them theirs.
-    expected = {
-        name.replace("longshore/deploy/testing/", "longshore/testing/") for name in expected
-    }
-    with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert "longshore/deploy/demo_model/model.safetensors" in packed
-    assert packed == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_wheel_answers_from_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    constraints = ROOT / "constraints.txt"
-    subprocess.run([*pip, "--constraint", str(constraints), str(wheel)], check=True, timeout=500)
-    assert "The answer is correct." in answer_once(python, tmp_path)

@@ -53,7 +53,7 @@ FILES = {
                 return [each for each in step if given]
         """,
     "scheduler/process/loop.py": "loop = Loop(pins=None, text='--max-pin-s=0 is less, no job_id')",
-    "deploy/cli/options.py": """
+    "deploy/settings/options.py": """
         class EngineOptions:
             max_pin_s: float = 60.0
             port: int = 8000
@@ -89,7 +89,7 @@ def files_of(tree: Path, name: str) -> list[str]:
         ("top_k", ["protocol/sampling.py", "deploy/gateway/jobs.py"]),
         (
             "max_pin_s",
-            ["scheduler/config.py", "scheduler/process/loop.py", "deploy/cli/options.py"],
+            ["scheduler/config.py", "scheduler/process/loop.py", "deploy/settings/options.py"],
         ),
         ("pins", ["scheduler/part.py", "scheduler/process/loop.py", "scheduler/step/planner.py"]),
         ("swaps", ["scheduler/part.py", "scheduler/step/planner.py"]),  # its folder is its own
@@ -159,7 +159,7 @@ def test_a_field_with_its_own_flag_is_a_setting(tree: Path) -> None:
     ("missing", "problem"),
     [
         ("protocol/sampling.py", "protocol/ has no struct SamplingParams"),
-        ("deploy/cli/options.py", "no config has a field that users can set"),
+        ("deploy/settings/options.py", "no config has a field that users can set"),
         ("scheduler/part.py", "holds a feature"),
     ],
 )

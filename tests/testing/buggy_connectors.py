@@ -1,5 +1,6 @@
 """The example connector with one bug each, in its scheduler half or in its worker half."""
 
+import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from longshore.connectors.base import (
     StepView,
     WorkerConnectorConfig,
 )
-from longshore.connectors.example.scheduler import Commands, ExampleConnector, Load
+from longshore.connectors.example.scheduler import Commands, ExampleConnector, Load, Store
 from longshore.connectors.example.worker import ExampleWorker
 from longshore.protocol.arrays import Int32Array
 
@@ -30,11 +31,12 @@ class FindsTooMuch(ExampleConnector):
 
 
 class HoldsNothing(ExampleConnector):
-    """Releases blocks when it begins to store them."""
+    """Releases blocks when it begins to store them, which takes some steps."""
+
+    worker_half: ClassVar[str] = f"{HERE}:SlowWorker"
 
     def build_connector_meta(self, step: StepView) -> bytes:
         data = super().build_connector_meta(step)
-        assert self._holds is not None
         for hold_id in set(self._storing) - self._released:
             self._released.add(hold_id)
             self._holds.release(hold_id)
@@ -46,6 +48,12 @@ class HoldsNothing(ExampleConnector):
 
     def _store_ended(self, hold_id: int, rank: int) -> None:
         self._add(self._storing.pop(hold_id), rank)
+
+
+class SlowWorker(ExampleWorker):
+    def _store(self, store: Store) -> None:
+        time.sleep(0.02)
+        super()._store(store)
 
 
 class NeverReleases(ExampleConnector):

@@ -4,6 +4,8 @@ from typing import Final
 
 import pytest
 
+from tests.integration.forks import forked_engines as forked_engines  # a fixture
+
 ONLY_ALL: Final = {  # parts of names, by class
     "TestExample": ("two stages", "two shards", "test_a_hook_that_raises"),
     "TestOffloading": ("two stages", "test_a_hook_that_raises"),

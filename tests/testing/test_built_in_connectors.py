@@ -38,6 +38,7 @@ class TestOffloadingToDisk(ConnectorConformance):
 @pytest.mark.slow
 class TestSimpleCPU(ConnectorConformance):
     connector = "simple_cpu"
+    num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"cpu_bytes_to_use": "1MiB"}
@@ -46,6 +47,7 @@ class TestSimpleCPU(ConnectorConformance):
 @pytest.mark.slow
 class TestMulti(ConnectorConformance):
     connector = "multi"
+    num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         small = {"connector": "simple_cpu", "options": {"cpu_bytes_to_use": "200KiB"}}

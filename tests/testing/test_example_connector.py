@@ -1,4 +1,5 @@
-"""The example connector passes the conformance suite, also with loads within the step."""
+"""The example connector passes the conformance suite, also with loads within the step and as it was
+written for version 1 of the contract."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from longshore.testing.prompts import known_prompts
 @pytest.mark.req("CRG-01")
 class TestExample(ConnectorConformance):
     connector = "example"
+    num_seeds = 1
     survives_restart = True
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
@@ -21,6 +23,12 @@ class TestExample(ConnectorConformance):
 @pytest.mark.slow
 class TestExampleWithinTheStep(TestExample):
     connector = "tests.testing.sync_example:SyncExample"
+    is_variant = True
+
+
+@pytest.mark.slow
+class TestVersion1(TestExample):
+    connector = "tests.testing.version_1_connector:Version1"
     is_variant = True
 
 

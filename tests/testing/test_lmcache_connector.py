@@ -12,6 +12,7 @@ from longshore.testing.connectors import ConnectorConformance
 @pytest.mark.req("CRG-04")
 class TestLMCache(ConnectorConformance):
     connector = "lmcache"
+    num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"cpu_bytes_to_use": "4MiB"}

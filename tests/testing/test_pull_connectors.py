@@ -57,7 +57,8 @@ class PullConformance(ConnectorConformance):
         params = dict(first.end.kv_transfer_params or {})
         if number % 3 == 0:
             params["do_remote_decode"] = True
-        return msgspec.structs.replace(message, kv_transfer_params=params)
+        options = msgspec.structs.replace(message.options, kv_transfer_params=params)
+        return msgspec.structs.replace(message, options=options)
 
 
 @pytest.mark.req("CRG-06")

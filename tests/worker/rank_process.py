@@ -97,7 +97,7 @@ def main() -> None:
     for line in sys.stdin:
         rank, layout_file, case = json.loads(line)
         layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=RankLayout)
-        with joined_ranks(layout, rank, CPU, startup_timeout_s=60) as parallel:
+        with joined_ranks(layout, rank, CPU) as parallel:
             result: Any = globals()[case](parallel)
         print(json.dumps(result), flush=True)
 

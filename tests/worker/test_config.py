@@ -9,12 +9,12 @@ import torch
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.settings import read_config
 from longshore.protocol.transport.channel import Endpoint
 from longshore.worker.config import (
     RankLayout,
     WorkerConfig,
     WorkerProcessConfig,
-    load_config,
 )
 from longshore.worker.process.device import (
     available_bytes,
@@ -33,6 +33,15 @@ IDENTITY = EngineIdentity(
     max_num_batched_tokens=99,
     hash_seed_digest="d",
 )
+WORKER = WorkerConfig(
+    model="m",
+    dtype="bfloat16",
+    block_size=32,
+    num_blocks=40,
+    max_num_seqs=7,
+    max_num_batched_tokens=99,
+    max_model_len=512,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +56,6 @@ IDENTITY = EngineIdentity(
         ({"kv_memory_fraction": 0.0}, r"kv_memory_fraction=0\.0"),
         ({"kv_memory_fraction": 1.5}, r"kv_memory_fraction=1\.5"),
         ({"gpu_memory_utilization": 1.1, "device": "cuda"}, r"gpu_memory_utilization=1\.1"),
-        ({"gpu_memory_utilization": 0.9}, r"gpu_memory_utilization=0\.9 needs a GPU"),
         (
             {"gpu_memory_utilization": 0.9, "kv_memory_fraction": 0.5, "device": "cuda"},
             r"kv_memory_fraction=0\.5 and gpu_memory_utilization=0\.9 both set the size",
@@ -102,32 +110,17 @@ def test_memory_and_cores_of_this_machine_are_counted() -> None:
     assert num_physical_cores() >= 1
 
 
-def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -> None:
-    config = WorkerProcessConfig(
-        model="m",
-        identity=IDENTITY,
-        endpoint=Endpoint("ipc://x"),
-        num_blocks=40,
-        threads=1,
-        max_num_scheduled_tokens=50,
-        max_steps_in_flight=1,
-    )
+def test_a_process_has_the_sizes_of_the_identity_it_shares(tmp_path: Path) -> None:
+    config = WorkerProcessConfig(identity=IDENTITY, endpoint=Endpoint("ipc://x"), worker=WORKER)
     path = tmp_path / "worker.json"
     path.write_bytes(msgspec.json.encode(config))
-    assert load_config(path) == config
-    assert load_config(path).worker == WorkerConfig(
-        model="m",
-        dtype="bfloat16",
-        block_size=32,
-        num_blocks=40,
-        max_num_seqs=7,
-        max_num_batched_tokens=99,
-        max_num_scheduled_tokens=50,
-        max_steps_in_flight=1,
-        max_model_len=512,
-        threads=1,
-        show_progress=False,
-    )
+    assert read_config(path, WorkerProcessConfig) == config
+    for name in ("dtype", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        other = msgspec.structs.replace(
+            IDENTITY, **{name: "float32" if name == "dtype" else getattr(IDENTITY, name) * 2}
+        )
+        with pytest.raises(ConfigError, match=f"{name}=.* of the worker is .* in the identity"):
+            msgspec.structs.replace(config, identity=other)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +128,7 @@ def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"pipeline_parallel_size": -1}, "pipeline_parallel_size=-1"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+        ({"rank_timeout_s": 0.0}, "rank_timeout_s=0.0"),
         ({"cp_kv_cache_interleave_size": 0}, "cp_kv_cache_interleave_size=0"),
         (
             {"tensor_parallel_size": 3, "decode_context_parallel_size": 2, "rendezvous": "r"},
@@ -149,29 +142,18 @@ def test_a_wrong_layout_of_ranks_is_rejected_by_name(changes: dict[str, Any], wo
         RankLayout(**changes)
 
 
-def test_ranks_share_a_cpu_and_have_a_gpu_each() -> None:
+def test_a_rank_is_one_of_the_layout() -> None:
     layout = RankLayout(tensor_parallel_size=2, pipeline_parallel_size=2, rendezvous="r")
     assert (layout.num_ranks, layout.sampling_rank) == (4, 2)
 
-    def rank(rank: int, device: str, num_replicas: int = 1) -> WorkerProcessConfig:
+    def config(rank: int) -> WorkerProcessConfig:
         return WorkerProcessConfig(
-            model="m",
-            identity=IDENTITY,
-            endpoint=Endpoint("ipc://x"),
-            rank=rank,
-            ranks=layout,
-            num_replicas=num_replicas,
-            device=device,
+            identity=IDENTITY, endpoint=Endpoint("ipc://x"), worker=WORKER, rank=rank, ranks=layout
         )
 
-    assert rank(3, "cpu").worker.num_ranks_on_device == 4
-    assert rank(3, "cuda:3").worker.num_ranks_on_device == 1
-    assert rank(3, "cpu", num_replicas=3).worker.num_ranks_on_device == 12
-    assert rank(3, "cuda:7", num_replicas=3).worker.num_ranks_on_device == 1
-    with pytest.raises(ConfigError, match="num_replicas=0"):
-        rank(3, "cpu", num_replicas=0)
+    assert config(3).rank == 3
     with pytest.raises(ConfigError, match=r"rank=4 is outside 0\.\.3"):
-        rank(4, "cpu")
+        config(4)
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"model": 1}', '{"model": "m", "colour": 3}'])
@@ -180,4 +162,4 @@ def test_a_file_that_is_no_worker_config_is_rejected(text: str | None, tmp_path:
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"worker\.json"):
-        load_config(path)
+        read_config(path, WorkerProcessConfig)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from longshore.connectors.base import ConnectorConfig, WorkerConnectorConfig
+from longshore.connectors.base.lookup_worker import TransferStuck
+from longshore.connectors.base.prefix_store.messages import Prefix, Store
+from longshore.connectors.base.prefix_store.store import StoreError
 from longshore.connectors.flexkv import worker as worker_module
 from longshore.connectors.flexkv.scheduler import FlexKVConnector
 from longshore.connectors.flexkv.worker import FlexKVStore
-from longshore.connectors.prefix_store.messages import Prefix, Store
-from longshore.connectors.prefix_store.store import StoreError, TransferStuck
 from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.kv_cache_spec import FullAttentionSpec
 from longshore.testing.engines import settle

@@ -191,6 +191,7 @@ def test_a_model_with_windows_is_rejected(model_of: ModelOf) -> None:
 @pytest.mark.req("CRG-05")
 class TestLMCacheMP(ConnectorConformance):
     connector = "lmcache_mp"
+    num_seeds = 1
 
     @pytest.fixture(autouse=True)
     def with_server(self) -> Iterator[None]:

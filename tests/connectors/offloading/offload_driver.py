@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from longshore.connectors.base import ConnectorConfig
+from longshore.connectors.base.groups import is_private
 from longshore.connectors.offloading.connector import OffloadingConnector
 from longshore.connectors.offloading.disk_tier import CLEAR, DiskContents
-from longshore.connectors.offloading.groups import is_private
 from longshore.connectors.offloading.messages import (
     BlockList,
     Commands,

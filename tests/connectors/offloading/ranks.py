@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from longshore.connectors.base import ConnectorConfig, GroupBlocks, KVCaches, WorkerConnectorConfig
-from longshore.connectors.offloading.groups import StoredGroups
+from longshore.connectors.base.groups import StoredGroups
 from longshore.connectors.offloading.host_handlers import HostHandlers
 from longshore.connectors.offloading.host_spec import CPUOffloadingSpec
 from longshore.connectors.offloading.messages import (

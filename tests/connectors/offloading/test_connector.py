@@ -8,16 +8,17 @@ import msgspec
 import pytest
 
 from longshore.connectors.base import (
-    AdmittedRequest,
-    CachedBlocks,
     ConnectorOutput,
     Matched,
     RequestView,
     StepView,
+    StorableBlocks,
 )
+from longshore.connectors.offloading.gaps import NewBlocks
 from longshore.connectors.offloading.messages import Commands, LoadJob, StoreJob
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import KVCacheSpec
+from tests.connectors.holds import Holds
 from tests.connectors.offloading.offload_driver import OffloadDriver
 from tests.connectors.offloading.random_run import RandomRun
 from tests.harness.kv_groups import full, state
@@ -302,7 +303,7 @@ def test_after_a_preemption_nothing_is_stored_behind_blocks_that_were_left_out()
     driver.check_complete(key)
     assert driver.stored_keys == expected[:6]
     gaps = driver.offloading._stores.gaps
-    assert gaps._gaps == gaps._lives == {}
+    assert gaps._gaps == gaps._first_steps == {}
 
 
 def test_reset_evicts_everything_unless_a_transfer_is_in_progress() -> None:
@@ -418,21 +419,30 @@ def test_an_idle_step_costs_the_same_for_any_number_of_requests() -> None:
     assert num_events(1) == num_events(500) < 60
 
 
-def test_a_block_table_of_an_ended_request_is_not_used_for_its_namesake() -> None:
-    """A request ends and another one with its id begins in the same plan."""
+def test_an_offloaded_block_is_stored_with_the_last_of_its_blocks() -> None:
     connector = OffloadDriver(num_blocks=40, options={"block_size": 8}).offloading
     connector.bind_blocks(Holds())
-    admitted = AdmittedRequest("r", (int32_array([1]),))
-    connector.build_connector_meta(
-        StepView(1, 0, admitted=[admitted], cached=[CachedBlocks("r", 0, (1,), (b"y" * 8,), (0,))])
-    )
-    assert not connector.has_pending_work
-    new = AdmittedRequest("r", (int32_array([]),))
-    both = CachedBlocks("r", 0, (5, 6), (b"v" * 8, b"w" * 8), (0, 1))
-    connector.build_connector_meta(StepView(2, 0, admitted=[new], finished=["r"], cached=[both]))
-    data = connector.build_connector_meta(StepView(3, 2))
+    assert connector.chunk_blocks == 2
+    begun = StorableBlocks(1, "r", 0, (5,), (b"v" * 8,), (0,))
+    assert connector.build_connector_meta(StepView(2, 1, storable=[begun])) == b""
+    completed = StorableBlocks(2, "r", 0, (6, 7), (b"w" * 8, b"x" * 8), (1, 2), earlier_ids=(5,))
+    data = connector.build_connector_meta(StepView(3, 2, storable=[completed]))
     (store,) = msgspec.msgpack.decode(data, type=Commands).stores
     assert store.blocks.ids(2).tolist() == [[5, 6]]
+
+
+def test_blocks_that_a_request_computed_before_its_last_admission_are_not_tried_again() -> None:
+    """They belong to it no longer."""
+    gaps = OffloadDriver(num_blocks=40).offloading._stores.gaps
+    gaps.request_admitted("r", 5)
+    gaps.leave(NewBlocks("r", 4, 0, [b"v"], [7], 0))
+    assert list(gaps.take()) == []
+    new = NewBlocks("r", 5, 0, [b"v"], [8], 0)
+    gaps.leave(new)
+    assert list(gaps.take()) == [[new]]
+    gaps.request_stopped("r")
+    gaps.leave(new)
+    assert list(gaps.take()) == []
 
 
 def test_a_state_that_no_step_has_written_is_not_found() -> None:
@@ -483,17 +493,9 @@ def test_a_request_waits_for_lower_tiers_as_long_as_the_option_says() -> None:
     driver.check_complete(key)
 
 
-class Holds:
-    def hold(self, block_ids: Sequence[int]) -> int:
-        return 1
-
-    def release(self, hold_id: int) -> None:
-        pass
-
-
 @pytest.mark.req("CRG-09", "LDS-06", "LDS-07", "MET-05", "MET-07", "MET-08")
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3))]
 )
 def test_random_requests_get_their_tokens_and_leave_nothing_behind(part: int) -> None:
     whats = (

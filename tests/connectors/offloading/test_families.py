@@ -12,7 +12,7 @@ from longshore import LLM, SamplingParams
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.protocol.errors import KVCacheTooSmall
 from tests.models import make_tiny_model
-from tests.worker.models.cases import CASES, FIRST_CASES, Case
+from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import prompt_of
 
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -25,9 +25,7 @@ QUICK: Final = {"Llama", "Phi-3, windowed", "Gemma 2", "Llama 4", "DeepSeek-V2",
 
 
 def marked(case: Case) -> Any:
-    """The case as a parameter. The first one of each family is slow, others need --long."""
-    is_first = case is FIRST_CASES[case.family]
-    marks = () if case.name in QUICK else (pytest.mark.slow if is_first else pytest.mark.long,)
+    marks = () if case.name in QUICK else (pytest.mark.long,)
     return pytest.param(case, id=case.name, marks=marks)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from longshore.connectors.offloading.groups import is_private, private_key
+from longshore.connectors.base.groups import is_private, private_key
 from longshore.connectors.offloading.messages import LoadJob, StoreJob, TierJob
 from longshore.connectors.offloading.tiers import Spill, TierTask
 from longshore.protocol.kv_cache_spec import KVCacheSpec
@@ -380,7 +380,7 @@ def test_the_published_round_trip() -> None:
     driver.step()
     assert counts() == (1017, 2048, 1, 7)
     scheduler, request = driver.scheduler, driver.requests["sequence"]
-    scheduler._swaps._swap_out(request, scheduler.num_steps + 1, driver.now)
+    scheduler._attached.swaps._swap_out(request, scheduler.num_steps + 1, driver.now)
     driver.plan()
     assert counts() == (1017, 2041, 1, 7), "the source blocks are held until they are copied"
     end(driver, swap_jobs(driver))
@@ -477,7 +477,7 @@ class SwapRun(RandomRun):
 @pytest.mark.req("TIE-03", "TIE-04", "TIE-06", "TIE-07", "ERR-14", "ERR-15")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3))]
 )
 def test_random_swaps_change_no_token_and_leave_nothing_behind(part: int) -> None:
     whats = ("swapped out", "swapped in", "refused", "failed loads", "epochs", "reset")

@@ -16,8 +16,8 @@ from longshore.connectors.pull.transports import TRANSPORTS
 
 
 def content(num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    blocks, offsets = np.arange(num_blocks)[:, None], np.arange(block_bytes)
-    return ((7 * blocks + offsets) % 251).astype(np.uint8)
+    repeated = np.resize(np.arange(251, dtype=np.uint8), block_bytes + 251)
+    return np.stack([repeated[7 * block % 251 :][:block_bytes] for block in range(num_blocks)])
 
 
 def memory_of(blocks: npt.NDArray[np.uint8]) -> Memory:

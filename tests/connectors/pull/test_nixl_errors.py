@@ -5,7 +5,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from longshore.connectors.nixl_library import NixlLibrary
+from longshore.connectors.base.nixl_library import NixlLibrary
 from longshore.connectors.pull.layout import Pattern
 from longshore.connectors.pull.nixl import NixlTransport
 from longshore.connectors.pull.options import read_options

@@ -9,7 +9,6 @@ import pytest
 
 from longshore.connectors.base import (
     AdmittedRequest,
-    BlockHolds,
     ConnectorConfig,
     ConnectorOutput,
     FinishAction,
@@ -24,20 +23,13 @@ from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup, KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import PromptEmbeds
+from tests.connectors.holds import Holds
 from tests.connectors.pull.local import LocalConnector
 
 SPEC = FullAttentionSpec(16, 2, 8, 4)
 TOKENS = int32_array(range(33))
 BLOCKS = (int32_array([1, 2, 3]),)
 EMBEDS = PromptEmbeds(np.zeros(32 * 4, np.uint8), 1, "float32")
-
-
-class Holds(BlockHolds):
-    def hold(self, block_ids: Any) -> int:
-        return 1
-
-    def release(self, hold_id: int) -> None:
-        pass
 
 
 def half_of(

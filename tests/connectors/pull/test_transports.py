@@ -118,7 +118,18 @@ WHOLE: Final = Pattern(ids(0), ids(0), ids(BLOCK_BYTES))
 
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CRG-03")
-@pytest.mark.parametrize("limits", [{}, {"MAX_PREPARED": 0}, {"MAX_POSTED": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("mooncake", {}),
+        ("p2p_nccl", {}),
+        ("nixl", {}),
+        ("nixl", {"MAX_PREPARED": 0}),
+        ("nixl", {"MAX_POSTED": 3}),
+    ],
+    ids=str,
+    indirect=["name"],
+)
 def test_runs_of_bytes_are_read_from_blocks_of_another_process(
     name: str,
     limits: dict[str, int],

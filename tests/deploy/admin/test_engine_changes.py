@@ -1,6 +1,8 @@
 """Engines that are added, drained and removed, with real child processes instead of engines."""
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from longshore.deploy.admin.actions import (
     Action,
     AddEngine,
     DrainOneEngine,
+    ReloadKeys,
     RemoveEngine,
     Restart,
     Result,
@@ -20,6 +23,8 @@ from longshore.deploy.admin.actions import (
     WakeEngine,
 )
 from longshore.deploy.admin.operations import NewEngine, Operations
+from longshore.deploy.gateway.api_keys import ApiKey
+from longshore.deploy.gateway.key_file import DeploymentKeys
 from longshore.deploy.supervisor import group_restarts
 from longshore.deploy.supervisor.engine_set import EngineSet
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
@@ -55,13 +60,21 @@ class Maker:
 class Deployment:
     """Two engines, and a gateway once it is started. is_fixed: it has a topology."""
 
-    def __init__(self, run: Running, state_dir: Path, *, is_fixed: bool = False) -> None:
+    def __init__(
+        self,
+        run: Running,
+        state_dir: Path,
+        *,
+        is_fixed: bool = False,
+        keys: DeploymentKeys | None = None,
+    ) -> None:
         self.run, self.maker = run, Maker()
         self.engines = EngineSet(replicas(("unified",) * 2))
         self.operations = Operations(
             run.supervisor,
             self.engines,
             maker=None if is_fixed else self.maker,
+            keys=keys,
             stop=run.stop_signal.request,
             state_dir=state_dir,
             drain_timeout_s=0.0,
@@ -119,6 +132,31 @@ def test_a_topology_says_which_engines_there_are(tmp_path: Path) -> None:
             assert not result.ok
             assert result.message == f"{begin}: the topology says which engines there are"
         assert run.pids == before
+
+
+class SlowKeys(DeploymentKeys):
+    """Counts how many threads read them at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reading, self.most = 0, 0
+
+    def read_again(self) -> tuple[ApiKey, ...]:
+        self.num_reading += 1
+        self.most = max(self.most, self.num_reading)
+        time.sleep(0.1)
+        self.num_reading -= 1
+        return (ApiKey(name="alice", digest="a"),)
+
+
+def test_keys_are_read_again_by_one_operator_at_a_time(tmp_path: Path) -> None:
+    keys = SlowKeys()
+    with running() as run, ThreadPoolExecutor() as threads:
+        deployment = Deployment(run, tmp_path, keys=keys)
+        results = list(threads.map(deployment.perform, [ReloadKeys()] * 3))
+    assert [result.ok for result in results] == [True] * 3
+    assert [result.values["added"] for result in results] == [1, 0, 0]
+    assert keys.most == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from longshore.deploy.admin import operations as operations_module
 from longshore.deploy.admin.actions import ACTION_NAMES, Drain, Restart, SetLevel, Status
-from longshore.deploy.admin.client import AdminFailed, find_socket, perform
+from longshore.deploy.admin.client import AdminFailed, deployments, find_socket, perform
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import MAX_ACTIONS, AdminServer
 from longshore.deploy.supervisor.engine_set import EngineSet
@@ -146,8 +146,14 @@ def test_the_only_deployment_is_found(
         ended.bind(str(other_folder / "longshore-2" / "admin.sock"))
         assert find_socket() == other_folder / "longshore-1" / "admin.sock"
         ended.listen()
-        with pytest.raises(ConfigError, match=r"2 deployments are running.*longshore-1"):
+        with pytest.raises(ConfigError, match=r"2 deployments are running.*--url.*longshore-1"):
             find_socket()
+        (other_folder / "longshore-2" / "url.txt").write_text("http://127.0.0.1:8001")
+        for url in ("http://127.0.0.1:8001", "http://localhost:8001/v1", "127.0.0.1:8001"):
+            assert find_socket(url) == other_folder / "longshore-2" / "admin.sock"
+        with pytest.raises(ConfigError, match=r"at http://a:1; select one of: .*:8001 \("):
+            find_socket("http://a:1")
+        assert list(deployments().values()) == ["no URL", "http://127.0.0.1:8001"]
         if os.geteuid() == 0:  # a link of another user to a folder of this one
             os.chown(other_folder / "longshore-1", 12345, 12345, follow_symlinks=False)
             assert find_socket() == other_folder / "longshore-2" / "admin.sock"

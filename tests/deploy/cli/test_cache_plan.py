@@ -1,6 +1,7 @@
 """`longshore doctor --plan`: a worker allocates what it prints."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,18 @@ from typing import Any
 import pytest
 
 from longshore.deploy.cli.cache_plan import (
-    num_stored_elements,
     plan,
     print_plan,
 )
-from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.cli.client_options import CachePlanOptions
 from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import LongestRequest, num_blocks_needed
 from longshore.worker.config import WorkerConfig
+from longshore.worker.kv_cache.plan import DTYPE_BYTES
+from longshore.worker.process.byte_size import byte_size
 from longshore.worker.worker import Worker
+from tests.gguf.cases import FILES
+from tests.gguf.writing import changed
 from tests.models import make_tiny_model
 from tests.worker.models.cases import HYBRID, LATENT
 
@@ -277,8 +281,38 @@ def test_what_could_not_be_served_cannot_be_planned(
 
 
 @pytest.mark.parametrize("content", [b"", b"short", struct.pack("<Q", 3) + b"{x}"])
-def test_a_damaged_weight_file_is_named(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a valid safetensors file"):
-        num_stored_elements(path)
+def test_a_damaged_weight_file_is_named(
+    content: bytes, windowed: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(windowed[0], tmp_path / "model"))
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a complete safetensors file"):
+        plan(options_for(folder))
+
+
+def test_a_gguf_file_is_planned_with_its_bytes_in_the_file_and_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = changed(FILES / "qwen2.gguf", tmp_path / "small.gguf", quantise=True)
+    report = plan(options_for(file))
+    assert (report.model, report.quantization) == ("small", "gguf")
+    assert report.weight_file_bytes == file.stat().st_size
+    assert report.weight_bytes == plan(options_for(file, dtype="float32")).weight_bytes // 2
+    assert report.weight_bytes > report.weight_file_bytes * 0.6
+    print_plan(options_for(file), as_json=False)
+    assert byte_size(file.stat().st_size) in capsys.readouterr().out
+
+
+def test_quantised_weights_are_counted_as_they_are_in_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(__file__).parents[2] / "worker/loading/quantised/llama-gptq"
+    report = plan(options_for(folder))
+    assert report.quantization == "gptq"
+    assert report.weight_file_bytes == (folder / "model.safetensors").stat().st_size
+    # Embeddings and head; q, k, v and out; gate, up and down; three norms.
+    num_elements = 2 * 32 * 32 + 2 * (64 + 32) * 32 + 3 * 64 * 32 + 3 * 32
+    assert report.weight_bytes == num_elements * DTYPE_BYTES[report.dtype]
+    assert report.weight_bytes > report.weight_file_bytes
+    print_plan(options_for(folder), as_json=False)
+    assert "dequantised from files in gptq" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from longshore.deploy.cli.doctor import (
     judge_all,
     tables,
 )
+from longshore.deploy.gateway.api.uncached_clients import LONG_TOKENS, NUM_PROMPTS
 from longshore.protocol.statistics import EngineReport, WaitingReport
 from longshore.scheduler.step.planner import PauseState
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway, start_gateway
@@ -196,3 +197,20 @@ def test_what_clients_call_their_requests_is_shown_as_it_is(text: str) -> None:
         console.print(each)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count(text) == 4
+
+
+async def test_a_client_whose_prompts_are_never_cached_is_named(
+    start_gateway: StartGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start_gateway() as gateway:
+        services = gateway.process._gateway._endpoints[0].services
+        assert services is not None
+        for nonce in range(NUM_PROMPTS):
+            services.first.uncached.observe("agent/1", "team", [nonce] * LONG_TOKENS)
+        await doctor(gateway)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "8 long prompts of the client agent/1 with the key team differ from" in printed
+        assert "--prompt-nonces" in printed
+        await doctor(gateway, json=True)
+        (client,) = json.loads(capsys.readouterr().out)["uncached_clients"]
+        assert client["user_agent"] == "agent/1"

@@ -1,13 +1,19 @@
 """The command line: what it rejects, and that it imports little."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from longshore import __version__ as version
+from longshore.deploy.cli.main import app
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from tests.integration.forks import template
 
 LOADED = (
     "import sys, longshore.deploy.cli.main; "
@@ -15,14 +21,22 @@ LOADED = (
 )
 
 
-def longshore(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "longshore.deploy", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+class Run(NamedTuple):
+    """How a command has ended. printed: on both streams."""
+
+    status: int
+    printed: str
+
+
+def longshore(*arguments: str, **environment: str) -> Run:
+    return Run(*template().run(["longshore.deploy", *arguments], os.environ | environment, 60))
+
+
+def run_here(*arguments: str) -> str:
+    """What a command prints, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        app.meta([*arguments])
+    return printed.getvalue()
 
 
 def test_command_line_loads_neither_torch_nor_a_server() -> None:
@@ -30,9 +44,43 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
     assert run.stdout.strip() in ("set()", "{'numpy'}"), run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_the_version_is_printed(flag: str) -> None:
+    assert run_here(flag) == f"{version}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        (["help"], ["--help"]),
+        (["help", "top"], ["top", "--help"]),
+        (["help", "kv", "ls"], ["kv", "ls", "--help"]),
+    ],
+    ids=str,
+)
+def test_help_is_a_command_too(asked: list[str], flag: list[str]) -> None:
+    assert run_here(*asked) == run_here(*flag) != ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_a_shell_gets_a_script_with_commands_and_flags(shell: str, tmp_path: Path) -> None:
+    script = run_here("completion", shell)
+    for name in ("serve", "fit-cost", "max-model-len", "num-prompts"):
+        assert name in script
+    if shell == "bash":
+        (tmp_path / "script").write_text(script)
+        subprocess.run(["bash", "-n", tmp_path / "script"], check=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["bench", "serve", "--backend", "openai-chat"], ["openai-chat", "only completions take"]),
+        (["bench", "serve", "--endpoint", "/v1/chat/completions"], ["Use /v1/completions"]),
+        (
+            ["bench", "serve", "--backend", "vllm", "--base-url", "ftp://a", "--num-prompts", "1"],
+            ["url='ftp://a'"],
+        ),
         (["serve", "--dtype", "int8"], ["--dtype", "bfloat16"]),
         (["serve", "--num-blocks", "many"], ["--num-blocks", "many"]),
         (["serve", "--no-such-flag"], ["--no-such-flag"]),
@@ -85,8 +133,8 @@ def test_wrong_value_is_rejected_by_name_without_a_traceback(
     arguments: list[str], words: list[str]
 ) -> None:
     run = longshore(*arguments)
-    assert run.returncode != 0
-    printed = " ".join((run.stdout + run.stderr).split())
+    assert run.status != 0
+    printed = " ".join(run.printed.split())
     assert "Traceback" not in printed
     for word in words:
         assert word in printed
@@ -104,9 +152,9 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ([], {}, "max_num_seqs=0"),
     ):
         run = longshore("serve", "--config", str(file), *arguments, **environment)
-        assert run.returncode == 2
-        assert said in run.stderr
-    assert "num_prompts=0" in longshore("--config", str(file), "bench", "throughput").stderr
+        assert run.status == 2
+        assert said in run.printed
+    assert "num_prompts=0" in longshore("--config", str(file), "bench", "throughput").printed
 
 
 @pytest.mark.parametrize(
@@ -139,8 +187,8 @@ def test_a_settings_file_that_makes_no_sense_is_rejected(
     elif text is not None:
         file.write_text(text)
     run = longshore("serve", "--config", str(file))
-    assert run.returncode != 0
-    printed = " ".join((run.stdout + run.stderr).split())
+    assert run.status != 0
+    printed = " ".join(run.printed.split())
     assert "Traceback" not in printed
     for word in words:
         assert word in printed
@@ -158,15 +206,15 @@ def test_a_variable_that_would_be_passed_over_is_rejected(
     variable: str, value: str, words: str
 ) -> None:
     run = longshore("serve", "/no/such/folder", **{variable: value})
-    assert run.returncode == 2
-    assert words in run.stderr
+    assert run.status == 2
+    assert words in run.printed
 
 
 def test_a_node_takes_no_settings_from_variables(tmp_path: Path) -> None:
     arguments = ("node", "--name", "a", "--check")
     run = longshore(*arguments, "--topology", "t.toml", LONGSHORE_API_KEY_FILE="keys.toml")
-    assert run.returncode == 2
-    assert "LONGSHORE_API_KEY_FILE is set, but all settings of a node come from" in run.stderr
+    assert run.status == 2
+    assert "LONGSHORE_API_KEY_FILE is set, but all settings of a node come from" in run.printed
     file = tmp_path / "topology.toml"
     file.write_text(
         f'[settings]\nstate_dir = "{tmp_path}/state"\n[nodes.a]\naddress = "127.0.0.1"\n'
@@ -174,7 +222,7 @@ def test_a_node_takes_no_settings_from_variables(tmp_path: Path) -> None:
     )
     variables = {"LONGSHORE_API_KEY": "k", "LONGSHORE_TOPOLOGY": str(file), "LONGSHORE_URL": "u"}
     run = longshore(*arguments, **variables)
-    assert (run.returncode, "the topology is valid" in run.stdout) == (0, True), run.stderr
+    assert (run.status, "the topology is valid" in run.printed) == (0, True), run.printed
 
 
 def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
@@ -185,7 +233,7 @@ def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
         LONGSHORE_DEVICE="auto",
         LONGSHORE_BLOCK_SIZE="0",
     )
-    assert "unreachable" in run.stdout
+    assert "unreachable" in run.printed
 
 
 @pytest.mark.parametrize(
@@ -200,15 +248,21 @@ def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
 def test_doctor_takes_an_address_as_the_other_commands_do_and_as_it_used_to(
     arguments: list[str], variable: dict[str, str]
 ) -> None:
-    assert "'127.0.0.1', 9" in longshore("doctor", *arguments, **variable).stdout
+    assert "'127.0.0.1', 9" in longshore("doctor", *arguments, **variable).printed
 
 
 def test_a_variable_that_no_command_reads_is_warned_of_with_the_one_that_is_meant() -> None:
-    run = longshore(
-        *("doctor", "--url", "http://127.0.0.1:9"),
-        LONGSHORE_PROT="9000",
-        LONGSHORE_FROBNICATE="1",
-        LONGSHORE_NUM_PROMPTS="5",
+    variables = {
+        "LONGSHORE_PROT": "9000",
+        "LONGSHORE_FROBNICATE": "1",
+        "LONGSHORE_NUM_PROMPTS": "5",
+    }
+    run = subprocess.run(
+        [*(sys.executable, "-m", "longshore.deploy"), *("doctor", "--url", "http://127.0.0.1:9")],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.stderr.splitlines() == [
         "longshore: warning: unknown variables: LONGSHORE_FROBNICATE, "
@@ -218,22 +272,35 @@ def test_a_variable_that_no_command_reads_is_warned_of_with_the_one_that_is_mean
 
 
 def test_help_calls_the_model_a_model() -> None:
-    first = longshore("serve", "--help").stdout.splitlines()[0]
-    assert first == "Usage: longshore serve [OPTIONS] [MODEL]"
+    first = longshore("serve", "--help").printed.splitlines()[0]
+    assert first == "Usage: longshore serve [OPTIONS] [MODEL ...]"
+
+
+def test_models_are_given_in_one_way(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text("[[models]]\nmodel = 'a'\n")
+    both = longshore("serve", "b", "--models", str(file))
+    assert (both.status, "MODEL is b, and --models" in both.printed) == (2, True)
+    named = longshore("serve", "a", "b", "--served-model-name", "c")
+    assert "served_model_name is a setting of one model, and 2 are given" in named.printed
+    with_topology = longshore("serve", "a", "b", "--topology", str(file))
+    assert "2 models are given, and a topology has one" in with_topology.printed
+    with_topology = longshore("serve", "--models", str(file), "--topology", str(file))
+    assert "--models and --topology are both given" in with_topology.printed
 
 
 def test_help_names_every_flag_with_what_it_does() -> None:
     run = longshore("serve", "--help")
-    assert run.returncode == 0
+    assert run.status == 0
     for flag in ("--no-async-scheduling", "--max-num-batched-tokens", "--drain-timeout-s"):
-        assert flag in run.stdout
-    assert "power of two" in run.stdout
-    assert str(DEMO_MODEL_DIR.parent) not in "".join(run.stdout.split())
-    assert "bundled demo model]" in run.stdout
+        assert flag in run.printed
+    assert "power of two" in run.printed
+    assert str(DEMO_MODEL_DIR.parent) not in "".join(run.printed.split())
+    assert "the bundled demo model]" in " ".join(run.printed.replace("│", " ").split())
 
 
 def test_help_puts_every_setting_under_a_heading() -> None:
-    first, *sections = longshore("serve", "--help").stdout.split("╭─ ")[1:]
+    first, *sections = longshore("serve", "--help").printed.split("╭─ ")[1:]
     assert {line.split()[1] for line in first.splitlines() if "│ --" in line} == {"--config"}
     headings = [section.partition(" ─")[0] for section in sections]
     assert headings == [

@@ -22,7 +22,7 @@ def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
         "scheduler": Ready({"kv_cache_tokens": "31234"}),
         "gateway": Ready({"max_model_len": "4096"}),
     }
-    line = ready_message("http://127.0.0.1:8000", "tiny", ready, ONE)
+    line = ready_message("http://127.0.0.1:8000", {"tiny": ONE}, ready)
     assert line == (
         "ready at http://127.0.0.1:8000 (model tiny, a KV cache of 31,234 tokens, "
         "4,096 per request)"
@@ -80,7 +80,7 @@ def test_engines_of_one_size_are_told_once_and_others_each(
         ready[f"scheduler {engine}"] = Ready(details)
     for gateway in range(3):
         ready[f"gateway {gateway}"] = Ready({"max_model_len": "4096"})
-    line = ready_message("http://x", "tiny", ready, TWO, num_gateways=3)
+    line = ready_message("http://x", {"tiny": TWO}, ready, num_gateways=3)
     assert line == f"ready at http://x (model tiny, 3 gateways, {room}, 4,096 per request)"
     assert cache_sizes(ready, TWO) == sizes
 

@@ -1,9 +1,11 @@
 """`longshore top`: what it shows of a server, and what happens when the server becomes
 unreachable."""
 
+import fcntl
 import io
 import json
 import os
+import resource
 import termios
 import threading
 from collections.abc import Iterator
@@ -16,24 +18,24 @@ import pytest
 from rich.console import Console
 
 from longshore.deploy.cli.client_options import TopOptions
-from longshore.deploy.cli.metric_samples import (
-    Sample,
-    Window,
-    read_metrics,
-)
 from longshore.deploy.cli.top import (
     Keys,
     RecentSamples,
     TopFailed,
     top,
 )
-from longshore.deploy.cli.top_overview import (
+from longshore.deploy.cli.top_screen import TopScreen
+from longshore.deploy.gateway.metric_samples import (
+    Sample,
+    Window,
+    read_metrics,
+)
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.overview import (
     TIMES,
     Overview,
     overview,
 )
-from longshore.deploy.cli.top_screen import TopScreen
-from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import SchedulerStats
 from tests.deploy.gateway.fake_engine import STATS
@@ -285,7 +287,10 @@ def test_trouble_stands_above_what_was_seen_last() -> None:
 
 @pytest.mark.parametrize(("pressed", "quits"), [(b"q", True), (b"xQ", True), (b"x", False)])
 def test_q_ends_it_and_the_terminal_is_as_before(pressed: bytes, quits: bool) -> None:
-    ours, theirs = os.openpty()
+    ours, low = os.openpty()
+    beyond_select = min(1500, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1)
+    theirs = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, beyond_select)
+    os.close(low)
     with os.fdopen(theirs) as terminal:
         before = termios.tcgetattr(theirs)
         with Keys(terminal) as keys:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from longshore.deploy.cli.main import app
-from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import plan_engine, trace_path
+from longshore.deploy.settings.options import EngineOptions
+from longshore.deploy.supervisor.engine_plan import plan_engine, trace_path
 from longshore.deploy.supervisor.replica import Replica
 from longshore.protocol.errors import ConfigError
 from tests.deploy.trace.traces import short_of_blocks

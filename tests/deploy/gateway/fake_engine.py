@@ -1,8 +1,9 @@
 """A scripted scheduler with the real protocol; a gateway cannot tell the difference."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -272,11 +273,14 @@ class FakeEngine:
         *,
         num_output_tokens: int = 0,
         message: str | None = None,
+        token_ids: Sequence[int] = (),
     ) -> None:
+        """token_ids: the last ones, which arrive with the end."""
         end = FinishedRequest(
             request.handle, reason, num_output_tokens, num_cached_tokens=2, message=message
         )
-        self.send(EngineOutputs(finished=(end,), stats=STATS))
+        outputs = tokens_of(request, [*token_ids])
+        self.send(msgspec.structs.replace(outputs, finished=(end,), stats=STATS))
 
     def fail(self, reason: str) -> None:
         """Say so, and answer nothing from now on."""

@@ -79,7 +79,7 @@ async def test_requests_of_two_keys_have_two_salts_unless_all_share(
             await ask(gateway, "/v1/completions", key, **text)
             await ask(gateway, "/v1/completions", key, **text, cache_salt="s")
         plain, salted = (
-            [request.cache_salt for request in gateway.engine.requests[first::2]]
+            [request.options.cache_salt for request in gateway.engine.requests[first::2]]
             for first in (0, 1)
         )
     assert plain[0] == plain[2]
@@ -96,4 +96,4 @@ async def test_no_store_shares_with_no_request_of_its_own_key(start_gateway: Sta
     async with start_gateway(api_keys=plain_keys(["a"], "key")) as gateway:
         for _ in range(2):
             await ask(gateway, "/v1/completions", "a", prompt="p", max_tokens=1, no_store=True)
-        assert len({request.cache_salt for request in gateway.engine.requests}) == 2
+        assert len({request.options.cache_salt for request in gateway.engine.requests}) == 2

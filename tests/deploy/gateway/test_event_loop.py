@@ -18,15 +18,12 @@ import numpy as np
 import pytest
 
 from longshore.deploy.gateway.anthropic.requests import Conversation, MessagesRequest
+from longshore.deploy.gateway.api.embeddings import EmbeddingRequest
+from longshore.deploy.gateway.api.parameters import MAX_OBJECTS, MAX_PARAMETER_BYTES, MAX_TOKEN_IDS
+from longshore.deploy.gateway.api.pooled_inputs import MAX_INPUTS
+from longshore.deploy.gateway.api.requests import MAX_PROMPTS, ChatRequest
 from longshore.deploy.gateway.http.multipart import MAX_FIELD_BYTES, MAX_FIELDS
-from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest
-from longshore.deploy.gateway.openai.parameters import (
-    MAX_OBJECTS,
-    MAX_PARAMETER_BYTES,
-    MAX_TOKEN_IDS,
-)
-from longshore.deploy.gateway.openai.pooled_inputs import MAX_INPUTS
-from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.requests import CompletionRequest
 from longshore.deploy.gateway.openai.scoring import RerankRequest, ScoreRequest
 from longshore.deploy.gateway.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from longshore.deploy.gateway.responses_api.requests import ResponsesRequest
@@ -57,6 +54,7 @@ PATHS: Final = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": Conversation,
     "/tokenize": TokenizeRequest,
@@ -69,6 +67,7 @@ PROMPTS: Final = {
     "/v1/score": b'"text_2":"x"',
     "/v1/rerank": b'"documents":["x"]',
     "/v1/responses": b'"input":"x"',
+    "/v1/responses/input_tokens": b'"input":"x"',
     "/v1/messages": b'"messages":[{"role":"user","content":"x"}]',
     "/v1/messages/count_tokens": b'"messages":[{"role":"user","content":"x"}]',
     "/tokenize": b'"prompt":"x"',
@@ -292,7 +291,8 @@ def long_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QUICK: Final = "/v1/completions"
-LONG: Final = ("/v1/messages/count_tokens", "/v1/score", "/v1/rerank", "/detokenize")
+COUNTS: Final = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
+LONG: Final = (*COUNTS, "/v1/score", "/v1/rerank", "/tokenize", "/detokenize")
 """They read bodies as another path does."""
 
 
@@ -327,7 +327,7 @@ async def test_no_parameter_of_any_size_blocks_the_event_loop(
 def answer_at_length(engine: FakeEngine, request: AddRequest) -> None:
     """A vector, or all tokens with their scores, in messages as large as those of an engine."""
     sampling, prompt = request.sampling, request.prompt_token_ids
-    if request.pooling is not None:
+    if request.options.pooling is not None:
         vector = np.linspace(-1.0, 1.0, EMBEDDING_SIZE, dtype=np.float32)
         engine.send(
             EngineOutputs(

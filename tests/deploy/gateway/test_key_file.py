@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from longshore.deploy.gateway import key_file
 from longshore.deploy.gateway.api_keys import digest_of, find_key
-from longshore.deploy.gateway.key_file import MAX_FILE_BYTES, MAX_KEYS, read_key_file
+from longshore.deploy.gateway.key_file import (
+    MAX_FILE_BYTES,
+    MAX_KEYS,
+    DeploymentKeys,
+    read_key_file,
+)
 from longshore.protocol.errors import ConfigError
 
 DIGEST = digest_of(b"of-bob")
@@ -104,3 +110,37 @@ def test_what_is_no_readable_file_is_rejected(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read_key_file(tmp_path / name, "key")
+
+
+def entries(*names: str) -> str:
+    return "".join(f'[[key]]\nname = "{name}"\nkey = "of-{name}"\n' for name in names)
+
+
+def test_keys_that_are_read_again_keep_their_slots_and_no_other_key_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, entries("alice", "bob"))
+    current = DeploymentKeys(read_key_file(path, "key"), path, "key")
+
+    def slots_after(*names: str) -> dict[str, int]:
+        write(tmp_path, entries(*names))
+        current.use(current.read_again())
+        return {key.name: key.slot for key in current.keys}
+
+    assert slots_after("carol", "bob") == {"carol": 2, "bob": 1}
+    assert slots_after("bob") == {"bob": 1}
+    assert slots_after("alice", "bob") == {"alice": 3, "bob": 1}
+    before = current.keys
+    for text, reason in ((entries("bob", "bob"), "name of another"), ("", "key")):
+        write(tmp_path, text)
+        with pytest.raises(ConfigError, match=reason):
+            current.read_again()
+    monkeypatch.setattr(key_file, "MAX_SLOTS", 4)
+    with pytest.raises(ConfigError, match="has had 4 API keys, and can have 4"):
+        slots_after("dora", "bob")
+    assert current.keys is before
+
+
+def test_keys_that_are_from_no_file_cannot_be_read_again() -> None:
+    with pytest.raises(ConfigError, match="started without api_key_file"):
+        DeploymentKeys().read_again()

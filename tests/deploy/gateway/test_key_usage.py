@@ -4,15 +4,18 @@ import asyncio
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer
+from longshore.deploy.gateway.api.errors import headers_of, status_of
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, digest_of
 from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest, Tenant
 from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
@@ -20,9 +23,11 @@ from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
 from tests.deploy.gateway.openai.test_embeddings import MODEL, pooled
 
+_slots = count()
+
 
 def make_key(name: str, **limits: int) -> ApiKey:
-    return ApiKey(name=name, digest=digest_of(name.encode()), **limits)
+    return ApiKey(name=name, digest=digest_of(name.encode()), slot=next(_slots) % 1000, **limits)
 
 
 class Gateways:
@@ -46,10 +51,27 @@ class Gateways:
         )
 
 
-def rejected(usage: KeyUsage, key: ApiKey, num_live: int = 1, num_tokens: int = 0) -> ApiError:
-    with pytest.raises(ApiError) as rejection:
+def rejected(usage: KeyUsage, key: ApiKey, num_live: int = 1, num_tokens: int = 0) -> RequestError:
+    with pytest.raises(RequestError) as rejection:
         usage.admit(key, num_live=num_live, num_tokens=num_tokens)
     return rejection.value
+
+
+def test_keys_come_and_go_while_requests_run() -> None:
+    alice, bob = make_key("alice", max_live_requests=2), make_key("bob", max_live_requests=1)
+    one, other = Gateways(alice).usages
+    with one.admit(alice, num_live=1, num_tokens=5) as running:
+        changed = msgspec.structs.replace(alice, max_live_requests=1)
+        for usage in (one, other):
+            usage.use((changed, bob))
+        assert rejected(other, changed).code == "key_live_requests"
+        for usage in (one, other):
+            usage.use((bob,))
+        running.charge(3)
+        assert one.num_live(alice) == 1
+        with other.admit(bob, num_live=1, num_tokens=0):
+            assert rejected(one, bob).code == "key_live_requests"
+    assert one.num_live(alice) == one.num_live(bob) == 0
 
 
 def test_live_requests_count_in_all_gateways() -> None:
@@ -59,8 +81,8 @@ def test_live_requests_count_in_all_gateways() -> None:
         for usage in (one, other):
             assert usage.num_live(alice) == 3
             error = rejected(usage, alice)
-            assert (error.status, error.body.code) == (429, "key_live_requests")
-            assert (b"retry-after", b"1") in error.headers
+            assert (status_of(error), error.code) == (429, "key_live_requests")
+            assert (b"retry-after", b"1") in headers_of(error)
             assert usage.num_live(alice) == 3  # what is rejected leaves no trace
             assert usage.num_at_a_time(16, alice) == 1
         with other.admit(bob, num_live=100, num_tokens=5):  # its own limit, and it has none
@@ -78,7 +100,7 @@ def test_a_request_above_the_limit_by_itself_is_not_told_to_retry() -> None:
         (1, 11, "key_tokens_per_minute"),
     ):
         error = rejected(usage, key, num_live, num_tokens)
-        assert (error.status, error.body.code) == (400, code)
+        assert (status_of(error), error.code) == (400, code)
     with usage.admit(key, num_live=2, num_tokens=10):
         assert usage.num_tokens(key) == 10
 
@@ -94,10 +116,10 @@ def test_tokens_count_for_a_minute_in_all_gateways() -> None:
     for usage in (one, other):
         assert usage.num_tokens(key) == 100
         error = rejected(usage, key, num_tokens=1)
-        assert (error.status, error.body.code) == (429, "key_tokens_per_minute")
-        assert (b"retry-after", b"41") in error.headers
+        assert (status_of(error), error.code) == (429, "key_tokens_per_minute")
+        assert (b"retry-after", b"41") in headers_of(error)
         assert usage.num_tokens(key) == 100
-        assert (b"retry-after", b"61") in rejected(usage, key, num_tokens=31).headers
+        assert (b"retry-after", b"61") in headers_of(rejected(usage, key, num_tokens=31))
     gateways.now_s += 41
     assert one.num_tokens(key) == 70
     one.admit(key, num_live=1, num_tokens=30)
@@ -129,7 +151,7 @@ def test_gateways_that_admit_at_the_same_moment_never_exceed_a_limit() -> None:
                     is_live[number] = 1
                     most = max(most, sum(is_live))
                     is_live[number] = 0
-            except ApiError:
+            except RequestError:
                 pass
         return most
 
@@ -217,7 +239,7 @@ async def test_a_key_cannot_be_more_urgent_than_the_operator_allows(
             assert error_of(answer)["param"] == "priority"
         else:
             assert answer.status == 200
-            assert gateway.engine.requests[0].priority == priority
+            assert gateway.engine.requests[0].options.priority == priority
 
 
 @pytest.mark.parametrize(
@@ -235,5 +257,5 @@ async def test_the_engine_learns_whose_request_it_is(
     async with start_gateway(script, api_keys=(alice,), embedding=MODEL) as gateway:
         assert (await post(gateway, path, "alice", **body, cache_salt="s")).status == 200
         (request,) = gateway.engine.requests
-        assert request.tenant == Tenant("alice", 3)
-        assert request.cache_salt == alice.cache_salt("s")
+        assert request.options.tenant == Tenant("alice", 3)
+        assert request.options.cache_salt == alice.cache_salt("s")

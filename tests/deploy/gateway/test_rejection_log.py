@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.openai.errors import ApiError, queue_full, unavailable
+from longshore.deploy.gateway.api.errors import ApiError, queue_full
 from longshore.deploy.gateway.rejection_log import RejectionLog
+from longshore.deploy.requests.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ async def test_of_150_requests_the_88_that_were_rejected_are_in_the_log(
 
 async def test_each_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     log = RejectionLog(logger)
-    for error in (queue_full(1, 1), ApiError(413, "too large"), unavailable("it starts")) * 2:
+    for error in (queue_full(1, 1), ApiError(413, "too large"), Unavailable("it starts")) * 2:
         log.rejected(error)
     assert [about["status"] for _, about in said(caplog)] == [429, 413, 503]
     log.close()

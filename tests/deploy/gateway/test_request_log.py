@@ -90,7 +90,7 @@ async def test_a_bug_is_one_warning_with_its_traceback(
     start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_gateway() as gateway:
-        monkeypatch.setattr(gateway.process._engines, "submit", None)
+        monkeypatch.setattr(gateway.process._models[0].engines, "submit", None)
         assert await ask(gateway, "order-69") == 500
     (warning,) = (record for record in caplog.records if record.name == NAME)
     assert about(warning)["request_id"] == "order-69"
@@ -148,6 +148,20 @@ async def test_with_the_access_log_each_request_is_one_line_at_info(
     }
     assert (about(unknown)["status"], about(unknown)["key"]) == (404, "key-1")
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("has_probes", [False, True])
+async def test_the_access_log_has_probes_only_if_it_is_told_to(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, has_probes: bool
+) -> None:
+    caplog.set_level(logging.INFO, NAME)
+    probes = ["/health", "/ready", "/ping", "/metrics", "/load"]
+    async with start_gateway(access_log=True, access_log_probes=has_probes) as gateway:
+        for path in (*probes, "/version"):
+            await gateway.get(path)
+    paths = [about(record)["path"] for record in caplog.records if record.name == NAME]
+    assert set(probes) & set(paths) == (set(probes) if has_probes else set())
+    assert "/version" in paths
 
 
 async def test_without_the_access_log_a_served_request_leaves_no_line(

@@ -8,8 +8,8 @@ import pytest
 
 import longshore
 from longshore.deploy.gateway.api_keys import plain_keys
-from longshore.deploy.gateway.openai.docs_page import docs_page
-from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.docs_page import docs_page
+from longshore.deploy.gateway.openapi import document
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
@@ -44,6 +44,25 @@ async def test_the_load_is_the_number_of_live_requests(start_gateway: StartGatew
         await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 2)
         assert json.loads((await gateway.get("/load")).body) == {"server_load": 2}
         waiting.cancel()
+
+
+async def test_the_settings_are_shown_to_those_who_may_ask(start_gateway: StartGateway) -> None:
+    keys = plain_keys(["secret"], "key")
+    async with start_gateway(server_settings={"port": 8000}, api_keys=keys) as gateway:
+        assert (await gateway.get("/server_info")).status == 401
+        answer = await gateway.client.request(
+            "GET", "/server_info", timeout_s=PATIENCE_S, headers={"x-api-key": "secret"}
+        )
+    info = json.loads(answer.body)
+    assert (info["version"], info["settings"]) == (longshore.__version__, {"port": 8000})
+    assert info["engines"]["0"] == {
+        "dtype": "float32",
+        "block_size": 16,
+        "num_blocks": 100,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
 
 
 class _Page(HTMLParser):
@@ -85,7 +104,7 @@ async def test_paths_of_probes_need_no_key(start_gateway: StartGateway) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "harbour/large", "second", None])
 async def test_a_model_has_several_names(start_gateway: StartGateway, name: str | None) -> None:
-    async with start_gateway(model_aliases=("harbour/large", "second")) as gateway:
+    async with start_gateway(aliases=("harbour/large", "second")) as gateway:
         listed = json.loads((await gateway.get("/v1/models")).body)["data"]
         assert [model["id"] for model in listed] == ["tiny", "harbour/large", "second"]
         if name is not None:

@@ -5,10 +5,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.engines.peers import merged_metrics
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.vllm_metrics import NAMES, PREFIX
+from longshore.deploy.gateway.vllm_metrics import ALWAYS, COMPUTED, NAMES, PREFIX
+from longshore.protocol.handshake import EngineReady
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
-from tests.deploy.gateway.fake_engine import STATS
+from tests.deploy.gateway.fake_engine import CAPACITY, IDENTITY, STATS
 
 MODEL = 'a "model"\\of mine'
 
@@ -64,8 +65,54 @@ def test_types_are_those_of_our_metrics() -> None:
         assert families[PREFIX + name].type == families[ours].type
 
 
-def test_without_the_setting_there_are_none() -> None:
-    assert b"vllm" not in GatewayMetrics().render()
+def test_without_the_setting_there_are_those_that_scale_and_balance() -> None:
+    """Before a step was computed, too."""
+    metrics = GatewayMetrics(MODEL)
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, workers=()))
+    metrics.engine_ready("0", EngineReady("engine-0.1", IDENTITY, 100, CAPACITY))
+    text = metrics.render().decode()
+    for name, labels, wanted in (
+        ("num_requests_running", {"engine": "0"}, 3),
+        ("num_requests_waiting", {"engine": "0"}, 1),
+        ("kv_cache_usage_perc", {"engine": "0"}, 0.25),
+        (
+            "cache_config_info",
+            {
+                "engine": "0",
+                "block_size": str(IDENTITY.block_size),
+                "num_gpu_blocks": "100",
+                "cache_dtype": IDENTITY.kv_cache_dtype,
+            },
+            1,
+        ),
+        ("iteration_tokens_total_count", {"engine": "0"}, 0),
+        ("iteration_tokens_total_bucket", {"engine": "0", "le": "+Inf"}, 0),
+    ):
+        assert value(text, name, **labels) == wanted, name
+    lora = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert value(text, "lora_requests_info", **lora) > 0
+    names = {f.name for f in text_string_to_metric_families(text) if f.name.startswith(PREFIX)}
+    assert names == {PREFIX + name for name in (*ALWAYS, *COMPUTED)}
+    metrics.remove_engine("0")
+    assert "cache_config_info{" not in metrics.render().decode()
+
+
+def test_the_tokens_of_an_iteration_are_those_of_one_rank() -> None:
+    (worker,) = STATS.workers
+    metrics = GatewayMetrics()
+    workers = (worker, msgspec.structs.replace(worker, rank=1))
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, workers=workers))
+    metrics.engine_ready("0", EngineReady("engine-0.1", IDENTITY, 100, CAPACITY))
+    found = series(metrics.render().decode())
+    labels = frozenset({"engine": "0"}.items())
+    assert found["vllm:iteration_tokens_total_sum", labels] == worker.num_tokens
+    assert found["vllm:iteration_tokens_total_count", labels] == sum(worker.steps_by_tokens)
+
+
+async def test_a_gateway_that_is_ready_shows_its_cache(start_gateway: StartGateway) -> None:
+    async with start_gateway() as gateway:
+        text = (await gateway.get("/metrics")).body.decode()
+    assert "vllm:cache_config_info{" in text
 
 
 def test_of_several_gateways_engines_count_once() -> None:
@@ -78,6 +125,6 @@ def test_of_several_gateways_engines_count_once() -> None:
 
 
 async def test_a_gateway_names_the_served_model(start_gateway: StartGateway) -> None:
-    async with start_gateway(vllm_metrics=True) as gateway:
+    async with start_gateway(metrics_names="vllm") as gateway:
         text = (await gateway.get("/metrics")).body.decode()
     assert 'vllm:generation_tokens_total{model_name="tiny"} 0.0' in text

@@ -18,7 +18,7 @@ def test_metrics_say_when_a_request_got_how_far() -> None:
     assert before <= metrics.arrival_time <= time.time()
     assert metrics.first_token_ts == metrics.num_generation_tokens == 0
 
-    answer.live, _ = requests.open("a", [1, 2], answer.sampling, **answer.fields())
+    answer.live, _ = requests.open("a", [1, 2], answer.sampling, on_change=answer.note_change)
     handles = int32_array([answer.live.handle])
     requests.apply(EngineOutputs(handles=handles, tokens=int32_array([5])))
     began = request_output("a", [answer]).metrics

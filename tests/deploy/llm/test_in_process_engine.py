@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.deploy.cli.options import EngineOptions, engine_options
 from longshore.deploy.llm import in_process_engine
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.deploy.settings.options import EngineOptions, engine_options
+from longshore.deploy.supervisor.engine_plan import plan_engine
 from longshore.deploy.trace.reading import read_trace
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
-from longshore.protocol.requests import AbortRequests, AddRequest, ContinueSession
+from longshore.protocol.requests import AbortRequests, AddRequest, ContinueSession, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.features.connector_hooks import ConnectorFailed
 from tests.deploy.llm.fake_connector import FakeConnector
@@ -45,7 +45,11 @@ def test_an_engine_with_sessions_whose_client_has_the_next_word_is_not_stuck(
                 return outputs.finished[0]
 
     try:
-        engine.send(AddRequest("talk", 1, int32_array([5, 6, 7]), sampling, resumable=True))
+        engine.send(
+            AddRequest(
+                "talk", 1, int32_array([5, 6, 7]), sampling, options=RequestOptions(resumable=True)
+            )
+        )
         assert end_of_output().session_continues
         for _ in range(5):
             assert engine.receive() is None

@@ -5,7 +5,7 @@ import pytest
 
 from longshore.deploy.llm.local_grammars import LocalGrammar
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.structured_output.backends import LLGuidance
+from longshore.scheduler.process.structured_output.backends import LLGuidance
 from tests.harness.vocabularies import small_vocabulary
 
 VOCABULARY = small_vocabulary()

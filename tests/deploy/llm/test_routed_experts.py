@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from longshore import LLM, RequestOutput, SamplingParams
-from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.llm.in_process_engine import InProcessEngine
+from longshore.deploy.settings.options import EngineOptions
 from longshore.protocol.errors import ConfigError
 from tests.models import make_tiny_llama, make_tiny_model
 from tests.reference import assert_experts_are_those_of

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from longshore import RepetitionDetection, SamplingParams, StructuredOutputsParams
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.llm.sampling_params import UNSUPPORTED
+from longshore.deploy.requests.refused import REFUSED
 from longshore.protocol.sampling import SamplingParams as EngineSamplingParams
 from tests.deploy.tiny_tokenizer import byte_level_tokenizer
 
@@ -98,11 +99,11 @@ def test_an_invalid_setting_is_named_at_once(settings: dict[str, Any], message: 
         SamplingParams(**settings)
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", REFUSED["SamplingParams"])
 def test_a_setting_that_is_not_supported_is_refused_unless_it_changes_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} is not supported; \w"):
         SamplingParams(**{name: [3]})
-    neutral, _ = UNSUPPORTED[name]
+    neutral, *_ = REFUSED["SamplingParams"][name]
     for value in (None, *neutral):
         assert SamplingParams(**{name: value}) == SamplingParams()
 
@@ -126,3 +127,21 @@ def test_none_is_the_default_of_optional_settings() -> None:
     params = SamplingParams.from_optional(temperature=None, n=None, top_k=3, max_tokens=None)
     assert params == SamplingParams(top_k=3, max_tokens=None)
     assert params.clone() == params
+
+
+def test_a_thinking_budget_needs_tags_that_the_chat_template_shows() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    template = ChatTemplate("{{ '<think>' if thinks else '</think>' }}", {})
+    model = ModelTokenizer(tokenizer, template)
+    budget = SamplingParams(thinking_token_budget=3).engine_params(model).thinking
+    assert budget is not None
+    assert (budget.num_tokens, model.decode(budget.end_token_ids)) == (3, "</think>")
+    for none in (None, -1):
+        assert SamplingParams(thinking_token_budget=none).engine_params(model).thinking is None
+    with pytest.raises(ValueError, match="thinking_token_budget=-2 must be at least 0"):
+        SamplingParams(thinking_token_budget=-2)
+    plain = ModelTokenizer(tokenizer, ChatTemplate("", {}))
+    for other in (plain, None):
+        with pytest.raises(ValueError, match="no known tags of reasoning"):
+            SamplingParams(thinking_token_budget=3).engine_params(other)

@@ -18,11 +18,7 @@ from longshore.deploy.llm.transcriber import (
     transcribe,
 )
 from longshore.deploy.model.folder import AudioInput
-from longshore.deploy.requests.audio import (
-    Audio,
-    BadAudio,
-    Samples,
-)
+from longshore.deploy.requests.audio import Audio, BadAudio, Samples
 from longshore.deploy.requests.speech import BadSpeechRequest, SpeechModel
 from longshore.deploy.requests.structured_outputs import StructuredOutputsParams
 from longshore.protocol.sampling import SamplingParams

@@ -10,6 +10,7 @@ import pytest
 from longshore.deploy.machine.children import ProbeResult
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.packages import EXTRAS, package_findings
+from longshore.protocol.install_command import install_command
 from tests.conftest import ROOT
 from tests.deploy.machine.fake_host import fake_host
 
@@ -54,14 +55,14 @@ def look(
 def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_path: Path) -> None:
     found = look(tmp_path, {"torch": "2.13.0"})
     for name, command in (
-        ("audio", "pip install 'longshore[audio]'"),
+        ("audio", install_command("audio")),
         ("nixl", "pip install --no-deps 'nixl>=1.5' 'nixl-cu13>=1.5'"),
-        ("cuda", "pip install 'longshore[cuda]'"),
-        ("s3", "pip install 'longshore[s3]'"),
-        ("xgrammar", "pip install 'longshore[xgrammar]'"),
+        ("cuda", install_command("cuda")),
+        ("s3", install_command("s3")),
+        ("xgrammar", install_command("xgrammar")),
         (
             "lmcache",
-            "pip install 'longshore[lmcache]' && pip install --no-deps lmcache==0.5.6",
+            f"{install_command('lmcache')} && pip install --no-deps lmcache==0.5.6",
         ),
     ):
         assert (found[f"extra {name}"].state, found[f"extra {name}"].fix) == ("absent", command)
@@ -87,7 +88,7 @@ def test_what_loads_is_shown_with_its_versions(tmp_path: Path) -> None:
         (
             {"s3": "its import crashes (SIGSEGV): no output"},
             "extra s3",
-            ["SIGSEGV", "pip install 'longshore[s3]' --force-reinstall"],
+            ["SIGSEGV", f"{install_command('s3')} --force-reinstall"],
         ),
         (
             {"nixl": {"usable": [], "unusable": {"UCX": "NIXL_ERR_BACKEND"}}},
@@ -118,7 +119,12 @@ def test_what_no_code_of_this_version_imports_is_not_recommended(tmp_path: Path)
         for path in (ROOT / folder).rglob("*.py")
         if "machine" not in path.parts
     )
-    modules = {"audio": "soundfile", "cuda": "cupy", "offload": "xxhash", "s3": "obstore"}
+    modules = {
+        "audio": "soundfile",
+        "cuda": "cupy",
+        "otel": "opentelemetry",
+        "s3": "obstore",
+    }
     for extra in EXTRAS:
         module = modules.get(extra.name, extra.name)
         assert re.search(rf"import {module}\b|from {module}\b|\"{module}[.\w]*\"", code), extra.name

@@ -25,9 +25,9 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
     ("files", "what", "words"),
     [
         (
-            {"sys/fs/cgroup/cpu.max": "150000 100000\n"},
+            {"sys/fs/cgroup/cpu.max": "50000 100000\n"},
             "CPU quota",
-            ["1.5 cores, while 4 processors", "--threads 1"],
+            ["0.5 cores of 4 processors; a CPU worker computes with 1 thread", "limit"],
         ),
         (
             {
@@ -82,7 +82,10 @@ def test_the_tightest_control_group_around_this_process_sets_the_quota(tmp_path:
         "sys/fs/cgroup/system.slice/cpu.max": "300000 100000",
         "sys/fs/cgroup/system.slice/longshore.service/cpu.max": "max 100000",
     }
-    assert quota_cores(fake_host(tmp_path, files).root) == 3.0
+    host = fake_host(tmp_path, files)
+    assert quota_cores(host.root) == 3.0
+    found = {each.what: each for each in processor_findings(host)}
+    assert (found["CPU quota"].state, found["CPU quota"].found) == ("ok", "3 cores of 4 processors")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")

@@ -1,6 +1,7 @@
 """Memory, disk and limits of fictitious machines."""
 
 import errno
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from longshore.deploy.machine.host import TIME_ERROR, Host
 from longshore.deploy.machine.resources import resource_findings
+from longshore.deploy.supervisor.fork_server import FORK_SERVER_MODULE
+from longshore.deploy.supervisor.home_dir import temporary_home
 from tests.deploy.machine.fake_host import GIB, fake_host
 
 
@@ -94,6 +97,13 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
             "problem",
             ["other users can use it", "chmod 700 /usr", "--state-dir"],
         ),
+        (
+            {},
+            {"state_dir": temporary_home},
+            "state directory",
+            "warning",
+            ["longshore-home-", "lost with the container", "--state-dir"],
+        ),
         ({}, {"limit": limited(256, 1024)}, "open files", "problem", ["1,024", "4,096"]),
         (
             {},
@@ -134,3 +144,19 @@ def test_this_machine_can_be_asked() -> None:
     assert host.io_uring_errno() != 0
     assert host.clock_state() in range(-1, TIME_ERROR + 1)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == host.limit(resource.RLIMIT_NOFILE)
+
+
+def test_the_memory_of_fork_servers_is_that_of_processes_with_their_module(tmp_path: Path) -> None:
+    pages = 2**20 // os.sysconf("SC_PAGE_SIZE")
+    files = {
+        "proc/71/cmdline": f"python\0-P\0-m\0{FORK_SERVER_MODULE}\0003\0torch\0",
+        "proc/71/statm": f"900 {200 * pages} 3 1 0 2 0",
+        "proc/72/cmdline": f"python\0-P\0-m\0{FORK_SERVER_MODULE}\0",
+        "proc/72/statm": f"900 {30 * pages} 3 1 0 2 0",
+        "proc/73/cmdline": f"grep\0of {FORK_SERVER_MODULE}\0",
+        "proc/73/statm": f"900 {pages} 3 1 0 2 0",
+        "proc/74/cmdline": f"python\0-m\0{FORK_SERVER_MODULE}\0",  # it has ended meanwhile
+    }
+    found = {each.what: each for each in resource_findings(fake_host(tmp_path, files), 8000)}
+    assert found["fork servers"].found == "2 with 230 MiB, most of which their workers share"
+    assert found["fork servers"].state == "ok"

@@ -10,6 +10,7 @@ import torch
 
 from longshore.deploy.model.classifier import Activation, ClassifierModel, read_classifier
 from longshore.deploy.model.folder import read_model_folder
+from longshore.protocol.arrays import EMPTY_FLOAT32
 from longshore.protocol.errors import ConfigError
 from tests.models import make_tiny_model
 
@@ -58,6 +59,15 @@ def test_activations_are_those_of_torch(activation: Activation) -> None:
     }[activation]
     got = ClassifierModel(("a", "b", "c"), activation).activated(scores)
     np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12, atol=0)
+
+
+def test_probabilities_are_activated_scores_unless_asked_for_without() -> None:
+    model = ClassifierModel(("a", "b"), "softmax")
+    scores = np.array([1.0, 1.0], np.float32)
+    assert model.probabilities(scores).tolist() == [0.5, 0.5]
+    assert model.probabilities(scores, use_activation=True).tolist() == [0.5, 0.5]
+    assert model.probabilities(scores, use_activation=False).tolist() == [1.0, 1.0]
+    assert not model.probabilities(EMPTY_FLOAT32).size  # of a request that failed
 
 
 def test_a_folder_of_a_classifier_has_labels_and_no_embeddings(tmp_path: Path) -> None:

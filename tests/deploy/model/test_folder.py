@@ -12,6 +12,7 @@ from longshore.deploy.model.folder import (
     read_model_folder,
 )
 from longshore.protocol.errors import ConfigError
+from tests.deploy.tiny_tokenizer import EOS_ID, save_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +52,7 @@ def test_lengths_and_ids_come_from_config_json(tmp_path: Path) -> None:
 def test_generation_config_says_what_ends_and_how_to_sample(tmp_path: Path) -> None:
     generation = {"eos_token_id": [3, 4], "temperature": 0.6, "top_p": 0.9, "top_k": 50}
     model = folder(tmp_path, generation=generation)
-    assert model.eos_token_ids == (3, 4)
+    assert model.eos_token_ids == (3, 4, 2)
     assert model.sampling_defaults == SamplingDefaults(0.6, 0.9, 50)
 
 
@@ -82,6 +83,26 @@ def test_everything_that_generation_config_may_set_is_a_default(tmp_path: Path) 
     assert folder(tmp_path, generation=generation).sampling_defaults == SamplingDefaults(
         temperature=0.6, top_p=0.9, top_k=0, min_p=0.05, repetition_penalty=1.1, max_tokens=300
     )
+
+
+def test_what_ends_an_answer_is_the_union_of_all_files(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config = {"eos_token_id": [7, 5], "text_config": {"eos_token_id": 8}}
+    model = folder(tmp_path, config | {"vocab_size": 400}, {"eos_token_id": [5, 6]})
+    assert model.eos_token_ids == (5, 6, 7, 8, EOS_ID)
+
+
+def test_model_whose_answers_nothing_ends_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder(tmp_path)
+    assert not caplog.records
+    folder(tmp_path, {"eos_token_id": None})
+    assert "has no token that ends an answer" in caplog.text
+
+
+def test_ends_that_the_model_cannot_produce_are_none(tmp_path: Path) -> None:
+    assert folder(tmp_path, {"eos_token_id": [2, 100]}).eos_token_ids == (2,)
 
 
 def test_negative_ends_are_none(tmp_path: Path) -> None:

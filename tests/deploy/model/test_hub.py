@@ -32,6 +32,7 @@ class Hub:
 
     def __init__(self) -> None:
         hub = self
+        self.files = FILES
         self.num_requests = 0
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,15 +55,15 @@ class Hub:
         path = request.path.partition("?")[0]
         if path.startswith("/api/models/own/er/tree/"):
             tree = [
-                {"type": "file", "path": name, "size": len(FILES[name]), "oid": f"{index:040x}"}
-                for index, name in enumerate(FILES)
+                {"type": "file", "path": name, "size": len(content), "oid": f"{index:040x}"}
+                for index, (name, content) in enumerate(self.files.items())
             ]
             content = json.dumps(tree).encode()
         elif path.startswith("/api/models/own/er"):
-            siblings = [{"rfilename": name} for name in FILES]
+            siblings = [{"rfilename": name} for name in self.files]
             content = json.dumps({"id": "own/er", "sha": COMMIT, "siblings": siblings}).encode()
         elif path.startswith(f"/own/er/resolve/{COMMIT}/"):
-            content = FILES[path.removeprefix(f"/own/er/resolve/{COMMIT}/")]
+            content = self.files[path.removeprefix(f"/own/er/resolve/{COMMIT}/")]
         else:
             request.send_response(404)
             request.send_header("X-Error-Code", "RepoNotFound")
@@ -140,18 +141,98 @@ def test_a_hub_id_is_fetched_once_and_then_found_without_the_hub(hub: Hub, tmp_p
     assert again.stdout.strip() == str(folder), again.stderr
 
 
+GGUF_FILES = {
+    "README.md": b"not needed",
+    "Model-7B-Q4_K_M.gguf": b"four bits",
+    "Model-7B-Q8_0-00001-of-00002.gguf": b"eight bits",
+    "Model-7B-Q8_0-00002-of-00002.gguf": b"of them the second half",
+    "BF16/Model-7B-BF16.gguf": b"sixteen bits",
+    "mmproj-Model-7B-F16.gguf": b"an encoder of images",
+}
+
+
+def fetched_from(hub: Hub, model: str, cache: Path) -> dict[str, bytes]:
+    """What is in the cache after a GGUF file, which comes first, was resolved."""
+    result = resolve(model, endpoint=hub.url, cache=cache)
+    assert result.returncode == 0, result.stderr
+    file = Path(result.stdout.strip())
+    assert file.suffix == ".gguf"
+    folder = next(path for path in file.parents if path.name == COMMIT)
+    files = [file, *(path for path in sorted(folder.rglob("*")) if path.is_file() and path != file)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("asked", "files"),
+    [
+        (":Q4_K_M", ["Model-7B-Q4_K_M.gguf"]),
+        (":q8_0", [f"Model-7B-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]),
+        (":Model-7B-BF16.gguf@main", ["BF16/Model-7B-BF16.gguf"]),
+    ],
+)
+def test_a_gguf_file_of_the_hub_is_chosen_by_the_end_of_its_name(
+    hub: Hub, tmp_path: Path, asked: str, files: list[str]
+) -> None:
+    """Of a repository that has safetensors files, too."""
+    hub.files = {**FILES, **GGUF_FILES}
+    got = fetched_from(hub, f"hf.co/own/er{asked}", tmp_path)
+    assert list(got.items()) == [(name, GGUF_FILES[name]) for name in files]
+    hub.close()
+    assert fetched_from(hub, f"own/er{asked}", tmp_path) == got
+
+
+def test_the_only_gguf_file_of_a_repository_needs_no_name(hub: Hub, tmp_path: Path) -> None:
+    mine = ("README.md", "Model-7B-Q4_K_M.gguf", "mmproj-Model-7B-F16.gguf")
+    hub.files = {name: GGUF_FILES[name] for name in mine} | {"params.json": b"{}"}
+    got = fetched_from(hub, "own/er", tmp_path)
+    assert got == {"Model-7B-Q4_K_M.gguf": b"four bits", "params.json": b"{}"}
+    hub.close()
+    assert fetched_from(hub, "own/er", tmp_path) == got
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            "",
+            "own/er has 3 models in GGUF files (BF16, Q4_K_M, Q8_0). Choose one by the end of its "
+            "name, such as own/er:BF16",
+        ),
+        (":M", "GGUF files (BF16, Q4_K_M, Q8_0), and 0 of them end in M. Choose one"),
+    ],
+)
+def test_which_gguf_files_there_are_is_said_if_the_one_to_serve_is_not_clear(
+    hub: Hub, tmp_path: Path, asked: str, message: str
+) -> None:
+    hub.files = GGUF_FILES
+    result = resolve(f"own/er{asked}", endpoint=hub.url, cache=tmp_path)
+    assert message in result.stderr
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_a_repository_without_gguf_files_has_none_to_choose(hub: Hub, tmp_path: Path) -> None:
+    result = resolve("own/er:Q4_0", endpoint=hub.url, cache=tmp_path)
+    assert "own/er has no GGUF file, so it is served without :Q4_0\n" in result.stderr
+    hub.files = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
+    result = resolve("own/er", endpoint=hub.url, cache=tmp_path / "other")
+    assert {path.name for path in Path(result.stdout.strip()).iterdir()} == {"config.json"}
+
+
 def test_a_model_that_the_hub_does_not_have_is_rejected_by_its_name(
     hub: Hub, tmp_path: Path
 ) -> None:
     result = resolve("no/body", endpoint=hub.url, cache=tmp_path)
     assert result.returncode == 1
     assert "no/body is not a local folder, and the model hub rejected the request" in result.stderr
+    other = resolve("no/body:Q4_0", endpoint=hub.url, cache=tmp_path)
+    assert other.stderr == result.stderr
 
 
 def test_without_a_hub_and_without_an_earlier_download_the_error_says_so(tmp_path: Path) -> None:
-    result = resolve("own/er", endpoint="http://127.0.0.1:9", cache=tmp_path)
-    assert result.returncode == 1
-    assert "the model hub cannot be reached" in result.stderr
+    for model in ("own/er", "own/er:Q4_0"):
+        result = resolve(model, endpoint="http://127.0.0.1:9", cache=tmp_path)
+        assert result.returncode == 1
+        assert "the model hub cannot be reached" in result.stderr
 
 
 WITHOUT_NETWORK = """
@@ -191,6 +272,7 @@ def test_the_same_program_is_stopped_where_it_would_ask_the_hub(hub: Hub, tmp_pa
 
 def test_requests_call_a_model_by_its_id_or_by_the_name_of_its_folder(tmp_path: Path) -> None:
     assert model_name("own/er") == model_name("own/er@main") == "own/er"
+    assert model_name("own/er:Q4_0@main") == "own/er:Q4_0"
     (tmp_path / "mine").mkdir()
     assert model_name(tmp_path / "mine") == model_name(f"{tmp_path}/mine/../mine") == "mine"
 

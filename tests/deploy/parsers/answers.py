@@ -13,7 +13,24 @@ from longshore.deploy.parsers.parser import (
 )
 from longshore.deploy.parsers.registry import load_reasoning_parser, load_tool_parser
 
-CONTEXT = AnswerContext(frozenset({"lookup", "now"}))
+SCHEMAS = {
+    "lookup": {"type": "object", "properties": {"id": {"type": "string"}}},
+    "now": {
+        "type": "object",
+        "properties": {"text": {"$ref": "#/$defs/text"}},
+        "$defs": {"text": {"type": "string"}},
+    },
+    "book": {
+        "type": "object",
+        "properties": {
+            "seats": {"type": "integer"},
+            "when": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "tags": {"type": "array"},
+            "paid": {"enum": [True, False]},
+        },
+    },
+}
+CONTEXT = AnswerContext(frozenset({"lookup", "now"}), schemas=SCHEMAS)
 Parsed = tuple[str, str, list[tuple[str, str]], bool]
 """Content, reasoning, calls with their names and arguments, and `ends_with_calls`."""
 
@@ -23,17 +40,20 @@ def parse(
     tools: str = "none",
     reasoning: str = "none",
     context: AnswerContext = CONTEXT,
+    *,
+    is_cut: bool = False,
 ) -> Parsed:
-    """The joined deltas of an answer that arrives in these pieces."""
+    """The joined deltas of an answer that arrives in these pieces. is_cut: and then reaches its
+    maximum length."""
     parsers = AnswerParsers(load_reasoning_parser(reasoning), load_tool_parser(tools))
-    return joined(ParsedAnswer(parsers, context), pieces)
+    return joined(ParsedAnswer(parsers, context), pieces, is_cut=is_cut)
 
 
-def joined(answer: ParsedAnswer, pieces: Sequence[str]) -> Parsed:
+def joined(answer: ParsedAnswer, pieces: Sequence[str], *, is_cut: bool = False) -> Parsed:
     events: list[Event] = []
     for piece in pieces:
         events += answer.feed(piece)
-    events += answer.feed("", is_last=True)
+    events += answer.feed("", is_last=True, is_cut=is_cut)
     content = reasoning = ""
     calls: list[tuple[str, str]] = []
     for event in events:

@@ -8,10 +8,13 @@ import pytest
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.deepseek import DeepSeekTools
 from longshore.deploy.parsers.demo import DemoTools
+from longshore.deploy.parsers.gemma import GemmaReasoning, GemmaTools
 from longshore.deploy.parsers.harmony import HarmonyReasoning, HarmonyTools
 from longshore.deploy.parsers.hermes import HermesTools
+from longshore.deploy.parsers.kimi import KimiTools
 from longshore.deploy.parsers.llama import LlamaTools
 from longshore.deploy.parsers.mistral import MistralTools
+from longshore.deploy.parsers.nemotron import NemotronTools
 from longshore.deploy.parsers.parser import (
     AnswerContext,
     Content,
@@ -30,6 +33,7 @@ from longshore.deploy.parsers.registry import (
     load_tool_parser,
 )
 from longshore.deploy.parsers.think import ThinkReasoning
+from longshore.deploy.parsers.xml import GlmTools, MiniMaxTools, Qwen3CoderTools
 from longshore.protocol.errors import ConfigError
 from tests.deploy.parsers.answers import joined
 
@@ -44,6 +48,18 @@ from tests.deploy.parsers.answers import joined
             ThinkReasoning,
         ),
         ("<tool_call>\n<function=name>", None, None),
+        (
+            "<tool_call>\n<function=name>\n<parameter=key>\n{{ '<think>' }}</think>",
+            Qwen3CoderTools,
+            ThinkReasoning,
+        ),
+        ("<seed:tool_call><function=name><parameter=key>", None, None),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key> </think>", GlmTools, ThinkReasoning),
+        ("{%- set begin = '<minimax:tool_call>' %}<invoke name=>", MiniMaxTools, None),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", KimiTools, None),
+        ("{{ '<|tool_call>call:' + name }}", GemmaTools, None),
+        ("{{ '<|tool_call>call:' }} {{ '<|channel>thought\n' }}", GemmaTools, GemmaReasoning),
+        ("<TOOLCALL>[{{ call }}]</TOOLCALL>", NemotronTools, None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", MistralTools, None),
         ("<｜tool▁calls▁begin｜> </think>", DeepSeekTools, ThinkReasoning),
         ('"parameters": dictionary of argument name and its value', LlamaTools, None),

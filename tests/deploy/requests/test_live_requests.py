@@ -4,11 +4,7 @@ from itertools import chain
 
 import numpy as np
 
-from longshore.deploy.requests.live_requests import (
-    LiveRequest,
-    LiveRequests,
-    seed_source,
-)
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, seed_source
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import (
     EngineOutputs,
@@ -16,6 +12,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     TokenLogprobs,
 )
+from longshore.protocol.requests import RequestOptions
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -67,9 +64,13 @@ def test_tokens_of_an_aborted_request_are_dropped() -> None:
 def test_a_request_that_keeps_its_blocks_is_ended_by_an_abort_alone() -> None:
     requests, changes = LiveRequests(), Changes()
     parent, message = requests.open(
-        "p", [1, 2], SamplingParams(), on_change=changes, keeps_blocks=True
+        "p",
+        [1, 2],
+        SamplingParams(),
+        RequestOptions(resumable=True, keeps_blocks=True),
+        on_change=changes,
     )
-    assert (message.resumable, message.keeps_blocks, message.fork_of) == (True, True, None)
+    assert message.fork_of is None
     end = FinishedRequest(parent.handle, FinishReason.LENGTH_CAPPED, 1, session_continues=True)
     requests.apply(columns((parent.handle, 10), finished=(end,)))
     assert (parent.is_live, parent.finished, len(requests)) == (False, end, 1)

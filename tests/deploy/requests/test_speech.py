@@ -10,11 +10,7 @@ import pytest
 from longshore.deploy.gateway.text.detokenizer import IncrementalDetokenizer
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.model.folder import AudioInput
-from longshore.deploy.requests.speech import (
-    BadSpeechRequest,
-    SpeechModel,
-    join_texts,
-)
+from longshore.deploy.requests.speech import BadSpeechRequest, SpeechModel, join_texts
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.sampling import MAX_BAD_WORDS, SamplingParams
 from tests.deploy.sounds import tone

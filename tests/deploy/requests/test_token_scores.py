@@ -2,18 +2,21 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from longshore.deploy.gateway.openai.logprobs import LEAST_LOGPROB, LogprobsWriter
+from longshore.deploy.gateway.api.logprobs import LEAST_LOGPROB, LogprobsWriter
+from longshore.deploy.gateway.text.chat_template import ChatTemplate
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.requests.sample_params import sample_params
-from longshore.deploy.requests.token_scores import (
-    Logprob,
-    TokenScore,
-    scores_of,
-)
+from longshore.deploy.requests.token_scores import Logprob, TokenScore, scores_of
 from longshore.deploy.requests.validation import sampling_problem
 from longshore.protocol.outputs import TokenLogprobs
 from longshore.protocol.sampling import SamplingParams
-from tests.deploy.tiny_tokenizer import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.deploy.tiny_tokenizer import (
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    unigram_tokenizer,
+)
 
 
 def test_ragged_columns_become_one_score_per_token() -> None:
@@ -74,6 +77,9 @@ class Decoder:
     def __init__(self, tokenizer: "object") -> None:
         self._tokenizer = tokenizer
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return None
+
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # type: ignore[attr-defined,no-any-return]
 
@@ -86,6 +92,18 @@ def test_a_token_s_text_has_the_space_that_a_text_s_first_word_loses() -> None:
     assert writer.token_text(tokenizer.token_to_id("<0xF0>")) == "\ufffd"
     level = byte_level_tokenizer()
     assert LogprobsWriter(Decoder(level)).token_text(level.token_to_id("Ġthe")) == " the"
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer(), unigram_tokenizer()]
+)
+def test_parts_of_a_character_have_their_own_bytes(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🚢", add_special_tokens=False).ids
+    writer = LogprobsWriter(ModelTokenizer(tokenizer, ChatTemplate("", {})))
+    content = writer.chat([TokenScore(each, 0.0, 1, ()) for each in ids], 0).content
+    parts = [bytes(each.bytes or ()) for each in content]
+    assert b"".join(parts).strip() == "🚢".encode()
+    assert {part for part in parts if part.strip()} == {bytes([one]) for one in "🚢".encode()}
 
 
 def test_an_impossible_token_s_score_is_a_number_that_json_can_hold() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from longshore.connectors.pull.transports import TRANSPORTS
-from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.settings.options import ServeOptions
 from longshore.deploy.supervisor.connector_options import (
     PULL_CONNECTORS,
     check_router_key,

@@ -1,8 +1,9 @@
 """The settings of every component, derived from a user's settings."""
 
 import json
+import logging
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,21 @@ import msgspec
 import pytest
 
 from longshore.deploy.cli.cache_plan import plan as plan_cache
-from longshore.deploy.cli.options import (
-    CachePlanOptions,
+from longshore.deploy.cli.client_options import CachePlanOptions
+from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.settings.options import (
     EngineOptions,
     ServeOptions,
     engine_options,
 )
-from longshore.deploy.model.embedding import EmbeddingModel
-from longshore.deploy.model.folder import read_model_folder
-from longshore.deploy.supervisor.engine_config import (
-    EnginePlan,
-    engine_processes,
-    plan_engine,
-    worker_config,
-)
-from longshore.deploy.supervisor.replica import replicas
+from longshore.deploy.supervisor.engine_config import engine_processes, worker_config
+from longshore.deploy.supervisor.engine_plan import EnginePlan, check_host, plan_engine
+from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.worker.process.byte_size import byte_size
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,6 +44,24 @@ KNOWN_CONNECTOR = "example"
 def model_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
+
+
+QUANTISED = Path(__file__).parents[2] / "worker/loading/quantised/llama-gptq"
+
+
+def test_what_the_weights_cost_when_dequantised_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    check_host(plan(QUANTISED, quantization="gptq", dtype="float32", state_dir=tmp_path))
+    file_size = byte_size((QUANTISED / "model.safetensors").stat().st_size)
+    assert f"stored as gptq and computed in float32: {file_size} in the files," in caplog.text
+
+
+def test_weights_must_be_quantised_as_the_settings_say(tmp_path: Path) -> None:
+    for wanted in ("awq", "fp8"):
+        with pytest.raises(ConfigError, match=f"quantization='{wanted}', .* are stored as gptq"):
+            check_host(plan(QUANTISED, quantization=wanted, state_dir=tmp_path))
 
 
 def plan(model_dir: Path, **settings: Any) -> EnginePlan:
@@ -184,18 +200,19 @@ def test_every_rank_is_a_process_that_knows_its_place(
     assert [worker.name for worker in workers] == [f"worker {rank}" for rank in range(6)]
     configs: list[Any] = [worker.config for worker in workers]
     assert [config.rank for config in configs] == list(range(6))
-    assert {config.device for config in configs} == {"cpu"}
+    assert {config.worker.device for config in configs} == {"cpu"}
     (layout,) = {config.ranks for config in configs}
     assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (2, 3)
-    assert (layout.sampling_rank, layout.timeout_s) == (4, 7.0)
-    assert {config.startup_timeout_s for config in configs} == {3600.0}
+    assert (layout.sampling_rank, layout.rank_timeout_s) == (4, 7.0)
+    assert {config.ranks.startup_timeout_s for config in configs} == {3600.0}
     assert Path(layout.rendezvous).parent == runtime_dir.path
     config: Any = scheduler.config
     assert config.workers == tuple(config.endpoint for config in configs)
     assert config.sampling_rank == 4
     assert (config.scheduler.max_steps_in_flight, config.scheduler.feed_back_tokens) == (3, True)
     for worker in workers:
-        assert worker.environment == {
+        assert worker.environment == {"OPENBLAS_NUM_THREADS": "1"}
+        assert worker.late_environment == {
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -230,7 +247,7 @@ def test_nccl_listens_only_on_the_interface_of_the_host(
         runtime_dir.remove()
     if interface is None and size > 1:
         interface = "lo"
-    assert worker.environment.get("NCCL_SOCKET_IFNAME") == interface
+    assert worker.late_environment.get("NCCL_SOCKET_IFNAME") == interface
 
 
 def test_standbys_have_the_place_of_their_worker_and_meet_each_other(model_dir: Path) -> None:
@@ -252,7 +269,7 @@ def test_standbys_have_the_place_of_their_worker_and_meet_each_other(model_dir: 
             assert standby == msgspec.structs.replace(
                 config,
                 is_standby=True,
-                ranks=msgspec.structs.replace(config.ranks, rendezvous=standby.ranks.rendezvous),
+                ranks=replace(config.ranks, rendezvous=standby.ranks.rendezvous),
             )
     assert len(meeting_places) == len({path for _, path in meeting_places}) == 2
 
@@ -266,7 +283,7 @@ def test_ranks_on_gpus_have_one_each(model_dir: Path) -> None:
     finally:
         runtime_dir.remove()
     configs: list[Any] = [worker.config for worker in workers]
-    assert [config.device for config in configs] == ["cuda:0", "cuda:1"]
+    assert [config.worker.device for config in configs] == ["cuda:0", "cuda:1"]
     assert scheduler.config.scheduler.max_steps_in_flight == 2  # type: ignore[attr-defined]
     assert not scheduler.config.scheduler.feed_back_tokens  # type: ignore[attr-defined]
 
@@ -296,7 +313,12 @@ def test_replicas_have_processes_sockets_and_gpus_of_their_own(
     assert len({config.endpoint for config in ranks}) == 4
     assert len({config.ranks.rendezvous for config in ranks}) == 2
     if device == "cuda":
-        assert [config.device for config in ranks] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+        assert [config.worker.device for config in ranks] == [
+            "cuda:0",
+            "cuda:1",
+            "cuda:2",
+            "cuda:3",
+        ]
         assert {config.worker.num_ranks_on_device for config in ranks} == {1}
     else:
         assert {config.worker.num_ranks_on_device for config in ranks} == {4}
@@ -304,6 +326,17 @@ def test_replicas_have_processes_sockets_and_gpus_of_their_own(
     assert [config.engine_id for config in schedulers] == ["engine-0", "engine-1"]
     assert [config.clients for config in schedulers] == [clients for _, clients in started]
     assert len({clients for _, clients in started}) == 2
+
+
+def test_ranks_share_the_cpu_with_the_engines_of_their_host(model_dir: Path) -> None:
+    runtime_dir = RuntimeDir()
+    try:
+        replica = Replica(0, 3, num_on_host=2)
+        specs, _ = engine_processes(plan(model_dir, tensor_parallel_size=2), runtime_dir, replica)
+    finally:
+        runtime_dir.remove()
+    configs: list[Any] = [spec.config for spec in specs[:2]]
+    assert {config.worker.num_ranks_on_device for config in configs} == {4}
 
 
 @pytest.mark.req("OUT-04")
@@ -416,7 +449,6 @@ def test_length_beyond_the_model_is_rejected_with_both_numbers(model_dir: Path) 
         ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
         ({"kv_memory_fraction": 1.5}, "kv_memory_fraction=1.5"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0"),
-        ({"gpu_memory_utilization": 0.9, "device": "cpu"}, "gpu_memory_utilization=0.9 needs a"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold=-1"),
         ({"log_level": "loud"}, "log_level='loud'.*debug, info"),
         ({"startup_timeout_s": 0}, "startup_timeout_s=0"),
@@ -429,6 +461,16 @@ def test_wrong_setting_is_rejected_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         worker_config(plan_engine(engine_options(settings), read_model_folder(model_dir)))
+
+
+def test_a_share_of_a_gpus_memory_is_a_warning_on_a_cpu(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = engine_options({"gpu_memory_utilization": 0.9, "device": "cpu"})
+    plan = plan_engine(options, read_model_folder(model_dir))
+    worker_config(plan)
+    assert "gpu_memory_utilization=0.9 has no effect on a CPU" in caplog.text
+    assert "kv_memory_fraction" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,15 @@ def test_the_only_engine_of_a_node_is_drained_if_another_node_has_its_role() -> 
     assert engines.states == {only[0]: "draining"}
 
 
+def test_another_model_s_engine_is_no_successor() -> None:
+    engines = EngineSet([Replica(0, 3), Replica(1, 3, model=1), Replica(2, 3, model=1)])
+    with pytest.raises(EngineRefused, match="the last unified engine that is ready"):
+        engines.drain(0, always)
+    engines.drain(1, always)
+    with pytest.raises(EngineRefused, match="the last unified engine"):
+        engines.drain(2, always)
+
+
 def test_an_engine_is_used_between_its_start_and_its_release() -> None:
     engines = EngineSet(replicas(("unified",)))
     replica = engines.reserve(None)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.settings.options import EngineOptions
 from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.kv_events import event_source, kv_events_config
 from longshore.deploy.supervisor.replica import Replica, replicas
@@ -79,10 +79,10 @@ def test_every_setting_reaches_the_engine(runtime_dir: RuntimeDir) -> None:
     assert config == KVEventsConfig(
         endpoint=Endpoint("tcp://127.0.0.1:5557"),
         replay_endpoint=Endpoint("tcp://[::1]:5657"),
-        topic="kv@host@model",
-        num_buffered=77,
-        format="maps",
-        hashes="int",
+        kv_events_topic="kv@host@model",
+        kv_events_buffer=77,
+        kv_events_format="maps",
+        kv_events_hashes="int",
     )
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from longshore.deploy.supervisor import group_restarts, restarts
+from longshore.deploy.supervisor.orders import Orders, RestartGroup
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
@@ -212,6 +213,21 @@ def test_a_call_is_made_in_the_loop() -> None:
         call = run.supervisor.orders.call(lambda: threads.append(threading.current_thread().name))
         call.result(WAIT_S)
         assert threads != [threading.current_thread().name]
+
+
+def test_an_order_is_not_carried_out_before_the_loop_has_taken_it() -> None:
+    """A group that becomes ready after a death, just when a restart is ordered."""
+    orders = Orders()
+    orders.open()
+    try:
+        future = orders.restart("engine-1")
+        orders.finish("engine-1")
+        assert not future.done()
+        assert orders.take_new() == [RestartGroup("engine-1")]
+        orders.finish("engine-1")
+        assert future.done()
+    finally:
+        orders.close("the test has ended")
 
 
 def test_a_start_ends_with_the_deployment() -> None:

@@ -1,12 +1,15 @@
 """The directory that outlives a deployment, and the seed in it."""
 
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from longshore.deploy.supervisor.home_dir import provide_caches
 from longshore.deploy.supervisor.state_dir import StateDir, default_state_dir
 from longshore.protocol.errors import ConfigError
 
@@ -14,6 +17,7 @@ NUM_RACING = 8
 # Waits for the end of the race's pipe, so that all processes begin at once.
 RACER = """
 import sys
+import tempfile
 from pathlib import Path
 from longshore.deploy.supervisor.state_dir import StateDir
 print("ready", flush=True)
@@ -156,6 +160,74 @@ def test_default_is_in_the_state_directory_of_the_user(
     for not_absolute in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", not_absolute)
         assert default_state_dir() == tmp_path / ".local" / "state" / "longshore"
+
+
+@pytest.fixture(params=["no passwd entry", "read-only home"])
+def without_home(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A user without a home that can be written to; returns the user's directory in TMPDIR."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    if request.param == "read-only home":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"longshore-home-{os.geteuid()}"
+
+
+def test_without_a_home_it_is_in_tmpdir_private_with_one_warning(
+    without_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = StateDir(), StateDir()
+    assert first.path == second.path == without_home
+    assert mode(without_home) == 0o700
+    assert first.block_hash_seed() == second.block_hash_seed()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{without_home} is the state directory" in caplog.text
+    assert "--state-dir" in caplog.text
+
+
+def test_without_a_home_a_directory_of_others_in_tmpdir_is_rejected(without_home: Path) -> None:
+    without_home.mkdir(mode=0o755)
+    without_home.chmod(0o755)
+    with pytest.raises(ConfigError, match="other users can use it"):
+        StateDir()
+
+
+def test_without_a_home_caches_of_libraries_are_in_tmpdir(without_home: Path) -> None:
+    variables = {"TRITON_CACHE_DIR": "/cache"}
+    provide_caches(variables)
+    assert variables == {
+        "TRITON_CACHE_DIR": "/cache",
+        "HF_HOME": str(without_home / "huggingface"),
+        "CUPY_CACHE_DIR": str(without_home / "kernel_cache"),
+    }
+    assert mode(without_home) == 0o700
+
+
+def test_without_any_temporary_directory_the_error_says_so(
+    without_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    with pytest.raises(ConfigError, match="Mount a writable volume at /tmp, or set TMPDIR"):
+        StateDir()
+    provide_caches({})
+
+
+def test_with_a_home_caches_of_libraries_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    variables: dict[str, str] = {}
+    provide_caches(variables)
+    assert variables == {}
 
 
 def test_no_test_uses_the_state_directory_of_the_user() -> None:

@@ -1,5 +1,6 @@
 """What is reserved in Ray for each node; tests/integration/test_ray_launcher.py runs a cluster."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from longshore.deploy.topology.file import Topology, read_topology
 from longshore.deploy.topology.node_runner import NodeStatus
 from longshore.deploy.topology.ray_launcher import _Watch, bundles_of
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 FILE = """\
 [keys]
@@ -112,7 +114,9 @@ def serve(*arguments: str) -> None:
 def test_ray_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     path = str(topology(tmp_path).path)
-    with pytest.raises(ConfigError, match=r"needs the package ray .*pip install 'longshore.ray.'"):
+    with pytest.raises(
+        ConfigError, match="needs the package ray .*" + re.escape(install_command("ray"))
+    ):
         serve("--topology", path, "--launcher", "ray")
 
 

@@ -1,5 +1,6 @@
 """The plots of a scheduler trace."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from matplotlib import image
 from longshore.deploy.trace.plots import plot_trace
 from longshore.deploy.trace.reading import read_trace
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 from tests.deploy.trace.traces import driven, short_of_blocks
 
 
@@ -36,6 +38,6 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     driven(tmp_path / "t")
     with pytest.raises(
-        ConfigError, match=r"need matplotlib; run pip install 'longshore\[research\]'"
+        ConfigError, match="need matplotlib; run " + re.escape(install_command("research"))
     ):
         plot_trace(read_trace(tmp_path / "t"), tmp_path / "out")

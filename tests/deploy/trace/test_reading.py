@@ -75,10 +75,15 @@ def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing")
 
 
-def test_a_trace_of_a_later_format_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("also", [b"", b'"new":[1],"policy":{"name":"fcfs"},"other":'])
+def test_a_trace_of_another_format_is_rejected(also: bytes, tmp_path: Path) -> None:
+    """Also if its first record has other fields."""
     short_of_blocks(tmp_path / "t")
     content = (tmp_path / "t").read_bytes()
-    (tmp_path / "t").write_bytes(content.replace(b'"format":1', b'"format":2'))
+    content = content.replace(b'"format":1', b'"format":2').replace(
+        b'"policy":', also or b'"policy":'
+    )
+    (tmp_path / "t").write_bytes(content)
     with pytest.raises(BadTrace, match="line 1: the trace has format 2"):
         read_trace(tmp_path / "t")
 

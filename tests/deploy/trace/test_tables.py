@@ -1,5 +1,6 @@
 """The export of a scheduler trace to Parquet."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from pyarrow import parquet
 from longshore.deploy.trace.reading import read_trace
 from longshore.deploy.trace.tables import export_parquet
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 from tests.deploy.trace.traces import driven, short_of_blocks
 
 
@@ -42,6 +44,6 @@ def test_without_pyarrow_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     driven(tmp_path / "t")
     with pytest.raises(
-        ConfigError, match=r"needs pyarrow; run pip install 'longshore\[research\]'"
+        ConfigError, match="needs pyarrow; run " + re.escape(install_command("research"))
     ):
         export_parquet(read_trace(tmp_path / "t"), tmp_path / "out")

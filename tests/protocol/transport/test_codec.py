@@ -324,3 +324,10 @@ def test_mutated_fields_give_a_request_or_a_protocol_error(
         pass
     else:
         assert isinstance(received, AddRequest)
+
+
+def test_an_unknown_message_with_a_second_tag_that_is_no_text_is_malformed() -> None:
+    """Found with --long: the tag is read again, as a text, to name it."""
+    header = b"\x82\xa4type\xa2st\xa4type\xa3op\xa4"
+    with pytest.raises(MalformedMessage, match="not a tagged message"):
+        Decoder[Any](ToEngine).decode([header])

@@ -15,7 +15,8 @@ from longshore.connectors.base import (
     RequestView,
     StepView,
 )
-from longshore.protocol.outputs import FinishReason, TransferReport
+from longshore.protocol.outputs import FinishReason, RequestEvent, TransferReport
+from longshore.protocol.requests import CacheHint, Tenant
 from longshore.scheduler.request import RequestStatus
 from tests.harness.connector import AdversarialConnector, has_leading, has_stored
 from tests.harness.driver import Driver
@@ -36,6 +37,10 @@ def in_step(num_tokens: int = EVERYTHING, **settings: Any) -> Driver:
     """The same, loaded within the step."""
     rules = {"match": has_leading(num_tokens, is_async=False)}
     return connected(**({"rules": rules} | settings))
+
+
+LOOKS = {"stores": lambda: False}
+"""Rules of a connector that is told of storable blocks, and stores none."""
 
 
 def only(*request_ids: str, num_tokens: int = EVERYTHING, is_async: bool = True) -> dict[str, Any]:
@@ -65,12 +70,13 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing() -> None:
     stored: dict[str, int] = {}
     loaded: dict[str, int] = {}
     for role in ("kv_both", "kv_producer", "kv_consumer"):
-        driver = in_step(8, kv_role=role)
+        rules = {"match": has_leading(8, is_async=False)} | LOOKS
+        driver = connected(rules=rules, kv_role=role)
         key = driver.add("r", prompt_of(20), max_tokens=4)
         settle(driver)
         driver.check_complete(key)
         loaded[role] = driver.scheduler.make_stats().num_external_hit_tokens
-        stored[role] = sum(len(view.cached) for view in driver.connector.steps)
+        stored[role] = sum(len(view.storable) for view in driver.connector.steps)
     assert loaded == {"kv_both": 8, "kv_producer": 0, "kv_consumer": 8}
     assert stored["kv_both"] > 0 < stored["kv_producer"]
     assert stored["kv_consumer"] == 0
@@ -115,6 +121,40 @@ def test_a_lookup_says_how_long_the_request_has_waited() -> None:
     assert driver.requests["request"].row >= 0
 
 
+def test_a_connector_knows_the_options_of_a_request() -> None:
+    seen: list[RequestView] = []
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        seen.append(request)
+        return Matched(0)
+
+    driver = connected(rules={"match": match})
+    options: dict[str, Any] = {
+        "cache_salt": "salt",
+        "job_id": "job",
+        "tenant": Tenant("key"),
+        "cache_hint": CacheHint(ttl_s=5.0),
+        "kv_transfer_params": {"a": 1},
+    }
+    driver.add("request", prompt_of(9), **options)
+    driver.plan()
+    assert {name: getattr(seen[0], name) for name in options} == options
+
+
+def test_a_connector_cannot_change_the_tokens_of_a_request() -> None:
+    seen: list[RequestView] = []
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        seen.append(request)
+        return Matched(0)
+
+    driver = connected(rules={"match": match})
+    driver.add("request", prompt_of(9))
+    driver.plan()
+    with pytest.raises(ValueError, match="read-only"):
+        seen[0].token_ids[0] = 1
+
+
 def test_a_connector_keeps_a_request_from_cached_blocks_but_not_from_its_own_loads() -> None:
     driver = connected(rules=only("loads", num_tokens=8))
     driver.adversary.no_hits |= {"computes", "loads"}
@@ -156,13 +196,13 @@ def test_a_plain_step_calls_the_connector_for_its_metadata_alone() -> None:
 
 @pytest.mark.req("CON-17")
 def test_a_steady_step_without_news_calls_no_hook() -> None:
-    driver = connected(block_size=16, max_model_len=256, verify_plan=False)
+    driver = connected(rules=LOOKS, block_size=16, max_model_len=256, verify_plan=False)
     driver.add("r", prompt_of(18), max_tokens=200)
     driver.steps(5)
     del driver.adversary.calls[:], driver.adversary.steps[:]
     driver.steps(32)
     assert driver.adversary.calls == ["build_connector_meta"] * 2
-    assert [len(step.cached) for step in driver.adversary.steps] == [1, 1]
+    assert [len(step.storable) for step in driver.adversary.steps] == [1, 1]
 
 
 @pytest.mark.req("CON-07", "CON-17")
@@ -187,8 +227,7 @@ def test_a_store_begins_and_is_sent_in_steady_steps() -> None:
     driver.scheduler.running.wanted = None  # type: ignore[method-assign,assignment]
     driver.steps(16)
     driver.scheduler.running.wanted = wanted  # type: ignore[method-assign]
-    # The block is cached; its plan is unanswered; its plan is answered.
-    assert driver.adversary.calls == ["build_connector_meta"] * 3
+    assert driver.adversary.calls == ["build_connector_meta"]  # when the block's plan is answered
     stores = [store for plan in driver.plans for store in driver.commands_of(plan).stores]
     assert len(stores) == 1
     driver.abort((0, 0))
@@ -328,7 +367,7 @@ def test_an_engine_that_has_to_ask_later_is_idle_and_continues_when_the_connecto
 
 @pytest.mark.req("CON-05", "KVM-10")
 def test_a_background_load_holds_uncached_blocks_and_no_row_until_it_is_reported() -> None:
-    driver = background(12)
+    driver = connected(rules={"match": has_leading(12, is_async=True)} | LOOKS)
     key = driver.add("r", prompt_of(13))
     twin = driver.add("twin", prompt_of(13))
     free = driver.num_free_blocks
@@ -345,15 +384,41 @@ def test_a_background_load_holds_uncached_blocks_and_no_row_until_it_is_reported
     (start,) = plan.added
     assert (start.request_id, start.num_computed_tokens) == ("r", 12)
     assert driver.adversary.asked == {"r": 1, "twin": 1}
-    cached = [cached for step in driver.adversary.steps for cached in step.cached]
-    assert [(item.request_id, len(item.block_hashes)) for item in cached] == [("r", 3)]
     third = driver.add("third", prompt_of(13))
     plan = driver.step()
     assert plan is not None
     assert plan.added[0].request_id == "third"  # found what was loaded, and had nothing to load
     assert plan.added[0].num_computed_tokens == 12
     settle(driver)
+    loaded = next(blocks for step in driver.adversary.steps for blocks in step.storable)
+    assert (loaded.request_id, len(loaded.block_hashes)) == ("r", 3)
     driver.check_complete(key, twin, third)
+
+
+@pytest.mark.req("REQ-08")
+@pytest.mark.parametrize("how", ["it succeeds", "it is too late", "an abort", "a new epoch"])
+def test_the_end_of_a_request_says_when_its_load_began_and_ended(how: str) -> None:
+    driver = background(12, load_timeout_s=10.0, num_blocks=60)
+    key = driver.add("r", prompt_of(13))
+    driver.now += 1.0
+    driver.plan()
+    driver.now += 2.0
+    match how:
+        case "it succeeds":
+            driver.ranks.end_load("r")
+        case "it is too late":
+            driver.now += 10.0
+        case "an abort":
+            driver.abort(key)
+        case "a new epoch":
+            driver.restart_workers()
+            driver.adversary.match = lambda request, num_computed_tokens: Matched(0)
+    settle(driver)
+    load = [(event, at) for event, at in driver.finished[key].events if "LOAD" in event.name]
+    (_, began), (_, ended) = load
+    assert [event for event, _ in load] == [RequestEvent.LOAD_BEGUN, RequestEvent.LOAD_ENDED]
+    assert began >= 1.0
+    assert ended - began == (12.0 if how == "it is too late" else 2.0)
 
 
 @pytest.mark.req("CON-05")
@@ -720,16 +785,15 @@ def test_an_unsolicited_report_wakes_an_idle_engine() -> None:
     driver.check_complete(key)
 
 
-def test_a_connector_with_pending_work_gets_a_plan_although_no_request_runs() -> None:
+def test_a_connector_gets_a_plan_for_its_stores_although_no_request_runs() -> None:
     driver = connected(rules={"stores": lambda: True}, max_steps_in_flight=1)
     driver.add("r", prompt_of(9), max_tokens=1)
     driver.step()
     assert not driver.scheduler.has_unfinished_requests()
-    assert driver.adversary.has_pending_work
+    assert driver.scheduler.has_transfers()
     plan = driver.step()
     assert plan is not None
     assert driver.commands_of(plan).stores
-    assert not driver.adversary.has_pending_work
     settle(driver)
 
 
@@ -739,7 +803,8 @@ def test_a_connector_with_pending_work_gets_a_plan_although_no_request_runs() ->
 @pytest.mark.req("MET-07")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ranks: int) -> None:
-    driver = background(16, num_ranks=num_ranks)
+    rules = {"match": has_leading(16, is_async=True)} | LOOKS
+    driver = connected(rules=rules, num_ranks=num_ranks)
     key = driver.add("r", prompt_of(18))
     driver.plan()
     (load,) = driver.adversary.loads_begun
@@ -751,11 +816,11 @@ def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ra
     (start,) = [start for plan in driver.plans for start in plan.added]
     assert start.num_computed_tokens == 2 * BLOCK_SIZE
     assert start.block_ids[0].tolist()[:4] == load.block_ids[0]
-    cached = {
-        id_ for step in driver.adversary.steps for item in step.cached for id_ in item.block_ids
-    }
-    assert load.targets <= cached  # cached when they were computed, and not before
     settle(driver)
+    storable = {
+        id_ for step in driver.adversary.steps for item in step.storable for id_ in item.block_ids
+    }
+    assert load.targets <= storable  # cached when they were computed, and not before
     driver.check_complete(key)
 
 
@@ -1033,7 +1098,8 @@ def test_a_loaded_request_keeps_the_hits_whose_first_block_was_uncached() -> Non
 
 @pytest.mark.parametrize("chunk", [3, 5])
 def test_two_rows_that_share_an_uncached_block_cache_it_once(chunk: int) -> None:
-    driver = connected(num_blocks=17, long_prefill_token_threshold=chunk, max_steps_in_flight=1)
+    settings = {"long_prefill_token_threshold": chunk, "max_steps_in_flight": 1}
+    driver = connected(rules=LOOKS, num_blocks=17, **settings)
     first = driver.add("first", prompt_of(5))
     driver.run_until_idle()
     bad = driver.add("bad", prompt_of(9))
@@ -1047,9 +1113,12 @@ def test_two_rows_that_share_an_uncached_block_cache_it_once(chunk: int) -> None
     plan = driver.plan()
     assert plan is not None
     assert [rewind.num_computed_tokens for rewind in plan.rewound] == [4, 4]
-    cached = [id_ for item in driver.adversary.steps[-1].cached for id_ in item.block_ids]
-    assert len(cached) == len(set(cached))
     settle(driver)
+    views = driver.adversary.steps
+    cached = [item for view in views for item in view.storable if item.step == plan.step]
+    block_ids = [id_ for item in cached for id_ in item.block_ids]
+    assert len(block_ids) == len(set(block_ids))
+    assert block_ids or chunk < 5
     everything = driver.add("everything", prompt_of(60, 40))
     settle(driver)
     again = driver.add("again", prompt_of(10))  # finds nothing under the old hashes
@@ -1085,10 +1154,11 @@ def test_a_block_that_was_uncached_before_the_next_plan_is_not_reported() -> Non
 def test_cached_blocks_of_an_old_epoch_are_not_reported_in_the_new_one() -> None:
     driver = finished_with_a_cached_block_that_no_plan_lists()
     driver.restart_workers(late_outputs=True)
+    del driver.adversary.steps[:]
     key = driver.add("next", prompt_of(3, 40))
-    driver.plan()
-    assert not driver.adversary.steps[-1].cached
     settle(driver)
+    storable = [blocks for step in driver.adversary.steps for blocks in step.storable]
+    assert {blocks.request_id for blocks in storable} == {"next"}
     driver.check_complete(key)
 
 
@@ -1366,8 +1436,35 @@ def test_a_fork_that_loads_gets_no_blocks_of_a_parent_that_ends() -> None:
     driver.check_complete(fork)
 
 
+def test_a_session_that_is_stopped_with_loaded_blocks_keeps_none_of_them() -> None:
+    """They have the KV of fewer tokens than its row had."""
+    driver = connected(rules={"match": has_stored({"s": 16})}, max_steps_in_flight=1)
+    key = driver.add("s", prompt_of(18), max_tokens=9, resumable=True, keeps_blocks=True)
+    driver.steps(2)
+    driver.ranks.end_load("s")
+    while len(driver.received[key]) < 2:
+        driver.step()
+    request = driver.requests["s"]
+    driver.scheduler._lifecycle.preempt(request, driver.now)
+    driver.scheduler.reset_prefix_cache()
+    driver.plan()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    driver.ranks.end_load("s")
+    assert request.has_new_token
+    assert request.hold is not None
+    driver.stop_found(key, 1)
+    assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert request.hold is None
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.steps(2)
+    driver.ranks.end_load("s")
+    driver.run()
+    driver.check_idle()
+    assert driver.received[key][2:] == expected_output("s", 2)
+
+
 def test_a_connector_knows_no_blocks_of_a_request_with_no_store() -> None:
-    driver = connected(rules={})
+    driver = connected(rules=LOOKS)
     seen: dict[str, int] = {}
 
     def depart(request: RequestView) -> FinishAction:
@@ -1379,6 +1476,6 @@ def test_a_connector_knows_no_blocks_of_a_request_with_no_store() -> None:
         driver.add(name, prompt_of(20), no_store=name == "private", max_tokens=1)
     settle(driver)
     assert seen == {"private": 0, "public": 5}
-    cached = [each for view in driver.connector.steps for each in view.cached]
-    assert {each.request_id for each in cached} == {"public"}
-    assert sum(len(each.block_ids) for each in cached) == 5
+    storable = [each for view in driver.connector.steps for each in view.storable]
+    assert {each.request_id for each in storable} == {"public"}
+    assert sum(len(each.block_ids) for each in storable) == 5

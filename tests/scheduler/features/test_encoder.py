@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import AddRequest, MultimodalFeature
+from longshore.protocol.requests import AddRequest, MultimodalFeature, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.request import Request
@@ -33,7 +33,11 @@ def items_of(*items: tuple[str, int, int]) -> tuple[MultimodalFeature, ...]:
 def request_of(name: str, *items: tuple[str, int, int], row: int = 0) -> Request:
     """A request of 100 tokens with these items, on a row."""
     message = AddRequest(
-        name, 0, int32_array(range(100)), SamplingParams(), multimodal=items_of(*items)
+        name,
+        0,
+        int32_array(range(100)),
+        SamplingParams(),
+        options=RequestOptions(multimodal=items_of(*items)),
     )
     request = Request(message, client_index=0, now=0.0, max_model_len=200, eos_token_ids=())
     request.row = row
@@ -192,7 +196,7 @@ class EncoderMachine(RuleBasedStateMachine):
 
     def release(self, name: str, index: int) -> None:
         """One reference less; an item without references is not encoded."""
-        item_hash = self.requests[name].multimodal[index].hash
+        item_hash = self.requests[name].options.multimodal[index].hash
         holders = self.holders.get(item_hash, set())
         if (name, index) not in holders:
             return
@@ -242,7 +246,7 @@ class EncoderMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(set(self.requests) - set(self.planned))))
         request, computed = self.requests[name], self.computed[name]
         expected = num_tokens
-        for index, item in enumerate(request.multimodal):
+        for index, item in enumerate(request.options.multimodal):
             if item.offset >= computed + num_tokens:
                 break
             if item.offset + item.num_tokens <= computed:
@@ -260,7 +264,7 @@ class EncoderMachine(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject, leaves: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
         self.cache.release(self.requests[name])
-        for index in range(len(self.requests[name].multimodal)):
+        for index in range(len(self.requests[name].options.multimodal)):
             self.release(name, index)
         self.planned.pop(name, None)
         self.computed[name] = 0
@@ -273,15 +277,17 @@ class EncoderMachine(RuleBasedStateMachine):
         encoded = []
         for row, index in inputs:
             (request,) = (each for each in self.requests.values() if each.row == row)
-            assert (request.request_id, index) in self.holders[request.multimodal[index].hash]
-            encoded.append(request.multimodal[index].hash)
+            assert (request.request_id, index) in self.holders[
+                request.options.multimodal[index].hash
+            ]
+            encoded.append(request.options.multimodal[index].hash)
         assert encoded == self.encoding
         assert self.cache.take_freed() == tuple(self.freed)
         self.encoding, self.freed = [], []
         for name, count in self.planned.items():
             self.computed[name] += count
             self.cache.advanced(self.requests[name], self.computed[name])
-            for index, item in enumerate(self.requests[name].multimodal):
+            for index, item in enumerate(self.requests[name].options.multimodal):
                 if item.offset + item.num_tokens > self.computed[name]:
                     break
                 self.release(name, index)
@@ -512,3 +518,12 @@ def test_an_item_outlives_the_chunk_that_ends_with_it_if_there_are_lookahead_slo
     assert cache.reset() is (num_tokens == 9)
     driver.run()
     driver.check_complete(*driver.names)
+
+
+def test_no_step_is_steady_while_a_row_has_not_passed_an_item() -> None:
+    driver = Driver(max_num_encoder_input_tokens=8)
+    driver.add("r", prompt_of(9), multimodal=(MultimodalFeature("image", 2, 4),))
+    (inputs,) = driver.scheduler._hooks.is_eventful
+    assert not inputs.is_eventful()
+    driver.scheduler._encoder.pending["r"] = driver.requests["r"]
+    assert inputs.is_eventful()

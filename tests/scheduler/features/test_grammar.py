@@ -182,6 +182,19 @@ def test_urgent_grammars_are_compiled_before_others_of_their_tenant() -> None:
     assert next(iter(driver.finished)) == urgent
 
 
+def test_without_priorities_grammars_are_compiled_in_the_order_of_their_arrival() -> None:
+    driver, compiler = restricted(set(), policy="fcfs", max_num_seqs=1)
+    for number in range(MAX_COMPILING_PER_TENANT + 1):
+        add(driver, f"r{number}")
+    add(driver, "later", priority=-1)
+    last = f"r{MAX_COMPILING_PER_TENANT}"
+    compiler.ready |= {"r0", last, "later"}
+    driver.step()
+    assert compiler.polled.index(last) < compiler.polled.index("later")
+    compiler.ready.add("all")
+    driver.run()
+
+
 def test_events_per_step_are_bounded_and_the_rest_is_left_for_the_next_step() -> None:
     driver, compiler = restricted(set())
     names = [f"r{number}" for number in range(MAX_EVENTS_PER_STEP + 10)]

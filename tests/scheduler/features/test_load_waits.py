@@ -84,8 +84,8 @@ def test_a_load_that_takes_longer_than_computing_is_not_waited_for() -> None:
 def test_a_load_that_is_slower_than_the_measured_rate_is_not_waited_for() -> None:
     """12 tokens take 3.7 s, and twice as much with the load before it; a step takes a second."""
     driver = connected(min_load_wait_s=0.0)
-    assert driver.scheduler._prefill_rate is not None
-    measure(driver.scheduler._prefill_rate, 13 / 4)
+    assert driver.scheduler._attached.prefill_rate is not None
+    measure(driver.scheduler._attached.prefill_rate, 13 / 4)
     driver.adversary.match = has_leading(12, is_async=True)
     keys = [driver.add(name, prompt_of(13, 30 * n)) for n, name in enumerate("ab", 1)]
     driver.plan()

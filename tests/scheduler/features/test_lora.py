@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import LoRARequest
 from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.queue.policies import FCFSPolicy
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.request import Request
 from tests.harness.driver import Driver
 from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of
+from tests.scheduler.test_request import make_request
 
 
 def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[int, int]:
@@ -19,16 +23,23 @@ def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[
 
 
 def test_an_adapter_has_its_place_until_the_last_of_its_requests_leaves() -> None:
-    positions = LoRASlots(1)
-    positions.acquire("a")
-    positions.acquire("a")
-    positions.acquire(None)
-    assert [positions.has_slot(name) for name in ("a", "b", None)] == [True, False, True]
-    positions.release("a")
-    assert not positions.has_slot("b")
-    positions.release("a")
-    positions.release(None)
-    assert positions.has_slot("b")
+    slots = LoRASlots(1, WaitingRequests(FCFSPolicy()))
+    one, same, other, plain = (
+        make_request(str(index), lora=None if name is None else LoRARequest(name))
+        for index, name in enumerate(("a", "a", "b", None))
+    )
+
+    def waits(request: Request) -> bool:
+        return slots.waits_for(request, 0.0) is not None
+
+    for request in (one, same, plain):
+        slots.admitted(request, 0, 1)
+    assert [waits(request) for request in (one, other, plain)] == [False, True, False]
+    slots.vacated(one, None)
+    assert waits(other)
+    slots.vacated(same, None)
+    slots.vacated(plain, None)
+    assert not waits(other)
 
 
 @pytest.mark.req("FEA-02")

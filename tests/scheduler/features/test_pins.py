@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from longshore.connectors.base import FinishAction, RequestView, SwapSize
+from longshore.connectors.base import (
+    BlockHolds,
+    FinishAction,
+    Match,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+    SwapSize,
+)
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import TransferOperation
 from longshore.scheduler.queue.policies import POLICIES
@@ -201,6 +210,31 @@ def test_abort_reset_disconnection_shutdown_and_a_new_epoch_end_pins() -> None:
         assert pinned(driver) == []
         assert num_held(driver) == 0
         driver.scheduler.check()
+
+
+class HoldsTheEnded(SchedulerConnector):
+    """Holds the blocks of ended requests for ever, as a store of them does for some time."""
+
+    chunk_blocks = 0
+
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        self._holds = holds
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return Matched(0)
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...]
+    ) -> FinishAction:
+        self._holds.hold(block_ids[0].tolist())
+        return FinishAction()
+
+
+def test_blocks_of_a_turn_are_its_own_although_the_connector_holds_them_at_its_end() -> None:
+    driver = continuum(connector=HoldsTheEnded())
+    turn(driver, "job", prompt_of(16))
+    (pin,) = driver.scheduler.pins or ()
+    assert pin.num_own_blocks == 4
 
 
 @pytest.mark.req("CTM-11")

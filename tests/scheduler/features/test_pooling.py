@@ -13,6 +13,7 @@ from longshore.protocol.requests import (
     AddRequest,
     Malformed,
     PoolingParams,
+    RequestOptions,
     read_malformed,
 )
 from longshore.protocol.sampling import SamplingParams
@@ -164,11 +165,13 @@ def test_dimensions_that_no_vector_has_make_the_request_malformed_and_answered(
 ) -> None:
     with pytest.raises(ValueError, match="must lie within"):
         PoolingParams(dimensions=dimensions)
-    good = AddRequest("r", 7, int32_array([1]), SamplingParams(), pooling=PoolingParams())
+    good = AddRequest(
+        "r", 7, int32_array([1]), SamplingParams(), options=RequestOptions(pooling=PoolingParams())
+    )
     encoder: Encoder[ToEngine] = Encoder()
     header, *arrays = encoder.encode(good)
     raw = msgspec.msgpack.decode(header)
-    raw["pooling"] = {"dimensions": dimensions}
+    raw["options"]["pooling"] = {"dimensions": dimensions}
     header = msgspec.msgpack.encode(raw)
     decoder: Decoder[ToEngine] = Decoder(ToEngine)
     with pytest.raises(MalformedMessage, match="must lie within"):

@@ -278,6 +278,24 @@ def test_tokens_on_their_way_are_void_once_the_output_of_a_preempted_session_has
     assert driver.scheduler.make_stats().num_stale_tokens == 1
 
 
+def test_a_session_that_is_stopped_while_it_recomputes_keeps_no_blocks() -> None:
+    """Its row has blocks for tokens that are not computed again yet."""
+    driver = Driver(max_steps_in_flight=1, max_num_scheduled_tokens=8, enable_prefix_caching=False)
+    key = driver.add("s", prompt_of(14), max_tokens=9, resumable=True, keeps_blocks=True)
+    while len(driver.received[key]) < 2:
+        driver.step()
+    request = driver.requests["s"]
+    driver.scheduler._lifecycle.preempt(request, driver.now)
+    driver.plan()
+    assert request.row >= 0
+    driver.stop_found(key, 1)
+    assert request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert request.hold is None
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.run()
+    assert driver.received[key][2:] == expected_output("s", 2)
+
+
 def test_a_stop_string_found_too_late_ends_no_session_that_waits() -> None:
     driver = Driver()
     key = driver.add("s", prompt_of(6), max_tokens=2, resumable=True)

@@ -8,7 +8,9 @@ import pytest
 
 from longshore.connectors.base import SwapSize
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.requests import Tenant
 from longshore.protocol.statistics import TransferOperation
+from longshore.scheduler.features.fair_shares import FairShares
 from longshore.scheduler.features.swap import REST_STEPS
 from tests.harness.driver import Driver
 from tests.harness.shared_drivers import connected
@@ -90,6 +92,20 @@ def test_the_lowest_priority_is_swapped_out() -> None:
     driver.ranks.end_all()
 
 
+def test_a_tenant_does_not_count_the_row_of_a_victim_in_the_step_that_empties_it() -> None:
+    driver = swapping(policy="fair")
+    for name, prompt in (("one", prompt_of(17)), ("two", prompt_of(18, 50))):
+        driver.add(name, prompt, tenant=Tenant(name))
+    until_swapped(driver)
+    (fair,) = (each for each in driver.scheduler._hooks.gate if isinstance(each, FairShares))
+    accounts = fair.shares._accounts
+    victim = driver.adversary.swaps_begun[0].request_id
+    assert {name: each.num_rows for name, each in accounts.items()} == {
+        name: int(name != victim) for name in ("one", "two")
+    }
+    driver.ranks.end_all()
+
+
 def test_a_request_whose_prompt_is_scored_is_not_swapped() -> None:
     """Its KV could not be loaded again, because its prompt must be computed."""
     driver = swapping(max_num_batched_tokens=4, long_prefill_token_threshold=2)
@@ -128,7 +144,7 @@ def test_without_room_the_victim_runs_on_and_is_not_stopped_in_every_step() -> N
 def test_a_request_that_ends_before_it_is_swapped_is_not_a_victim() -> None:
     driver = swapping()
     keys = two_requests(driver)
-    while driver.scheduler._swaps._victim is None:
+    while driver.scheduler._attached.swaps._victim is None:
         driver.step()
     driver.abort(keys[1])
     driver.run()
@@ -186,7 +202,7 @@ def test_auto_swaps_if_the_measured_link_is_faster_than_the_measured_prefill(
     driver.plan()
     driver.now += 1.0
     driver.answer()
-    assert driver.scheduler._swaps.prefill_rate.tokens_per_s == pytest.approx(35)
+    assert driver.scheduler._attached.swaps.prefill_rate.tokens_per_s == pytest.approx(35)
     measured(driver, bandwidth, bandwidth)
     for _ in range(200):
         if driver.step() is None and not driver.unanswered:
@@ -214,7 +230,7 @@ def test_auto_swaps_until_its_rates_are_known() -> None:
 def test_recompute_is_the_default() -> None:
     driver = connected()
     assert driver.config.preemption_mode == "recompute"
-    assert driver.scheduler._swaps is None
+    assert driver.scheduler._attached.swaps is None
 
 
 def test_modes_that_cannot_work_are_rejected_by_name() -> None:

@@ -15,6 +15,7 @@ from longshore.protocol.requests import (
     PoolingParams,
 )
 from longshore.protocol.sampling import RepetitionDetection
+from longshore.protocol.settings import MAX_TIMEOUT_S
 from longshore.protocol.statistics import EngineReport
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
@@ -396,7 +397,7 @@ class World:
             cache=cache,
             grammars=self.compiler,
             rules={"match": has_stored(self.stored)},
-            load_timeout_s=1e9,
+            load_timeout_s=MAX_TIMEOUT_S,
             **engine,
         )
         self.epoch = 1
@@ -408,6 +409,7 @@ class World:
         kind, size = values["kind"], values["size"]
         name = f"{kind}{len(self.names)}"
         fields: dict[str, Any] = {"priority": values["priority"], "job_id": values["job_id"]}
+        fields["is_last_step"] = True
         if values["adapter"]:
             fields["lora"] = LoRARequest(values["adapter"])
         match kind:

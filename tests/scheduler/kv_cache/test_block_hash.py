@@ -18,6 +18,7 @@ from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
     PromptEmbeds,
+    RequestOptions,
 )
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.kv_cache.block_hash import (
@@ -300,7 +301,9 @@ def test_embeddings_are_hashed_with_their_blocks_and_not_with_later_output() -> 
 @pytest.mark.req("HSH-06")
 def test_extra_keys_are_made_once_per_request_and_only_where_there_are_any() -> None:
     def request_of(**fields: Any) -> Request:
-        message = AddRequest("r", 0, np.arange(8, dtype=np.int32), SamplingParams(), **fields)
+        message = AddRequest(
+            "r", 0, np.arange(8, dtype=np.int32), SamplingParams(), RequestOptions(**fields)
+        )
         return Request(message, client_index=0, now=0.0, max_model_len=64, eos_token_ids=())
 
     assert request_of().extra_keys is None

@@ -33,7 +33,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     LongestRequest,
 )
-from longshore.protocol.requests import AddRequest, LoRARequest, MultimodalFeature
+from longshore.protocol.requests import AddRequest, LoRARequest, MultimodalFeature, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.features.metrics import BlockMetrics, SampledBlockMetrics
@@ -71,15 +71,14 @@ def make_manager(
 
 
 def request_of(
-    tokens: Sequence[int], request_id: str = "r", *, skip: bool = False, **fields: Any
+    tokens: Sequence[int], request_id: str = "r", *, skip: bool = False, **options: Any
 ) -> Request:
     message = AddRequest(
         request_id,
         0,
         int32_array(list(tokens)),
         SamplingParams(),
-        skip_reading_prefix_cache=skip,
-        **fields,
+        RequestOptions(skip_reading_prefix_cache=skip, **options),
     )
     return Request(message, client_index=0, now=0.0, max_model_len=128, eos_token_ids=())
 
@@ -332,7 +331,13 @@ def test_a_salt_shares_blocks_only_with_the_same_salt() -> None:
     manager = make_manager()
 
     def salted(salt: str | None) -> Request:
-        message = AddRequest("r", 0, int32_array(range(12)), SamplingParams(), cache_salt=salt)
+        message = AddRequest(
+            "r",
+            0,
+            int32_array(range(12)),
+            SamplingParams(),
+            options=RequestOptions(cache_salt=salt),
+        )
         return Request(message, client_index=0, now=0.0, max_model_len=64, eos_token_ids=())
 
     run(manager, 0, salted("mine"))

@@ -210,7 +210,7 @@ def test_groups_have_their_kind_in_the_words_of_vllm(
 
 def test_hashes_as_integers_are_their_last_eight_bytes() -> None:
     events = [stored(bytes(range(32)), b"\xff" * 32)]
-    (event,) = wire_events(stream_of(hashes="int"), [*events])
+    (event,) = wire_events(stream_of(kv_events_hashes="int"), [*events])
     assert isinstance(event, StoredBlocks)
     assert event.block_hashes == [0x18191A1B1C1D1E1F]
     assert event.parent_block_hash == 2**64 - 1
@@ -220,7 +220,7 @@ def test_hashes_as_integers_are_their_last_eight_bytes() -> None:
 
 
 def test_replay_has_the_latest_batches_up_to_a_number() -> None:
-    stream = stream_of(num_buffered=3)
+    stream = stream_of(kv_events_buffer=3)
     batches = [stream.append([stored(bytes([name]))], 1.0)[0] for name in range(5)]
     assert stream.replay(0) == batches[2:]
     assert stream.replay(3) == batches[3:]
@@ -300,7 +300,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.pool = BlockPool(8, num_groups=2, events=self.log)
         self.tier: set[bytes] = set()
         self.tier_events: list[KVEvent] = []
-        self.stream = stream_of(num_buffered=3)
+        self.stream = stream_of(kv_events_buffer=3)
         self.step = 0
         self.every, self.lossy = Subscriber(self.stream), Subscriber(self.stream)
 
@@ -398,7 +398,7 @@ class PublishingDriver(Driver):
     """Publishes after every plan and answer; the subscriber misses every `every`-th message."""
 
     def __init__(self, *specs: KVCacheSpec, every: int, **options: Any) -> None:
-        self.stream = stream_of(*specs, num_buffered=4)
+        self.stream = stream_of(*specs, kv_events_buffer=4)
         self.subscriber = Subscriber(self.stream)
         self.every = every
         super().__init__(*specs, cache={"enable_kv_cache_events": True}, **options)

@@ -57,6 +57,7 @@ CONFIG = SchedulerProcessConfig(
     clients=Endpoint("ipc://c"),
     hash_seed="00",
     vocab_size=8,
+    rank_timeout_s=60.0,
 )
 ATTENTION = FullAttentionSpec(16, num_kv_heads=1, head_size=4, dtype_bytes=4)
 

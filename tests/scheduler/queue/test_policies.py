@@ -37,7 +37,7 @@ from tests.scheduler.test_request import make_request
 
 
 def turn(name: str, job_id: str | None = None, now: float = 1.0, **fields: Any) -> Request:
-    return make_request(name, job_id=job_id, now=now, **fields)
+    return make_request(name, job_id=job_id, now=now, **{"is_last_step": True} | fields)
 
 
 # Which of the two queues
@@ -199,7 +199,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
     def arrive(self, job: str | None, blocked: bool) -> None:
         self.now += 1.0
         request = turn(f"r{self.now:05}", job, self.now)
-        live_jobs = {each.job_id for each in self.queued + self.running}
+        live_jobs = {each.options.job_id for each in self.queued + self.running}
         if job is not None and job not in live_jobs | self.pinned:
             self.first_arrival.pop(job, None)
         self.first_arrival.setdefault(job or request.request_id, self.now)
@@ -209,7 +209,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
     @rule(jobs=st.sets(st.sampled_from("abc")))
     def pin(self, jobs: set[str]) -> None:
         # A job without live requests that is not pinned any more is removed at once.
-        live_jobs = {each.job_id for each in self.queued + self.running}
+        live_jobs = {each.options.job_id for each in self.queued + self.running}
         for job in self.pinned - jobs - live_jobs:
             self.first_arrival.pop(job, None)
         self.pinned = {job for job in jobs if job in self.first_arrival}
@@ -234,7 +234,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def preempt(self) -> None:
-        unpinned = [each for each in self.running if each.job_id not in self.pinned]
+        unpinned = [each for each in self.running if each.options.job_id not in self.pinned]
         victim = self.running.pop(self.policy.pick_victim(self.running))
         assert victim is (unpinned[-1] if unpinned else victim)
         self.waiting.put_back(victim)
@@ -260,7 +260,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
 
     def in_order(self) -> list[Request]:
         def position(request: Request) -> tuple[bool, float, float]:
-            job = request.job_id or request.request_id
+            job = request.options.job_id or request.request_id
             return job not in self.pinned, self.first_arrival[job], request.arrival_time
 
         return sorted(self.queued, key=position)

@@ -21,7 +21,7 @@ Queue = RequestQueue[Request]
 
 
 def by_priority_and_arrival(request: PolicyRequest) -> Order:
-    return request.priority, request.arrival_time
+    return request.options.priority, request.arrival_time
 
 
 def priority_queue() -> Queue:
@@ -62,7 +62,7 @@ def test_priority_queue_behaves_like_a_sorted_list(steps: list[tuple[str, int, i
         priority_queue(),
         steps,
         keep_order=lambda requests: sorted(
-            requests, key=lambda each: (each.priority, each.arrival_time, each.request_id)
+            requests, key=lambda each: (each.options.priority, each.arrival_time, each.request_id)
         ),
     )
 
@@ -162,7 +162,7 @@ def test_removal_from_anywhere_keeps_the_heap_in_order(removed: int) -> None:
     for request in requests.values():
         queue.add(request)
     queue.remove(requests.pop(removed))
-    popped = [queue.pop().priority for _ in range(5)]
+    popped = [queue.pop().options.priority for _ in range(5)]
     assert popped == sorted(requests)
 
 
@@ -187,7 +187,7 @@ def test_order_is_asked_once_per_request() -> None:
 
     def order(request: PolicyRequest) -> Order:
         asked.append(request.request_id)
-        return request.priority
+        return request.options.priority
 
     queue: Queue = PriorityQueue(order)
     requests = numbered(20)

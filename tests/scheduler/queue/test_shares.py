@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from longshore.protocol.requests import Tenant
+from longshore.protocol.requests import RequestOptions, Tenant
 from longshore.scheduler.queue.policies import FairPolicy, FairQueue
 from longshore.scheduler.queue.shares import QUANTUM, RESERVED, Shares
 from tests.scheduler.test_request import make_request
@@ -22,6 +22,10 @@ class Job:
     num_tokens: int = 64
     row: int = 0
     num_computed: int = 0
+
+    @property
+    def options(self) -> RequestOptions:
+        return RequestOptions(tenant=self.tenant)
 
 
 class Engine:

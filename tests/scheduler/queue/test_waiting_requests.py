@@ -344,3 +344,25 @@ def test_of_those_that_wait_for_other_loads_a_step_tries_the_first(name: str) ->
     waiting.unpark_load()
     assert take(waiting) is requests[3]
     assert len(waiting) == 0
+
+
+def test_when_loads_become_full_no_second_delayed_load_is_tried() -> None:
+    waiting = WaitingRequests(FCFSPolicy())
+    first, between, second = (make_request(f"r{index}", now=float(index)) for index in range(3))
+    for request in (first, between, second):
+        waiting.add(request)
+    for request in (first, between, second):
+        assert waiting.peek() is request
+        if request is between:
+            waiting.set_aside()
+        else:
+            waiting.delay_load()
+    waiting.end_step()
+    waiting.begin_step()
+    assert waiting.peek() is first
+    waiting.park_head(SharedEvent.CONNECTOR)  # it does not know yet, so the second may be tried
+    assert waiting.peek() is between
+    waiting.delay_load()
+    assert waiting.peek() is None
+    waiting.begin_step()
+    assert waiting.peek() is between

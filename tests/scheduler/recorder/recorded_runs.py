@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from longshore.scheduler.process import record_files
 from longshore.scheduler.recorder import recorder as recorder_module
-from longshore.scheduler.recorder import segments
 from longshore.scheduler.recorder.recorder import RecordedScheduler, Recorder
 from tests.harness import engine
 from tests.harness.driver import Driver
@@ -24,7 +24,7 @@ UNLIMITED = 1 << 40
 def begin_files_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file, with a snapshot, after 2 kB, and no file is removed."""
     monkeypatch.setattr(recorder_module, "CHUNK_BYTES", 2000)
-    monkeypatch.setattr(segments, "NUM_SEGMENTS", UNLIMITED)
+    monkeypatch.setattr(record_files, "NUM_SEGMENTS", UNLIMITED)
 
 
 def record_workload(

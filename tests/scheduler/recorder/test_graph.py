@@ -94,7 +94,7 @@ def test_what_is_not_state_of_a_scheduler_cannot_be_encoded(value: object) -> No
         "subprocess:Popen",
         "longshore.scheduler.queue.outside_policies:load_policy",
         "longshore.scheduler.process.startup:serve",
-        "longshore.scheduler.kv_events.publisher:EventPublisher",
+        "longshore.scheduler.process.kv_event_publisher:EventPublisher",
         "longshore.protocol.arrays:np",
         "longshore.protocol.arrays:int32_array",
     ],

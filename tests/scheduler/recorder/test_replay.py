@@ -11,22 +11,27 @@ from typing import Any
 import msgspec
 import pytest
 
+import longshore
+from longshore.connectors.base import SchedulerConnector
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.scheduler.features.metrics import SampledBlockMetrics
 from longshore.scheduler.inspect.trace import SchedulerTrace
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.process import record_files
 from longshore.scheduler.queue.policies import OrderedPolicy, PolicyRequest
-from longshore.scheduler.recorder import entries, segments
+from longshore.scheduler.recorder import entries
 from longshore.scheduler.recorder import recorder as recorder_module
 from longshore.scheduler.recorder.entries import Added, RecordError, Segment, segment_files
 from longshore.scheduler.recorder.explain import Explainer
 from longshore.scheduler.recorder.graph import GraphError, decode_graph, encode_graph
 from longshore.scheduler.recorder.recorder import Recorder
 from longshore.scheduler.recorder.replay import Replay, Result
-from longshore.scheduler.recorder.surroundings import Player
+from longshore.scheduler.recorder.structure import structure_digest, structure_of
+from longshore.scheduler.recorder.surroundings import CONNECTOR_VALUES, Player
 from longshore.scheduler.step.planner import StepPlanner
 from tests.harness.connector import AdversarialConnector
 from tests.harness.driver import Driver
@@ -78,6 +83,7 @@ def run_requests(driver: Driver, num_requests: int = 12) -> None:
     driver.run()
 
 
+@pytest.mark.timeout(1800)  # with --long, 50 times as many workloads
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_the_replay_of_random_workloads_repeats_every_plan(
     shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_run: bool
@@ -128,6 +134,17 @@ def test_swaps_loads_and_stores_of_a_connector_are_replayed(tmp_path: Path) -> N
     assert driver.connector.swaps_begun
     recorder.close()
     assert check_equal(tmp_path / "record").num_plans > 50
+
+
+def test_every_attribute_of_a_connector_that_the_scheduler_reads_is_recorded() -> None:
+    attributes = {
+        name
+        for name, value in vars(SchedulerConnector).items()
+        if not (name.startswith("_") or callable(value) or isinstance(value, property))
+    } - {"check_options"}
+    read_before = {"is_combinable", "has_verify_kv", "uses_shared_memory", "worker_half"}
+    read_before |= {"opens_nothing"}
+    assert set(CONNECTOR_VALUES) == attributes - read_before
 
 
 def test_pins_are_replayed_with_the_names_of_tools_and_a_trace_asks_nothing(
@@ -228,6 +245,47 @@ def test_a_damaged_record_is_an_error_that_says_so(
     words = {"magic": "is not a record", "version": "Replay it with the version"}
     with pytest.raises(RecordError, match=words.get(part, "damaged|ends before")):
         Replay(tmp_path / "record").run()
+
+
+def test_a_record_in_the_format_before_is_rejected_with_the_versions(tmp_path: Path) -> None:
+    """Format 2 said nothing of the structure, and its other fields were the same."""
+    header = {
+        "run": "6f",
+        "first_entry": 0,
+        "policy": "fcfs",
+        "is_outside": False,
+        "format_version": 2,
+        "protocol_version": PROTOCOL_VERSION,
+        "version": longshore.__version__,
+    }
+    encoded = msgspec.msgpack.encode(header)
+    path = tmp_path / "record"
+    path.write_bytes(entries.MAGIC + entries.frame(encoded) + encoded)
+    with pytest.raises(RecordError, match=r"record format 2,.* Replay it with the version that"):
+        Replay(path).run()
+
+
+def test_a_record_of_a_state_with_other_attributes_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(recorder_module, "structure_digest", lambda: "5" * 16)
+        driver, recorder = recorded_driver(tmp_path / "record")
+        run_requests(driver, 3)
+        recorder.close()
+    with pytest.raises(RecordError, match=r"structure of the state 5{16}\); this is Longshore"):
+        Replay(tmp_path / "record").run()
+
+
+def test_the_structure_is_that_of_the_attributes_whatever_the_code_does() -> None:
+    source = "class Queue:\n    size: int\n    def __init__(self):\n        self.head = 0\n"
+    structure = structure_of(source)
+    assert structure == "Queue: head, size: int\n"
+    assert structure_of(source + "        print(self.head)\n") == structure
+    assert structure_of(source + "    def pop(self):\n        self.tail = 1\n") != structure
+    assert structure_of(source.replace("int", "float")) != structure
+    assert structure_of(source.replace("Queue", "Deque")) != structure
+    assert len(structure_digest()) == 16
 
 
 def test_a_record_of_nothing_is_an_error(tmp_path: Path) -> None:
@@ -437,7 +495,7 @@ def test_the_former_file_continues_if_a_snapshot_cannot_be_written(
     recorder.flush(waits=True)
     num_descriptors = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fork", fail) if forks else patch.setattr(segments, "_write", fail)
+        patch.setattr(os, "fork", fail) if forks else patch.setattr(record_files, "_write", fail)
         recorder.begin_file()
     assert "Cannot allocate memory" in caplog.text
     assert len(os.listdir("/proc/self/fd")) == num_descriptors
@@ -471,15 +529,15 @@ def test_a_slow_disk_leaves_a_gap_which_the_replay_names(
     recorder.flush(waits=True)
     num_before = len(driver.plans)
     is_ready = threading.Event()
-    write = segments._write
+    write = record_files._write
 
     def wait_and_write(descriptor: int, data: bytes) -> None:
         is_ready.wait(30)
         write(descriptor, data)
 
-    monkeypatch.setattr(segments, "MAX_WAITING", 2)
+    monkeypatch.setattr(record_files, "MAX_WAITING", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "_write", wait_and_write)
+        patch.setattr(record_files, "_write", wait_and_write)
         while "too slow" not in caplog.text:
             driver.add(f"s{len(driver.plans)}", prompt_of(6), max_tokens=3)
             driver.run()
@@ -487,7 +545,7 @@ def test_a_slow_disk_leaves_a_gap_which_the_replay_names(
         is_ready.set()
         recorder.flush(waits=True)
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "_write", fail)
+        patch.setattr(record_files, "_write", fail)
         recorder.begin_file()
     driver.add("lost", prompt_of(7))
     driver.run()
@@ -533,7 +591,7 @@ def test_params_that_a_connector_changes_are_recorded_as_they_came(
     recorder.close()
     (file,) = segment_files(tmp_path / "record")
     (entry,) = (each for each in Segment(file).entries() if isinstance(each, Added))
-    assert entry.message.kv_transfer_params == {"remote": True}
+    assert entry.message.options.kv_transfer_params == {"remote": True}
 
 
 def test_a_replay_says_that_masks_are_not_in_the_record(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from longshore.protocol.arrays import int32_array
@@ -119,7 +118,7 @@ def test_a_token_sampled_before_the_preemption_is_delivered_and_not_sampled_agai
 def test_a_preempted_request_is_not_admitted_before_its_last_token_has_come() -> None:
     driver = pressed(enable_prefix_caching=False)
     # Two steps in flight fill up before this can matter; the rule must not depend on that.
-    msgspec.structs.force_setattr(driver.config, "max_steps_in_flight", 4)
+    object.__setattr__(driver.config, "max_steps_in_flight", 4)
     old = driver.add("old", prompt_of(15, 0), max_tokens=10)
     young = driver.add("young", prompt_of(15, 40), max_tokens=10)
     for _ in range(3):

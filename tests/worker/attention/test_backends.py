@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longshore.worker.attention import segments, torch_backend
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.backend import AttentionBackend, AttentionInputs
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.segments import capped_segments, decode_segments, length_classes
@@ -119,10 +119,12 @@ class PagedSequences:
         for layer in range(NUM_LAYERS):
             out = step.forward(
                 layer,
-                torch.cat([self.q[row][span] for row, span in spans]),
-                torch.cat([self.kv[row][layer, 0, span] for row, span in spans]),
-                torch.cat([self.kv[row][layer, 1, span] for row, span in spans]),
-                sinks=self.sinks,
+                AttentionInputs(
+                    torch.cat([self.q[row][span] for row, span in spans]),
+                    torch.cat([self.kv[row][layer, 0, span] for row, span in spans]),
+                    torch.cat([self.kv[row][layer, 1, span] for row, span in spans]),
+                    sinks=self.sinks,
+                ),
             )
             wanted = torch.cat([self.reference(layer, row, span) for row, span in spans])
             torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
@@ -227,7 +229,7 @@ def test_entries_beyond_a_sequence_are_not_read(make: MakeBackend) -> None:
     step = sequences.attention.begin_step(
         type(whole)(**(vars(whole) | {"decode_segments": [padded]}))
     )
-    out = step.forward(0, sequences.q[1][3:], *sequences.kv[1][0, :, 3:])
+    out = step.forward(0, AttentionInputs(sequences.q[1][3:], *sequences.kv[1][0, :, 3:]))
     wanted = sequences.reference(0, 1, slice(3, 4)).float()
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-5)
 
@@ -259,7 +261,7 @@ def test_torch_does_the_same_for_a_window_or_chunk_however_long_the_context(
         batch = make_batch(np.array(counts), np.array(counts) + context, 16)
         with Operations() as operations:
             step = TorchAttention(cache, kind).begin_step(metadata(batch, table, 16))
-            step.forward(0, heads, heads, heads)
+            step.forward(0, AttentionInputs(heads, heads, heads))
         traces.append(operations.seen)
     assert traces[0] == traces[1]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.attention import context_parallel
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.context_parallel import (
     KeptContext,
     KeptKeysAndValues,
@@ -27,7 +28,11 @@ from longshore.worker.attention.context_parallel import (
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.kept_attention import KeptAttention
 from longshore.worker.attention.kind import CachedLayer, PagedAttentionKind
-from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
+from longshore.worker.attention.latent_backend import (
+    LatentAttentionKind,
+    LatentInputs,
+    LatentProjections,
+)
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.context_share import ContextShare
@@ -140,10 +145,12 @@ class AttentionSequences(SharedSequences):
             return [
                 step.forward(
                     layer,
-                    torch.cat([self.q[row][span, place.shard] for row, span in spans]),
-                    torch.cat([self.kv[row][layer, 0, span] for row, span in spans]),
-                    torch.cat([self.kv[row][layer, 1, span] for row, span in spans]),
-                    sinks=None if self.sinks is None else self.sinks[place.shard],
+                    AttentionInputs(
+                        torch.cat([self.q[row][span, place.shard] for row, span in spans]),
+                        torch.cat([self.kv[row][layer, 0, span] for row, span in spans]),
+                        torch.cat([self.kv[row][layer, 1, span] for row, span in spans]),
+                        sinks=None if self.sinks is None else self.sinks[place.shard],
+                    ),
                 )
                 for layer in range(NUM_LAYERS)
             ]
@@ -191,10 +198,10 @@ class LatentSequences(SharedSequences):
             return [
                 step.forward(
                     layer,
-                    *q.split((LATENT.nope_dim, LATENT.rope_dim), dim=-1),
-                    torch.cat([self.vectors[row][layer, span] for row, span in spans]),
-                    projections=LatentProjections(
-                        self.to_keys[layer, rank], self.to_values[layer, rank]
+                    LatentInputs(
+                        *q.split((LATENT.nope_dim, LATENT.rope_dim), dim=-1),
+                        torch.cat([self.vectors[row][layer, span] for row, span in spans]),
+                        LatentProjections(self.to_keys[layer, rank], self.to_values[layer, rank]),
                     ),
                 )
                 for layer in range(NUM_LAYERS)
@@ -308,7 +315,8 @@ def test_the_host_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     backend = shared_backend(PagedAttentionKind(num_heads=HEADS), cache, Echo(context_share=share))
     step = backend.begin_step(replace(on_host, **tensors))
     q = torch.empty(counts.sum(), HEADS, HEAD_DIM, device="meta")
-    assert step.forward(0, q, q[:, :1], q[:, :1]).shape == (counts.sum(), HEADS * HEAD_DIM)
+    out = step.forward(0, AttentionInputs(q, q[:, :1], q[:, :1]))
+    assert out.shape == (counts.sum(), HEADS * HEAD_DIM)
 
 
 class Ones:

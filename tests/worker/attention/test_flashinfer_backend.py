@@ -19,6 +19,7 @@ from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.attention.triton_backend import TritonAttention
 from longshore.worker.kernels import prefill_attention
+from longshore.worker.kernels.scoring import Scoring
 from longshore.worker.kv_cache.buffer import PagedKV
 from longshore.worker.kv_cache.fp8 import KVScales
 from tests.worker.attention.test_backends import PagedSequences
@@ -69,11 +70,8 @@ class FakeWrapper:
         self._shape = (int(qo_indptr[-1]), num_qo_heads, head_dim_qk)
         self._page = (num_kv_heads, page_size, head_dim_qk)
         self._dtypes = (q_data_type, kv_data_type)
-        self._settings: dict[str, Any] = {
-            "reach": Reach(window=None if window_left < 0 else window_left + 1),
-            "softcap": logits_soft_cap,
-        }
-        self._scale = sm_scale
+        reach = Reach(window=None if window_left < 0 else window_left + 1)
+        self._scoring = Scoring(sm_scale, reach, logits_soft_cap)
 
     def run(
         self,
@@ -97,9 +95,7 @@ class FakeWrapper:
             values,
             self._table,
             self._chunks,
-            scale=self._scale * k_scale,
-            value_scale=v_scale,
-            **self._settings,
+            self._scoring._replace(key_scale=k_scale, value_scale=v_scale),
         )
         return out * (1 + self.error)
 

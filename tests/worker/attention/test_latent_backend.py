@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.attention import latent_backend
-from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
+from longshore.worker.attention.latent_backend import (
+    LatentAttentionKind,
+    LatentInputs,
+    LatentProjections,
+)
 from longshore.worker.kv_cache.buffer import PagedLatents
 from longshore.worker.step.step_batch import (
     StepBatch,
@@ -96,10 +100,12 @@ class PagedSequences:
         return [
             step.forward(
                 layer,
-                q_nope,
-                q_rope,
-                torch.cat([self.vectors[row][layer, span] for row, span in spans(batch)]),
-                projections=LatentProjections(self.to_keys[layer], self.to_values[layer]),
+                LatentInputs(
+                    q_nope,
+                    q_rope,
+                    torch.cat([self.vectors[row][layer, span] for row, span in spans(batch)]),
+                    LatentProjections(self.to_keys[layer], self.to_values[layer]),
+                ),
             )
             for layer in range(NUM_LAYERS)
         ]

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longshore.worker.attention import state_backend
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
-from longshore.worker.attention.state_backend import PIECE_TOKENS, MambaKind
+from longshore.worker.attention.state_backend import PIECE_TOKENS, MambaKind, StateInputs
+from longshore.worker.kernels.state_step import StateWeights
 from longshore.worker.kv_cache.buffer import PagedStates
 from tests.worker.kernels.variants import TRITON, using
 
@@ -53,13 +54,13 @@ class Layer:
     def __init__(self, kind: MambaKind, seed: int, *, conv_bias: bool = True) -> None:
         self.kind = kind
         self.generator = torch.Generator().manual_seed(seed)
-        self.weights = {
-            "conv_weight": self.normal(kind.conv_width, num_channels(kind)),
-            "conv_bias": self.normal(num_channels(kind)) if conv_bias else None,
-            "decay": -self.normal(kind.num_heads).exp(),
-            "skip": self.normal(kind.num_heads),
-            "dt_bias": self.normal(kind.num_heads),
-        }
+        self.weights = StateWeights(
+            conv_weight=self.normal(kind.conv_width, num_channels(kind)),
+            conv_bias=self.normal(num_channels(kind)) if conv_bias else None,
+            decay=-self.normal(kind.num_heads).exp(),
+            skip=self.normal(kind.num_heads),
+            dt_bias=self.normal(kind.num_heads),
+        )
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -73,25 +74,25 @@ class Layer:
     def recurrence(self, inputs: Tensor, dt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One sequence from its first token: (outputs, state, kept inputs), float64."""
         kind = self.kind
-        weights = {k: None if w is None else w.double() for k, w in self.weights.items()}
-        inputs, dt = inputs.double(), F.softplus(dt.double() + weights["dt_bias"])
+        weights = StateWeights(*(None if w is None else w.double() for w in self.weights))
+        inputs, dt = inputs.double(), F.softplus(dt.double() + weights.dt_bias)
         padded = F.pad(inputs, (0, 0, kind.conv_width - 1, 0))
         state = torch.zeros(kind.num_heads, kind.head_dim, kind.state_size, dtype=torch.float64)
         outputs = []
         for token in range(len(inputs)):
             seen = padded[token : token + kind.conv_width]
-            convolved = (seen * weights["conv_weight"]).sum(0)
-            if weights["conv_bias"] is not None:
-                convolved += weights["conv_bias"]
+            convolved = (seen * weights.conv_weight).sum(0)
+            if weights.conv_bias is not None:
+                convolved += weights.conv_bias
             x, b, c = F.silu(convolved).split(
                 [kind.width, *[kind.num_groups * kind.state_size] * 2]
             )
             x = x.view(kind.num_heads, kind.head_dim)
             repeats = kind.num_heads // kind.num_groups
             b, c = (maps.view(kind.num_groups, -1).repeat_interleave(repeats, 0) for maps in (b, c))
-            state = state * (dt[token] * weights["decay"]).exp()[:, None, None]
+            state = state * (dt[token] * weights.decay).exp()[:, None, None]
             state = state + torch.einsum("h,hp,hn->hpn", dt[token], x, b)
-            y = torch.einsum("hpn,hn->hp", state, c) + weights["skip"][:, None] * x
+            y = torch.einsum("hpn,hn->hp", state, c) + weights.skip[:, None] * x
             outputs.append(y.flatten())
         return torch.stack(outputs), state, padded[len(inputs) :]
 
@@ -137,7 +138,7 @@ class Serving:
             )
         )
         outputs = [
-            step.forward(layer, inputs * scale, dt, **self.layer.weights)
+            step.forward(layer, StateInputs(inputs * scale, dt, self.layer.weights))
             for layer, scale in enumerate(SCALES)
         ]
         counts = [scheduled[row] for row in rows]
@@ -298,7 +299,7 @@ def test_a_nan_in_one_sequence_does_not_reach_others(variant: str) -> None:
 def test_strong_decay_after_weak_loses_no_precision() -> None:
     """Sums of logarithms over a piece are large, but those of a single token are tiny."""
     layer = Layer(KIND, seed=8)
-    layer.weights["decay"] = torch.full((KIND.num_heads,), -16.0)
+    layer.weights = layer.weights._replace(decay=torch.full((KIND.num_heads,), -16.0))
     serving = Serving(layer, [128])
     serving.sequences[0][1][:] = 5.0
     serving.sequences[0][1][40:64] = -9.0

@@ -1,18 +1,26 @@
 """Compiles the launches of Triton operators for a GPU that is not there, and runs none of them.
 
-    python -m tests.worker.kernels.compiled
+    python -m tests.worker.kernels.compiled [--write | KERNEL ...]
 
 The interpreter accepts kernels that the compiler rejects. Prints what each launch takes of a
 multiprocessor: registers of a thread, its stack, and shared memory. Needs a process without
 TRITON_INTERPRET.
+
+Compiling takes minutes, so compiled.json has what was printed, and a digest of everything that it
+depends on. --write writes it, after all launches have been compiled and checked.
 """
 
+import argparse
+import hashlib
+import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from longshore.worker.kernels import gpu
 from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.carry_state import carry_state
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
@@ -54,6 +63,9 @@ MAX_STACK_BYTES: Final = 64
 """Of a thread. Registers that do not suffice are kept in its stack; these are few, of which a loop
 reads at most two."""
 
+RECORD: Final = Path(__file__).with_suffix(".json")
+KERNELS: Final = Path(gpu.__file__).parent
+
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,6 +95,14 @@ class Launch(NamedTuple):
     def __str__(self) -> str:
         used = f"{self.registers} registers, {self.stack_bytes} B stack"
         return f"{self.name} {self.sizes}: {used}, {self.shared_bytes} B shared"
+
+
+def digest_of_inputs() -> str:
+    """Of all that the launches are compiled from and with."""
+    found = hashlib.sha256(f"triton {version('triton')}".encode())
+    for path in [Path(__file__), *sorted(KERNELS.glob("*.py"))]:
+        found.update(path.name.encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
 
 
 @contextmanager
@@ -369,30 +389,24 @@ def compile_one_row() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="*", help="compile only these")
+    parser.add_argument("--write", action="store_true", help="write compiled.json")
+    options = parser.parse_args()
     assert not triton.knobs.runtime.interpret
+    compilers = {
+        name.removeprefix("compile_"): function
+        for name, function in globals().items()
+        if name.startswith("compile_")
+    }
     with compiling() as launches:
-        compile_rms_norm()
-        compile_layer_norm()
-        compile_embedding()
-        compile_wide_norm()
-        compile_gate()
-        compile_logits()
-        compile_argmax()
-        compile_latents()
-        compile_route()
-        compile_experts()
-        compile_attention()
-        compile_write_kv()
-        compile_heads_of_any_size()
-        compile_state_step()
-        compile_carry_state()
-        compile_gated_norm()
-        compile_draw_tokens()
-        compile_extras()
-        compile_copies()
-        compile_one_row()
+        for kernel in options.kernels or compilers:
+            compilers[kernel]()
     check_attention(launches)
     print(*sorted(launches), sep="\n")
+    if options.write and not options.kernels:
+        record = {"inputs": digest_of_inputs(), "launches": sorted(launches)}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def check_attention(launches: dict[str, Launch]) -> None:

@@ -21,6 +21,7 @@ from longshore.worker.kernels.cascade_attention import (
 from longshore.worker.kernels.decode_attention import decode_attention, num_splits
 from longshore.worker.kernels.prefill_attention import prefill_attention
 from longshore.worker.kernels.rotary import Rotation, rotary_
+from longshore.worker.kernels.scoring import Scoring
 from longshore.worker.kernels.write_kv import reference as write_in_torch
 from longshore.worker.kernels.write_kv import write_kv
 from longshore.worker.kv_cache.fp8 import FP8, KVScales
@@ -87,12 +88,8 @@ class Paged:
         self.max_tokens = MAX_BLOCKS * cell.block_size
         self.cell = cell
         self.reach = Reach(window=cell.window, chunk=cell.chunk)
-        self.settings: dict[str, Any] = {
-            "scale": cell.head_dim**-0.5,
-            "reach": self.reach,
-            "softcap": cell.softcap,
-            "sinks": self.draw(cell.num_heads).float() if cell.has_sinks else None,
-        }
+        sinks = self.draw(cell.num_heads).float() if cell.has_sinks else None
+        self.scoring = Scoring(cell.head_dim**-0.5, self.reach, cell.softcap, sinks)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.cell.dtype)
@@ -126,17 +123,17 @@ def test_decodes_equal_attention_in_float64(cell: Cell, splits: int) -> None:
     spans = [(row, max(n - 1, 0), n) for row, n in zip(rows.tolist(), lens.tolist(), strict=True)]
     table = paged.with_nobodys_blocks(spans)
     wide = q.double(), paged.keys.double(), paged.values.double()
-    expected = decode_attention(*wide, table, rows, lens, **paged.settings)
+    expected = decode_attention(*wide, table, rows, lens, paged.scoring)
     assert not expected[0][0].any()
     with in_triton():
         got = decode_attention(
-            q, paged.keys, paged.values, table, rows, lens, num_splits=splits, **paged.settings
+            q, paged.keys, paged.values, table, rows, lens, paged.scoring, num_splits=splits
         )
     paged.check(got, expected)
 
 
 @every_cell
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_chunks_equal_attention_in_float64(cell: Cell, seed: int) -> None:
     paged = Paged(cell, seed)
     chunks, first = [], 0
@@ -150,10 +147,10 @@ def test_chunks_equal_attention_in_float64(cell: Cell, seed: int) -> None:
     most = max(count for _, _, count, _ in chunks)
     wide = q.double(), paged.keys.double(), paged.values.double()
     packed = torch.tensor(chunks)
-    expected = prefill_attention(*wide, table, packed, max_tokens=most, **paged.settings)
+    expected = prefill_attention(*wide, table, packed, paged.scoring, max_tokens=most)
     with in_triton():
         got = prefill_attention(
-            q, paged.keys, paged.values, table, packed, max_tokens=most, **paged.settings
+            q, paged.keys, paged.values, table, packed, paged.scoring, max_tokens=most
         )
     paged.check(got, expected)
 
@@ -268,9 +265,8 @@ def test_shared_blocks_are_read_from_the_first_sequence(cell: Cell, num_shared: 
     table[:, :num_shared] = table[1, :num_shared]
     q = paged.draw(4, cell.num_heads, cell.head_dim)
     wide = q.double(), paged.keys.double(), paged.values.double()
-    expected = decode_attention(*wide, table, rows, lens, **paged.settings)
+    expected = decode_attention(*wide, table, rows, lens, paged.scoring)
     table[rows[1:], :num_shared] = NUM_BLOCKS - 1
-    settings = {name: value for name, value in paged.settings.items() if name != "reach"}
     with in_triton():
         got = cascade_attention(
             q,
@@ -280,9 +276,9 @@ def test_shared_blocks_are_read_from_the_first_sequence(cell: Cell, num_shared: 
             rows,
             lens,
             torch.tensor([shared]),
+            paged.scoring,
             num_splits=2,
             num_shared_splits=3,
-            **settings,
         )
     assert got[0].isfinite().all()
     paged.check((got[0][:3], got[1][:3]), (expected[0][:3], expected[1][:3]))

@@ -1,6 +1,7 @@
 """Loading and selecting the compiled kernels."""
 
 import logging
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from longshore.worker.kernels.native import (
     select,
 )
 from longshore.worker.worker import Worker
+from tests.conftest import ROOT
 from tests.models import make_tiny_llama
 from tests.worker.kernels.variants import NATIVE, native_only, using
 
@@ -105,3 +107,16 @@ def test_small_work_stays_on_one_thread() -> None:
         assert num_threads(0) == 1
         assert num_threads(1 << 16) == 2
         assert num_threads(1 << 30) == 3
+
+
+@pytest.mark.long
+@pytest.mark.services
+def test_the_library_compiles_for_arm64(tmp_path: Path) -> None:
+    """Without the x86 variants: only the generic one, with the vectors of that processor."""
+    source = ROOT / "worker" / "kernels" / "native" / "library.cpp"
+    flags = ["-std=gnu++17", "-O3", "-fopenmp", "-fno-exceptions", "-Wno-psabi", "-fPIC", "-shared"]
+    library = tmp_path / "native.so"
+    command = ["aarch64-linux-gnu-g++", "-Wall", "-Werror", *flags, source, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int.from_bytes(library.read_bytes()[18:20], "little") == 183  # EM_AARCH64

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.kernels.native import Native
 from longshore.worker.kernels.paged_attention import MAX_HEAD_DIM, PagedAttention, supports
@@ -123,7 +124,8 @@ class Step:
             torch.cat([vectors[row][-self.sequences[row][1] :] for row in rows])
             for vectors in (self.k, self.v)
         )
-        out = step.forward(LAYER, torch.cat([self.q[row] for row in rows]), k, v, sinks=self.sinks)
+        q = torch.cat([self.q[row] for row in rows])
+        out = step.forward(LAYER, AttentionInputs(q, k, v, sinks=self.sinks))
         return list(out.view(-1, self.num_heads, head_dim).split(counts))
 
     def expected(self, row: int) -> Tensor:

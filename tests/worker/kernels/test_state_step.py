@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.operators import num_launches
-from longshore.worker.kernels.state_step import reference, state_step
+from longshore.worker.kernels.state_step import StateWeights, reference, state_step
 from tests.worker.kernels.variants import in_triton
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
@@ -50,13 +50,13 @@ def arguments(shape: Shape, lens: list[int], dtype: torch.dtype, *, has_bias: bo
             states[read] = normal(*sizes)
             kept[read] = normal(*kept.shape[1:]).to(dtype)
     rows = torch.randperm(n, generator=generator)
-    weights = {
-        "conv_weight": normal(shape.conv_width, channels),
-        "conv_bias": normal(channels) if has_bias else None,
-        "decay": -normal(shape.num_heads).exp(),
-        "skip": normal(shape.num_heads),
-        "dt_bias": 8 * normal(shape.num_heads),
-    }
+    weights = StateWeights(
+        conv_weight=normal(shape.conv_width, channels),
+        conv_bias=normal(channels) if has_bias else None,
+        decay=-normal(shape.num_heads).exp(),
+        skip=normal(shape.num_heads),
+        dt_bias=8 * normal(shape.num_heads),
+    )
     inputs = normal(n, channels + 3).to(dtype)[:, :channels]
     dt = normal(n, shape.num_heads + 1).to(dtype)[:, 1:]
     places = (table, rows, torch.tensor(lens, dtype=torch.int64)[rows])
@@ -67,10 +67,10 @@ def check(shape: Shape, lens: list[int], dtype: torch.dtype, *, has_bias: bool =
     (inputs, dt, states, kept, *places), weights = arguments(shape, lens, dtype, has_bias=has_bias)
     exact_states, exact_kept = states.double(), kept.clone()
     settings = {"num_groups": shape.num_groups, "block_size": BLOCK_SIZE}
-    exact = {name: None if each is None else each.double() for name, each in weights.items()}
-    wanted = reference(inputs, dt, exact_states, exact_kept, *places, **exact, **settings)
+    exact = StateWeights(*(None if each is None else each.double() for each in weights))
+    wanted = reference(inputs, dt, exact_states, exact_kept, *places, exact, **settings)
     with in_triton():
-        got = state_step(inputs, dt, states, kept, *places, **weights, **settings)
+        got = state_step(inputs, dt, states, kept, *places, weights, **settings)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
     assert torch.equal(kept.isnan(), exact_kept.isnan())
@@ -101,7 +101,7 @@ def test_a_step_without_sequences_launches_nothing() -> None:
         Shape(), [], torch.float32, has_bias=True
     )
     with in_triton():
-        out = state_step(inputs, dt, states, kept, *places, **weights, num_groups=2, block_size=4)
+        out = state_step(inputs, dt, states, kept, *places, weights, num_groups=2, block_size=4)
     assert out.shape == (0, 6 * 17)
 
 

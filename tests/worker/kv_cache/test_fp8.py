@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longshore.worker.attention.backend import AttentionInputs
 from longshore.worker.kernels.native import Native
 from longshore.worker.kernels.paged_attention import PagedAttention
 from longshore.worker.kv_cache.fp8 import (
@@ -51,7 +52,7 @@ def written(kernels: Native, vectors: Tensor, scale: float) -> tuple[Tensor, Ten
     table = torch.arange(1, num_tokens // 4 + 2, dtype=torch.int32)[None]
     slots = 4 + torch.arange(num_tokens)
     step = attention.plan(table, slots, np.array([(0, 0, num_tokens, num_tokens)]))
-    step.forward(0, vectors, vectors, vectors)
+    step.forward(0, AttentionInputs(vectors, vectors, vectors))
     planes = cache.planes.view(torch.uint8)[1:, 0, 0].transpose(0, 1).flatten(1, 2)
     return planes[0, :num_tokens, None], planes[1, :num_tokens, None]
 
@@ -99,7 +100,9 @@ def test_the_kernel_reads_every_number_exactly(
     attention = PagedAttention(kernels, cache, num_heads=1, scale=1.0, window=1)
     table, slots = torch.tensor([[1]], dtype=torch.int32), 128 + torch.arange(num_new)
     step = attention.plan(table, slots, np.array([(0, 0, num_new, num_new)]))
-    out = step.forward(0, torch.zeros_like(values), torch.zeros_like(values), values)
+    out = step.forward(
+        0, AttentionInputs(torch.zeros_like(values), torch.zeros_like(values), values)
+    )
     assert torch.equal(out.view_as(values), values)
 
 

@@ -16,6 +16,7 @@ from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
+from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.tensor_names import (
     HEAD,
     INDEX_FILE,
@@ -156,6 +157,6 @@ def test_unreadable_tensor_names_are_an_empty_set(content: bytes, tmp_path: Path
 def test_scales_of_the_kv_cache_are_read_by_bare_names_too(tmp_path: Path) -> None:
     scale = {"layers.0.self_attn.k_scale": torch.tensor(0.5)}
     as_published(tmp_path, **scale)
-    scales = read_kv_scales(tmp_path, ["model.layers.0", "model.layers.1"])
+    scales = read_kv_scales(find_weights(tmp_path), ["model.layers.0", "model.layers.1"])
     assert scales == {"model.layers.0": KVScales(0.5, 1.0), "model.layers.1": KVScales(1.0, 1.0)}
     open_worker(tmp_path).close()

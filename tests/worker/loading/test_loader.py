@@ -3,7 +3,8 @@ do."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.deploy.model.folder import read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.loading import loader
+from longshore.worker.loading.checkpoint import find_weights
+from longshore.worker.loading.host_weights import tensors_of
+from longshore.worker.loading.stored_weights import ReadTensor, StoredWeights
 from longshore.worker.worker import Worker
+from tests.gguf.cases import FILES
 from tests.models import make_tiny_llama
 
 Edit = Callable[[dict[str, Any]], None]
@@ -52,7 +59,7 @@ UNSUPPORTED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
     ({"hidden_act": "gelu"}, "gelu"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'"),
     ({"sliding_window": 128}, "sliding_window=128"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
@@ -127,7 +134,7 @@ def test_a_config_that_is_no_json_object_is_rejected(text: str, folder: Path) ->
 
 def test_weights_in_another_format_are_rejected(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(BrokenCheckpoint, match="Only safetensors files"):
+    with pytest.raises(BrokenCheckpoint, match="nor a GGUF file"):
         load(folder)
 
 
@@ -244,6 +251,39 @@ def test_weights_are_converted_to_the_dtype_asked_for(checkpoint: tuple[Path, An
     config = WorkerConfig(model=str(path), dtype="bfloat16", num_blocks=40, show_progress=False)
     weight = Worker(config).model.embedding.weight
     torch.testing.assert_close(weight, reference.model.embed_tokens.weight.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["llama-awq", "qwen3_moe-fp8_block", "gpt_oss-mxfp4", "gguf"])
+def test_large_tensors_are_read_some_rows_at_a_time(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that loading needs little memory beside the model's."""
+    if name == "gguf":
+        model = read_model_folder(FILES / "llama.gguf", tmp_path).path
+    else:
+        model = Path(__file__).parent / "quantised" / name
+    expected = list(tensors_of(load(model).model))
+    kind = type(find_weights(model))
+    sizes, reader = [], kind.reader
+
+    @contextmanager
+    def recorded(self: StoredWeights) -> Iterator[ReadTensor]:
+        with reader(self) as read:
+
+            def read_and_record(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+                found = read(name, index)
+                sizes.append((found.numel(), found.shape))
+                return found
+
+            yield read_and_record
+
+    monkeypatch.setattr(loader, "_CHUNK", 150)
+    monkeypatch.setattr(kind, "reader", recorded)
+    found = list(tensors_of(load(model).model))
+    assert all(size <= 150 or shape[0] == 1 for size, shape in sizes)
+    assert len(sizes) > 2 * len(find_weights(model).tensors)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_progress_bar_counts_the_tensors(

@@ -12,6 +12,7 @@ from longshore.worker.kv_cache.plan import (
     groups_of_rank,
     plan_groups,
 )
+from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
@@ -38,7 +39,7 @@ class PagedModel(PagedSequence):
         model = MODELS[type(config)](
             config, max_model_len=max_model_len, dtype=dtype, device=CPU, parallel=parallel
         )
-        load_weights(model, path, show_progress=False)
+        load_weights(model, find_weights(path), show_progress=False)
         sizes = CacheSizes(
             block_size=BLOCK_SIZE, dtype_bytes=dtype.itemsize, num_shards=parallel.num_shards
         )

@@ -13,7 +13,7 @@ import numpy as np
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import KVCacheDtype, num_blocks_needed
 from longshore.protocol.outputs import FinishedRequest, ModelRunnerOutput, WorkerReport
-from longshore.protocol.requests import AddRequest, MultimodalFeature, PoolingParams
+from longshore.protocol.requests import AddRequest, MultimodalFeature, PoolingParams, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.features.routed_experts import RoutedExpertsReader
@@ -138,9 +138,8 @@ class ServedModel:
             request_id=f"request-{handle}",
             handle=handle,
             prompt_token_ids=int32_array(list(prompt)),
-            multimodal=items,
-            pooling=pooling,
             sampling=SamplingParams(**greedy | sampling),
+            options=RequestOptions(multimodal=items, pooling=pooling),
         )
         self.scheduler.add_request(request, client=CLIENT, now=0.0)
 

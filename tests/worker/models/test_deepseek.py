@@ -50,7 +50,7 @@ def read(folder: Path, version: int, **settings: Any) -> DeepseekConfig:
         (2, {"mlp_bias": True}),
         (3, {"scoring_func": "softmax"}),
         (3, {"topk_method": "greedy"}),
-        (3, {"quantization_config": {"quant_method": "fp8"}}),
+        (3, {"quantization_config": {"quant_method": "fbgemm_fp8"}}),
     ],
     ids=str,
 )

@@ -92,18 +92,18 @@ def test_prompt_log_probabilities_equal_those_of_transformers(
 
 
 MIXTURES = (
-    "Mixtral",
     "GPT-OSS",
+    "DeepSeek-V2, groups, biased",
+    "Mixtral",
     "Qwen3-MoE",
     "Llama 4",
-    "DeepSeek-V2, groups, biased",
     "DeepSeek-V3",
     "Granite 4 hybrid, mixture",
 )
 
 
 @pytest.mark.parametrize(
-    "name", [*MIXTURES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES[2:])]
+    "name", [*MIXTURES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES[2:])]
 )
 def test_mixtures_in_triton_compute_what_transformers_do(
     name: str, checkpoint_of: CheckpointOf

@@ -13,6 +13,7 @@ from longshore.worker.process.host_resources import (
     CONTROL_GROUP_LIMIT,
     HostMemory,
     available_host_bytes,
+    default_threads,
     host_memory,
     num_physical_cores,
     quota_cores,
@@ -96,6 +97,36 @@ def test_cores_without_a_topology_are_as_many_as_processors(tmp_path: Path) -> N
     host = fake_host(tmp_path / "b", files)
     assert num_physical_cores(host.allowed_cpus, host.root) == 4
     assert told_by_doctor(host)["CPU"].startswith("4 cores")
+
+
+@pytest.mark.parametrize(
+    ("quota_us", "num_workers", "threads", "limit"),
+    [
+        (50_000, 1, 1, "1 thread: the CPU quota of the control group is 0.5 cores"),
+        (170_000, 1, 1, "1 thread: the CPU quota of the control group is 1.7 cores"),
+        (300_000, 2, 1, "1 thread: the CPU quota of the control group is 3 cores"),
+        (300_000, 1, 3, "3 threads: the CPU quota of the control group is 3 cores"),
+        (400_000, 2, 2, None),
+        (-1, 1, 4, None),
+        (-1, 8, 1, None),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_threads_are_the_physical_cores_or_the_whole_cores_of_the_quota(
+    tmp_path: Path, version: int, quota_us: int, num_workers: int, threads: int, limit: str | None
+) -> None:
+    v1 = {
+        "proc/self/cgroup": "3:cpu,cpuacct:/\n0::/\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": f"{quota_us}\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    v2 = {"sys/fs/cgroup/cpu.max": f"{quota_us if quota_us > 0 else 'max'} 100000\n"}
+    cores = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu}\n"
+        for cpu in range(4)
+    }
+    root = fake_host(tmp_path, {**(v1 if version == 1 else v2), **cores}).root
+    assert default_threads(num_workers, range(4), root) == (threads, limit)
 
 
 def test_this_host_has_cores_and_memory() -> None:

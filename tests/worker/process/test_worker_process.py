@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,21 @@ class WorkerProcess:
             max_num_batched_tokens=512,
             hash_seed_digest="a seed",
         )
-        settings = {"num_blocks": 60, "threads": 1} | overrides
         config = WorkerProcessConfig(
-            model=str(model),
             identity=self.identity,
             endpoint=endpoint,
+            worker=WorkerConfig(
+                model=str(model),
+                dtype="float32",
+                max_model_len=256,
+                max_num_seqs=8,
+                max_num_batched_tokens=512,
+                num_blocks=60,
+                threads=1,
+            ),
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
-            **settings,
+            **overrides,
         )
         path = self.runtime_dir / "worker-0.json"
         path.write_bytes(msgspec.json.encode(config))
@@ -248,9 +256,9 @@ def feed_back(steps: list[SchedulerOutput], tokens: list[list[int]]) -> list[Sch
     ("layout", "ahead"),
     [
         pytest.param(RankLayout(), 0, id="alone"),
-        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.long),
         pytest.param(TENSOR_2, 1, id="shard 1"),
-        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.long),
         pytest.param(STAGES_2, 1, id="stage 1", marks=pytest.mark.slow),
     ],
 )
@@ -262,7 +270,7 @@ def test_ranks_outlive_a_scheduler_whose_last_plans_only_one_of_them_has_receive
     tmp_path: Path,
 ) -> None:
     """The one that is ahead may wait in an exchange for the other."""
-    ranks = msgspec.structs.replace(layout, rendezvous=str(tmp_path / "rendezvous"))
+    ranks = replace(layout, rendezvous=str(tmp_path / "rendezvous"))
     workers = [start(checkpoint[0], rank=rank, ranks=ranks) for rank in range(layout.num_ranks)]
     wanted = tokens_in_process(checkpoint[0])
     for epoch in (1, 2, 3):
@@ -394,7 +402,7 @@ LATE_THREAD = """
 import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from longshore.worker.__main__ import end_process
+from longshore.worker.process.ending import end_process
 
 class EndsLate:
     def __del__(self, sleep=time.sleep):

@@ -41,7 +41,7 @@ class Ranks:
             pipeline_parallel_size=num_stages,
             decode_context_parallel_size=num_sharing,
             rendezvous=str(directory / "rendezvous"),
-            timeout_s=timeout_s,
+            rank_timeout_s=timeout_s,
         )
         layout_file = directory / "layout.json"
         layout_file.write_bytes(msgspec.json.encode(layout))
@@ -133,14 +133,16 @@ def test_a_rank_may_be_slow_while_they_start_and_not_afterwards(
 
 
 def test_a_rank_whose_peers_do_not_come_says_how_many_did(tmp_path: Path) -> None:
-    layout = RankLayout(tensor_parallel_size=3, rendezvous=str(tmp_path / "rendezvous"))
-    alone = joined_ranks(layout, 0, torch.device("cpu"), startup_timeout_s=0.1)
+    layout = RankLayout(
+        tensor_parallel_size=3, startup_timeout_s=0.1, rendezvous=str(tmp_path / "rendezvous")
+    )
+    alone = joined_ranks(layout, 0, torch.device("cpu"))
     with pytest.raises(EngineDead, match="only 1 of 3 ranks have started"), alone:
         pass
 
 
 def test_one_rank_exchanges_with_nobody() -> None:
-    with joined_ranks(RankLayout(), 0, torch.device("cpu"), startup_timeout_s=0) as parallel:
+    with joined_ranks(RankLayout(), 0, torch.device("cpu")) as parallel:
         assert parallel is ALONE
     tensor = torch.arange(4.0)
     for same in (parallel.all_reduce(tensor), parallel.all_gather(tensor)):

@@ -250,7 +250,8 @@ def test_a_stop_id_beyond_the_vocabulary_forbids_nothing() -> None:
 
 def test_a_negative_end_forbids_nothing_in_the_row_before() -> None:
     sampling = SamplingParams(min_tokens=4, stop_token_ids=(2,))
-    edits = RowEdits.of(sampling, eos_token_ids=(-1,), vocab_size=VOCAB_SIZE)
+    prompt = np.zeros(0, np.int32)
+    edits = RowEdits.of(sampling, prompt, eos_token_ids=(-1,), vocab_size=VOCAB_SIZE)
     assert edits is not None
     assert edits.before.ids.tolist() == [2]
 

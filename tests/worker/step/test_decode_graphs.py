@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.attention import selector, triton_backend
-from longshore.worker.attention.backend import AttentionStep, LayerHooks
+from longshore.worker.attention.backend import AttentionInputs, AttentionStep, LayerHooks
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.kernels import cascade_attention
@@ -71,12 +71,12 @@ class PaddedStep:
         self._step = step
         self._num_rows = num_rows
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **parameters: Any) -> Tensor:
-        n, rotation = self._num_rows, parameters.pop("rotation")
+    def forward(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        n, (q, k, v, rotation, sinks) = self._num_rows, inputs
         if rotation is not None:
             rotation = rotation._replace(positions=rotation.positions[:n])
         out = torch.zeros(len(q), q.shape[1] * q.shape[2], dtype=q.dtype)
-        out[:n] = self._step.forward(layer, q[:n], k[:n], v[:n], rotation=rotation, **parameters)
+        out[:n] = self._step.forward(layer, AttentionInputs(q[:n], k[:n], v[:n], rotation, sinks))
         return out
 
 
@@ -309,7 +309,10 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPT-OSS", "DeepSeek-V2", "Bamba"])
+@pytest.mark.parametrize(
+    "name",
+    ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in ("DeepSeek-V2", "Bamba"))],
+)
 def test_replays_of_the_triton_kernels_have_the_tokens_of_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +333,7 @@ def test_replays_of_the_triton_kernels_have_the_tokens_of_the_cpu(
     [
         pytest.param("Llama", False, marks=pytest.mark.long),
         ("Llama", True),
-        pytest.param("DeepSeek-V2", False, marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V2", False, marks=pytest.mark.long),
     ],
 )
 def test_decodes_that_read_shared_blocks_once_have_the_tokens_of_transformers(

@@ -87,14 +87,14 @@ def is_quick(case: Case, dtype: str) -> bool:
     return case is SMALLEST[case.family] and (dtype == DTYPES[0] or case.family in kinds)
 
 
-def slow_unless(is_quick: bool) -> list[pytest.MarkDecorator]:
-    return [] if is_quick else [pytest.mark.slow]
+def long_unless(is_quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_quick else [pytest.mark.long]
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, marks=slow_unless(is_quick(case, dtype)), id=f"{case}-{dtype}")
+        pytest.param(case, dtype, marks=long_unless(is_quick(case, dtype)), id=f"{case}-{dtype}")
         for case in CASES
         for dtype in (DTYPES if case in SMALLEST.values() else DTYPES[:1])
     ],
@@ -308,7 +308,7 @@ def two_ranks() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=slow_unless(family in QUICK_SHARDS))
+        pytest.param(case, marks=long_unless(family in QUICK_SHARDS))
         for family, case in SMALLEST.items()
     ],
     ids=str,

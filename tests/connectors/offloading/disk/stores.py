@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.disk.identity import StoreIdentity
 from longshore.connectors.offloading.disk.index import HEADER_BYTES, RECORD_BYTES
 from longshore.connectors.offloading.disk.io import IoBackend

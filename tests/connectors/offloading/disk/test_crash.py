@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.connectors.offloading.disk import crashing_writer
 from tests.connectors.offloading.disk.stores import open_store, read_all
 
-ROUNDS = 40
+ROUNDS = 12
 
 Model = dict[bytes, tuple[int, bytes]]
 """Slot and content by key."""
@@ -64,11 +64,13 @@ def check(path: Path, model: Model, seed: int, num_acknowledged: int) -> Model:
 
 
 @pytest.mark.slow
-def test_a_kill_in_any_system_call_leaves_every_entry_whole_or_absent(tmp_path: Path) -> None:
+def test_a_kill_in_any_system_call_leaves_every_entry_whole_or_absent(
+    tmp_path: Path, long_run: bool
+) -> None:
     rng = random.Random(13)
     model: Model = {}
     num_acknowledged = 0
-    for seed in range(ROUNDS):
+    for seed in range(ROUNDS * (10 if long_run else 1)):
         count = crash(tmp_path, seed, "threads", calls=rng.randint(1, 60))
         model = check(tmp_path, model, seed, count)
         num_acknowledged += count

@@ -284,6 +284,13 @@ def test_a_read_only_path_is_an_error_with_its_name(
         open_store(tmp_path / "new")
 
 
+def test_a_closed_store_has_no_file_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(2):  # created, and loaded
+        open_store(tmp_path).close()
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_store_with_many_segments_keeps_few_of_them_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.disk.results import BlockRead, BlockWrite, Outcome
 from tests.connectors.offloading.disk.stores import SLOT_BYTES, content, flip, key, open_store
 from tests.connectors.offloading.disk.stores import rank_directory as rank_directory_of

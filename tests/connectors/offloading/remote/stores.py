@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longshore.connectors.offloading.checksum import block_checksum
+from longshore.connectors.base.checksum import block_checksum
 from longshore.connectors.offloading.disk.identity import StoreIdentity
 from longshore.connectors.offloading.disk.results import Outcome
 from longshore.connectors.offloading.remote.address import remote_address

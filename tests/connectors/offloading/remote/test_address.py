@@ -9,6 +9,7 @@ from longshore.connectors.offloading.remote import address as module
 from longshore.connectors.offloading.remote.address import remote_address
 from longshore.connectors.offloading.remote.backend import open_backend
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.install_command import install_command
 
 
 def read(**options: Any) -> object:
@@ -104,7 +105,7 @@ def test_a_missing_library_is_an_error_with_the_command_that_installs_it(
     with pytest.raises(ConfigError) as raised:
         read(remote_url=url)
     assert "needs the package obstore; " in str(raised.value)
-    assert "pip install 'longshore[s3]'" in str(raised.value)
+    assert install_command("s3") in str(raised.value)
     read(remote_url="redis://host")  # needs none
 
 

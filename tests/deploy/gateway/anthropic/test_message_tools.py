@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.anthropic.test_messages import BODY, error_of, events_of
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import say
@@ -48,8 +49,9 @@ async def test_reasoning_text_and_calls_are_blocks_in_order(
         message = json.loads(answer.body)
         content, stop_reason = message["content"], message["stop_reason"]
     ids = [block.pop("id") for block in content if block["type"] == "tool_use"]
+    assert content[0].pop("signature")
     assert content == [
-        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "thinking", "thinking": "Hm."},
         {"type": "text", "text": "Wait."},
         {"type": "tool_use", "name": "lookup", "input": {"id": 5}},
         {"type": "tool_use", "name": "lookup", "input": {"id": 5}},
@@ -74,6 +76,8 @@ def assembled(events: list[tuple[str, dict[str, Any]]]) -> tuple[list[Any], str]
                     content[-1]["text"] += text
                 case {"type": "thinking_delta", "thinking": text}:
                     content[-1]["thinking"] += text
+                case {"type": "signature_delta", "signature": text}:
+                    content[-1]["signature"] = text
                 case {"type": "input_json_delta", "partial_json": text}:
                     arguments += text
         elif name == "content_block_stop" and arguments:
@@ -98,7 +102,20 @@ async def test_one_call_and_no_reasoning_if_the_client_asks_for_that(
     assert kinds == ["text", "tool_use"]
 
 
-async def test_a_call_that_is_cut_off_stays_text(
+async def test_a_call_that_max_tokens_cuts_off_has_its_complete_arguments(
+    start_gateway: StartGateway, settings: Any
+) -> None:
+    cut = '<tool_call>{"name": "lookup", "arguments": {"id": "C4, {", "tags": ["a"], "text": "b, c'
+    async with start_gateway(say(cut, FinishReason.LENGTH_CAPPED), **settings) as gateway:
+        answer = await gateway.post("/v1/messages", {**BODY, "max_tokens": 3000, "tools": [LOOKUP]})
+    message = json.loads(answer.body)
+    (block,) = message["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "lookup")
+    assert block["input"] == {"id": "C4, {", "tags": ["a"]}
+    assert message["stop_reason"] != "tool_use"
+
+
+async def test_a_call_that_is_broken_off_stays_text(
     start_gateway: StartGateway, settings: Any
 ) -> None:
     cut = '<tool_call>{"name": "lookup", "arguments": {"text": "' + "x" * 1500
@@ -163,7 +180,7 @@ async def test_a_forced_call_is_a_block(
         assert answer.status == 200, answer.body
         (asked,) = gateway.engine.requests
     message = json.loads(answer.body)
-    assert asked.structured_output is not None
+    assert asked.options.structured_output is not None
     (block,) = message["content"]
     assert (block["type"], block["input"]) == ("tool_use", {"id": 5})
     assert message["stop_reason"] == "tool_use"
@@ -175,7 +192,7 @@ async def test_a_schema_of_the_output_constrains_the_answer(start_gateway: Start
     async with start_gateway(say("{}")) as gateway:
         answer = await gateway.post("/v1/messages", body)
         assert answer.status == 200, answer.body
-        assert gateway.engine.requests[0].structured_output is not None
+        assert gateway.engine.requests[0].options.structured_output is not None
 
 
 async def test_a_template_without_tools_rejects_them(start_gateway: StartGateway) -> None:

@@ -197,9 +197,16 @@ async def test_an_answer_continues_the_assistants_last_message(start_gateway: St
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"name": "t", "input_schema": {}}]}, "tools"),
-        ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "tools.0"),
+        ({"tools": [{"name": "t"}]}, "tools.0.input_schema"),
+        (
+            {
+                "tools": [{"name": "web", "type": "web_search_20250305"}],
+                "tool_choice": {"type": "tool", "name": "web"},
+            },
+            "tool_choice needs tools",
+        ),
         ({"tool_choice": {"type": "tool", "name": "t"}}, "tool_choice"),
-        ({"output_config": {"effort": "max"}}, "output_config"),
+        ({"output_config": {"effort": 5}}, "output_config"),
         ({"thinking": {"type": "always"}}, "thinking"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
@@ -308,4 +315,4 @@ async def test_a_prompt_that_is_too_long_is_counted_but_not_answered(
         answer = await gateway.post("/v1/messages", {**long, "max_tokens": 1})
     assert json.loads(count.body)["input_tokens"] > 99
     assert answer.status == 400
-    assert "context length" in error_of(answer)["message"]
+    assert error_of(answer)["message"] == "prompt is too long: 118 tokens > 63 maximum"

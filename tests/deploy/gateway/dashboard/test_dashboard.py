@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
+from longshore.deploy.gateway.api.errors import status_of
 from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.deploy.gateway.dashboard.dashboard import Dashboard, encode_state
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.dashboard.history import History
+from longshore.deploy.gateway.metric_samples import Sample
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.outputs import EngineContinues, EnginePaused
 from longshore.protocol.statistics import (
     MAX_LISTED_BLOCKS,
@@ -24,7 +27,12 @@ from longshore.protocol.statistics import (
 from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import BLOCK_MAP, REPORT
 
-PAGE = Dashboard(lambda: None, 1.0)
+
+async def no_sample() -> Sample:
+    return Sample(0.0, {})
+
+
+PAGE = Dashboard(lambda: None, 1.0, History(no_sample, lambda: ()))
 
 
 def unpacked(text: str, dtype: Any) -> np.ndarray:
@@ -104,7 +112,7 @@ async def test_the_state_says_why_an_engine_that_still_answers_is_restarted(
 async def test_readers_at_the_same_time_share_one_question(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         gateway.engine.block_snapshot = None
-        client = gateway.process._engines.clients[0]
+        client = gateway.process._models[0].engines.clients[0]
         asking = [
             asyncio.create_task(client.describe_blocks(timeout_s=PATIENCE_S)) for _ in range(3)
         ]
@@ -145,9 +153,9 @@ async def test_an_engine_that_is_not_there_is_a_404_by_name(start_gateway: Start
 
 
 async def test_state_of_an_engine_that_still_starts_is_a_503() -> None:
-    with pytest.raises(ApiError, match="still starting") as raised:
+    with pytest.raises(RequestError, match="still starting") as raised:
         await PAGE.state(Request({"type": "http", "headers": [], "query_string": b""}))
-    assert raised.value.status == 503
+    assert status_of(raised.value) == 503
 
 
 async def test_a_silent_scheduler_and_a_dead_one_are_told_apart(

@@ -24,7 +24,7 @@ async def test_report_is_what_the_ask_scheduler(start_gateway: StartGateway) -> 
 async def test_readers_at_the_same_time_share_one_question(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         gateway.engine.report = None
-        client = gateway.process._engines
+        client = gateway.process._models[0].engines
         asking = [asyncio.create_task(client.describe(timeout_s=PATIENCE_S)) for _ in range(3)]
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
         gateway.engine.send(REPORT)
@@ -53,7 +53,7 @@ async def test_a_report_that_comes_after_the_gateway_gave_up_harms_nobody(
         gateway.engine.report = None
         asking = asyncio.create_task(gateway.get("/engine/report"))
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
-        gateway.process._engines.shut_down("the server is shutting down")
+        gateway.process._models[0].engines.shut_down("the server is shutting down")
         assert (await asking).status == 503
         gateway.engine.send(REPORT)
         assert (await gateway.get("/health")).status == 200

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from longshore.deploy.gateway.engines.engines import Engines
-from longshore.deploy.gateway.engines.split_requests import SplitConfig
 from longshore.deploy.gateway.router.router import Router
+from longshore.deploy.gateway.settings import SplitSettings
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.commands import DRAINING
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello
 from longshore.protocol.outputs import (
@@ -25,6 +26,7 @@ from longshore.protocol.outputs import (
     FinishedRequest,
     FinishReason,
 )
+from longshore.protocol.requests import RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from tests.deploy.gateway.fake_engine import (
     IDENTITY,
@@ -293,11 +295,9 @@ async def test_a_sleeping_engine_is_no_loss_of_its_requests() -> None:
         live = submit(engines)
         await fake.wait_for(lambda: len(fake.requests) == 1)
         for _ in range(5):
-            fake.send(EnginePaused("put to sleep by the operator", is_asleep=True))
+            fake.send(EnginePaused("put to sleep", is_asleep=True))
             await engines.describe(5)
-            assert engines.not_ready_reason == (
-                "the engine is put to sleep by the operator; requests wait"
-            )
+            assert engines.not_ready_reason == "the engine is put to sleep; requests wait"
             fake.send(EngineContinues("engine-0.2"))
             await engines.describe(5)
         assert live.is_live
@@ -415,6 +415,24 @@ async def test_if_no_engine_admits_requests_they_wait_at_one_and_it_is_not_ready
             await fake.wait_for(lambda fake=fake: bool(fake.requests))
 
 
+@pytest.mark.parametrize("is_planned", [True, False])
+async def test_a_planned_restart_is_no_warning_and_the_engine_is_named(
+    caplog: pytest.LogCaptureFixture, is_planned: bool
+) -> None:
+    caplog.set_level("INFO")
+    async with running(1) as (engines, (fake,)):
+        if is_planned:
+            fake.send(AdmissionChanged(DRAINING))
+            await until(lambda: engines.not_ready_reason is not None)
+        fake.fail("it is gone")
+        await fake.return_to_life()
+        await until(lambda: engines.not_ready_reason is None)
+    lost, ready = (record for record in caplog.records if "engine" in record.getMessage())
+    assert lost.getMessage().startswith("lost the engine")
+    assert lost.levelname == ("INFO" if is_planned else "WARNING")
+    assert lost.fields == ready.fields == {"engine": "engine-0"}  # type: ignore[attr-defined]
+
+
 async def test_a_restarted_engine_admits_requests_again() -> None:
     async with running(1) as (engines, (fake,)):
         fake.send(AdmissionChanged("draining for a restart by the operator"))
@@ -482,7 +500,7 @@ async def test_requests_that_wait_for_a_removed_engine_go_to_another_one() -> No
 async def test_requests_are_split_while_there_are_engines_of_both_roles() -> None:
     """Also by a gateway that was started without a prefill engine."""
     router = Router(2, roles=("decode", "unified"))
-    config = SplitConfig(min_tokens=4)
+    config = SplitSettings(disaggregation_min_tokens=4)
     async with running(2, router=router, split_config=config) as (engines, _):
         assert submit(engines, prompt=range(9)).engine == 1  # the unified one
         runtime_dir = RuntimeDir()
@@ -504,11 +522,11 @@ async def test_an_offer_waits_until_the_engine_is_ready() -> None:
         fake.fail("its worker was lost")
         with pytest.raises(EngineDead):
             await engines.describe(5)
-        submit(engines, kv_transfer_params=params)
+        submit(engines, options=RequestOptions(kv_transfer_params=params))
         for count, offered in enumerate((params, None), start=1):  # it can be pulled once
             await fake.return_to_life()
             await fake.wait_for(lambda count=count: len(fake.requests) == count)
-            assert fake.requests[-1].kv_transfer_params == offered
+            assert fake.requests[-1].options.kv_transfer_params == offered
             fake.fail("its worker was lost")
             with pytest.raises(EngineDead):
                 await engines.describe(5)

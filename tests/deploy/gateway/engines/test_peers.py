@@ -48,6 +48,7 @@ OF_ENGINES = (
     "longshore_worker_",
     "longshore_kv_",
     "longshore_process_restarts",
+    "vllm:",
 )
 
 

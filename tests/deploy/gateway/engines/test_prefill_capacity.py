@@ -49,7 +49,7 @@ class Offers(AdversarialConnector):
 
 def is_sent(capacity: KVCapacity, prompt: list[int]) -> bool:
     """Whether a gateway has the prompt computed by a prefill engine of this capacity."""
-    split = Split("prefill", "decode", capacity=capacity, min_tokens=1)
+    split = Split("prefill", "decode", capacity=capacity, disaggregation_min_tokens=1)
     live = split.submit(prompt)
     assert split.requests.skips.total() == (live.engine == 1) == split.requests.skips["too_large"]
     return live.engine == 0

@@ -12,20 +12,20 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from longshore.deploy.gateway.engines.split_requests import (
-    SplitConfig,
     SplitRequests,
     TooManyWaiting,
 )
 from longshore.deploy.gateway.router.router import Router
 from longshore.deploy.gateway.router.stages import stage_of
-from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests, RequestFields
+from longshore.deploy.gateway.settings import SplitSettings
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.commands import Role
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import EngineIdentity, EngineReady
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCapacity, LongestRequest
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, FinishReason
-from longshore.protocol.requests import AddRequest, PoolingParams
+from longshore.protocol.requests import NO_OPTIONS, AddRequest, PoolingParams, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 
 PROMPT: Final = list(range(3, 103))
@@ -67,7 +67,7 @@ class FakeEngine:
         self.is_running = True
         self.closed_reason: str | None = None
         self.requests = LiveRequests(
-            random.Random(), lambda finished: on_late_end(self.number, finished)
+            random.Random(), lambda finished: on_late_end(self.number, finished), engine=number
         )
         self.sent: list[AddRequest] = []
         self.waiting: dict[int, AddRequest] = {}
@@ -83,10 +83,9 @@ class FakeEngine:
         self, requests: Iterable[LiveRequest], *, fork_of: LiveRequest | None = None
     ) -> None:
         for live in requests:
-            live.engine = self.number
             message = self.requests.resume(live, fork_of)
             if not self.is_running:  # it waits at the client
-                live.kv_transfer_params = message.kv_transfer_params
+                live.kv_transfer_params = message.options.kv_transfer_params
                 continue
             self.sent.append(message)
             self.waiting[message.handle] = message
@@ -135,7 +134,7 @@ class Split:
         self.by_number = dict(enumerate(self.engines))
         self.router = Router(len(roles), roles=roles)
         self.requests = SplitRequests(
-            SplitConfig(**{"min_tokens": 32, **config}),
+            SplitSettings(**{"disaggregation_min_tokens": 32, **config}),
             self.by_number,
             self.router,
             random.Random(0),
@@ -205,10 +204,15 @@ class Split:
         **sampling: Any,
     ) -> LiveRequest:
         sampling.setdefault("max_tokens", 20)
-        fields: RequestFields = {"on_change": on_change, "fork_of": fork_of}
-        assert self.requests.takes(prompt, SamplingParams(**sampling), fields)
+        assert self.requests.takes(prompt, SamplingParams(**sampling), NO_OPTIONS, fork_of)
         return self.requests.submit(
-            request_id, prompt, SamplingParams(**sampling), session_key=None, fields=fields
+            request_id,
+            prompt,
+            SamplingParams(**sampling),
+            NO_OPTIONS,
+            on_change=on_change,
+            fork_of=fork_of,
+            session_key=None,
         )
 
     def abort(self, *lives: LiveRequest) -> None:
@@ -252,7 +256,7 @@ def test_a_request_goes_to_a_prefill_engine_and_then_to_a_decode_engine() -> Non
     )
     prefill, decode = split.engines
     (first,) = prefill.sent
-    assert first.kv_transfer_params == ASKS
+    assert first.options.kv_transfer_params == ASKS
     assert first.sampling == msgspec.structs.replace(
         live.message.sampling, max_tokens=1, min_tokens=1
     )
@@ -261,7 +265,7 @@ def test_a_request_goes_to_a_prefill_engine_and_then_to_a_decode_engine() -> Non
     prefill.offer(first, num_cached_tokens=16)
     assert shown == [(1, None)]  # its end is not shown
     (second,) = decode.sent
-    assert second.kv_transfer_params == OFFER
+    assert second.options.kv_transfer_params == OFFER
     assert second.prompt_token_ids.tolist() == PROMPT
     assert second.output_token_ids.tolist() == [7]
     assert second.sampling == msgspec.structs.replace(live.message.sampling, prompt_logprobs=None)
@@ -312,7 +316,7 @@ def test_without_an_offer_the_decode_engine_computes_the_prompt() -> None:
     split.submit()
     split.engines[0].offer(split.engines[0].sent[0], kv_transfer_params=None)
     (second,) = split.engines[1].sent
-    assert second.kv_transfer_params is None
+    assert second.options.kv_transfer_params is None
     assert second.output_token_ids.tolist() == [7]
     assert split.requests.outcomes == {"refused": 1}
 
@@ -322,7 +326,7 @@ def test_short_prompts_are_computed_where_they_are_decoded() -> None:
     split.submit(PROMPT[:31])
     split.submit(PROMPT[:32])
     assert [len(each.sent) for each in split.engines] == [1, 1]
-    assert split.engines[1].sent[0].kv_transfer_params is None
+    assert split.engines[1].sent[0].options.kv_transfer_params is None
     assert split.engines[1].sent[0].sampling.max_tokens == 20
     assert split.requests.skips == {"short_prompt": 1}
 
@@ -330,21 +334,20 @@ def test_short_prompts_are_computed_where_they_are_decoded() -> None:
 def test_which_requests_are_not_split() -> None:
     split = Split("prefill", "decode")
     many, one = SamplingParams(max_tokens=5), SamplingParams(max_tokens=1)
-    plain: RequestFields = {"on_change": lambda: None}
-    cases: list[tuple[SamplingParams, RequestFields, str]] = [
-        (one, plain, "prefill"),
-        (many, {**plain, "pooling": PoolingParams()}, "prefill"),
-        (many, {**plain, "kv_transfer_params": ASKS}, "prefill"),
-        (many, {**plain, "kv_transfer_params": OFFER}, "decode"),
-        (one, {**plain, "keeps_blocks": True}, "whole"),
+    cases: list[tuple[SamplingParams, RequestOptions, str]] = [
+        (one, NO_OPTIONS, "prefill"),
+        (many, RequestOptions(pooling=PoolingParams()), "prefill"),
+        (many, RequestOptions(kv_transfer_params=ASKS), "prefill"),
+        (many, RequestOptions(kv_transfer_params=OFFER), "decode"),
+        (one, RequestOptions(keeps_blocks=True), "whole"),
     ]
-    for sampling, fields, stage in cases:
-        assert not split.requests.takes(PROMPT, sampling, fields)
-        assert stage_of(sampling, fields) == stage
-    assert split.requests.takes(PROMPT, many, plain)
-    assert not split.requests.takes(PROMPT * 4, many, plain)  # only one token fits
+    for sampling, options, stage in cases:
+        assert not split.requests.takes(PROMPT, sampling, options)
+        assert stage_of(sampling, options) == stage
+    assert split.requests.takes(PROMPT, many, NO_OPTIONS)
+    assert not split.requests.takes(PROMPT * 4, many, NO_OPTIONS)  # only one token fits
     split.lose(1)
-    assert not split.requests.takes(PROMPT, many, plain)
+    assert not split.requests.takes(PROMPT, many, NO_OPTIONS)
 
 
 def test_forks_wait_for_their_parent_and_start_where_its_kv_is() -> None:
@@ -357,7 +360,7 @@ def test_forks_wait_for_their_parent_and_start_where_its_kv_is() -> None:
     assert [each.request_id for each in decode.sent] == ["r", "f0", "f1"]
     assert [each.fork_of for each in decode.sent] == [None, parent.handle, parent.handle]
     assert [len(each.output_token_ids) for each in decode.sent] == [1, 0, 0]
-    assert [each.kv_transfer_params for each in decode.sent] == [OFFER, None, None]
+    assert [each.options.kv_transfer_params for each in decode.sent] == [OFFER, None, None]
     late = split.submit(request_id="f2", fork_of=parent)
     assert decode.sent[-1].fork_of == parent.handle
     for each in list(decode.sent):
@@ -428,7 +431,7 @@ def test_a_prefill_that_is_lost_while_no_decode_engine_is_open_is_computed_elsew
     split.lose(lost)
     assert live.engine == 1 - lost
     (request,) = split.engines[1 - lost].sent
-    assert request.kv_transfer_params is None
+    assert request.options.kv_transfer_params is None
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -457,7 +460,7 @@ def test_an_offer_that_waits_for_a_lost_engine_is_released_if_it_is_not_used(
 
 def test_a_prefill_starts_with_capacity_at_a_decode_engine_only() -> None:
     """Each request takes 100 + 200 of 1,600 tokens there."""
-    split = Split("prefill", "decode", max_waiting=2)
+    split = Split("prefill", "decode", disaggregation_max_waiting=2)
     prefill, decode = split.engines
     lives = [split.submit(max_tokens=200) for _ in range(7)]
     assert len(prefill.sent) == 5
@@ -508,10 +511,10 @@ def test_a_lost_prefill_engine_costs_another_prefill() -> None:
     lost = live.engine
     split.lose(lost)
     other = split.engines[1 - lost]
-    assert [each.kv_transfer_params for each in other.sent] == [ASKS]
+    assert [each.options.kv_transfer_params for each in other.sent] == [ASKS]
     split.lose(1 - lost)
     (whole,) = split.engines[2].sent
-    assert whole.kv_transfer_params is None
+    assert whole.options.kv_transfer_params is None
     assert whole.sampling.max_tokens == 20
     assert split.requests.outcomes == {"failed": 2}
     assert split.requests.skips == {"no_prefill_engine": 1}
@@ -526,16 +529,18 @@ def test_a_lost_decode_engine_costs_no_stream_and_its_transfer_is_not_repeated()
     lost.answer(lost.sent[0], 8, 9)
     split.lose(lost.number)
     again = prefill.sent[1]  # which still has the prompt in its cache
-    assert again.kv_transfer_params == ASKS
+    assert again.options.kv_transfer_params == ASKS
     assert again.output_token_ids.tolist() == [7, 8, 9]
     assert again.sampling.max_tokens == 4
     prefill.offer(again, 10, kv_transfer_params={**OFFER, "transfer_id": "other"})
     other = split.engines[3 - lost.number]
-    assert [each.kv_transfer_params for each in other.sent] == [{**OFFER, "transfer_id": "other"}]
+    assert [each.options.kv_transfer_params for each in other.sent] == [
+        {**OFFER, "transfer_id": "other"}
+    ]
     assert other.sent[0].output_token_ids.tolist() == [7, 8, 9, 10]
     split.lose(other.number)
     whole = prefill.sent[2]  # no decode engine is left
-    assert whole.kv_transfer_params is None
+    assert whole.options.kv_transfer_params is None
     assert whole.sampling.max_tokens == 20
     prefill.answer(whole, 11, end=FinishReason.STOPPED)
     assert live.take_token_ids() == [7, 8, 9, 10, 11]
@@ -554,7 +559,7 @@ def test_a_request_that_waits_for_its_engine_is_sent_again_as_it_was() -> None:
     split.restore(1)
     again = [each for each in prefill.sent[2:] + decode.sent[1:]]
     assert {each.request_id for each in again} == {"first", "second"}
-    assert all(each.kv_transfer_params in (None, ASKS) for each in again)
+    assert all(each.options.kv_transfer_params in (None, ASKS) for each in again)
 
 
 def test_a_closed_decode_engine_gets_no_more_requests() -> None:
@@ -568,7 +573,7 @@ def test_a_closed_decode_engine_gets_no_more_requests() -> None:
 
 
 def test_requests_that_wait_fail_when_the_gateway_stops() -> None:
-    split = Split("prefill", "decode", max_waiting=10)
+    split = Split("prefill", "decode", disaggregation_max_waiting=10)
     lives = [split.submit(max_tokens=200) for _ in range(8)]
     fork = split.submit(fork_of=lives[-1])
     split.requests.fail_held(EngineDead("stopping"))
@@ -586,7 +591,7 @@ def answer_all(split: Split) -> None:
         if not there:
             return
         engine, request = there[0]
-        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if (request.options.kv_transfer_params or {}).get("do_remote_decode"):
             engine.offer(request)
         else:
             engine.answer(request, 9, end=FinishReason.STOPPED)
@@ -650,7 +655,9 @@ class Lives(RuleBasedStateMachine):
     ) -> None:
         roles: list[Role] = ["prefill"] * num_prefill + ["decode"] * num_decode
         roles += ["unified"] * num_unified
-        self.split = Split(*roles, max_waiting=max_waiting, capacity=leasing(num_leasable_blocks))
+        self.split = Split(
+            *roles, disaggregation_max_waiting=max_waiting, capacity=leasing(num_leasable_blocks)
+        )
         self.lives: list[LiveRequest] = []
         self.num_offers = 0
         self.offered: dict[str, int] = {}
@@ -666,9 +673,7 @@ class Lives(RuleBasedStateMachine):
             self._submit(length, num_forks, max_tokens)
 
     def _submit(self, length: int, num_forks: int, max_tokens: int) -> None:
-        if not self.split.requests.takes(
-            PROMPT, SamplingParams(max_tokens=50), {"on_change": lambda: None}
-        ):
+        if not self.split.requests.takes(PROMPT, SamplingParams(max_tokens=50), NO_OPTIONS):
             return
         prompt = (PROMPT * 3)[:length]
         parent: LiveRequest | None = None
@@ -696,7 +701,7 @@ class Lives(RuleBasedStateMachine):
         engine, request = data.draw(st.sampled_from(self.requests()))
         live = engine.requests._by_handle.get(request.handle)
         token = 1000 if live is None else 1000 + live.num_tokens
-        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if (request.options.kv_transfer_params or {}).get("do_remote_decode"):
             engine.offer(request, token, kv_transfer_params=self.params(engine) if offers else None)
         else:
             engine.answer(request, token, end=FinishReason.STOPPED if ends else None)
@@ -759,9 +764,9 @@ class Lives(RuleBasedStateMachine):
         used = [transfer_id for engine in self.split.engines for transfer_id in engine.released]
         for engine in self.split.engines:
             for request in engine.sent:
-                if "transfer_id" in (request.kv_transfer_params or {}):
+                if "transfer_id" in (request.options.kv_transfer_params or {}):
                     assert engine.role == "decode"
-                    used.append(request.kv_transfer_params["transfer_id"])
+                    used.append(request.options.kv_transfer_params["transfer_id"])
         return used
 
     def teardown(self) -> None:
@@ -774,7 +779,7 @@ class Lives(RuleBasedStateMachine):
             if not (requests := self.requests()):
                 break
             engine, request = requests[0]
-            if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            if (request.options.kv_transfer_params or {}).get("do_remote_decode"):
                 live = engine.requests._by_handle.get(request.handle)
                 token = 1000 if live is None else 1000 + live.num_tokens
                 engine.offer(request, token, kv_transfer_params=self.params(engine))

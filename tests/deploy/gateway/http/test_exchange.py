@@ -127,7 +127,7 @@ async def test_request_carries_every_setting_to_the_engine(start_gateway: StartG
         (request,) = gateway.engine.requests
         sampling = request.sampling
         assert request.prompt_token_ids.tolist() == [5, 6, 7]
-        assert (request.priority, request.cache_salt) == (-2, "mine")
+        assert (request.options.priority, request.options.cache_salt) == (-2, "mine")
         assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (3, 2, 11)
         assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 4)
         assert (sampling.stop_token_ids, sampling.ignore_eos) == ((9,), True)
@@ -201,7 +201,7 @@ async def test_folder_without_tokenizer_takes_token_ids_only(start_gateway: Star
         ):
             answer = await gateway.post(path, body)
             assert answer.status == 400
-            assert "no tokenizer.json" in error_of(answer)["message"]
+            assert "the model folder has none" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -325,7 +325,7 @@ async def test_gateway_of_another_model_is_rejected_by_the_engine(
     start_gateway: StartGateway,
 ) -> None:
     with pytest.raises(HandshakeRejected, match="another"):
-        async with start_gateway(model_fingerprint="some other model"):
+        async with start_gateway(fingerprint="some other model"):
             pass
 
 

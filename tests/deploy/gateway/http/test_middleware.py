@@ -32,7 +32,7 @@ async def test_a_request_id_and_a_trace_reach_the_engine_and_come_back(
         one, other = gateway.engine.requests
         assert one.request_id.startswith("cmpl-order-66-")
         assert one.request_id != other.request_id  # the engine can still distinguish them
-        assert one.trace_headers == {"traceparent": TRACE}
+        assert one.options.trace_headers == {"traceparent": TRACE}
 
 
 async def test_a_request_without_an_id_gets_one_that_its_response_names(
@@ -44,7 +44,7 @@ async def test_a_request_without_an_id_gets_one_that_its_response_names(
         assert len(ids) == 2
         assert all(a.headers["x-request-id"] in json.loads(a.body)["id"] for a in answers)
         assert (await gateway.get("/v1/models")).headers["x-request-id"] not in ids
-        assert gateway.engine.requests[0].trace_headers is None
+        assert gateway.engine.requests[0].options.trace_headers is None
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "two words", "é"])

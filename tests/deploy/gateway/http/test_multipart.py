@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longshore.deploy.gateway.api.errors import status_of
 from longshore.deploy.gateway.http.multipart import (
     MAX_FIELD_BYTES,
     MAX_FIELDS,
     parse_form,
 )
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.requests.errors import RequestError
 from tests.deploy.gateway.forms import encode_form
 
 FILE = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nsound\r\n'
@@ -48,18 +49,18 @@ def test_form_comes_back_as_it_was_sent(content: bytes, fields: dict[str, str]) 
     ids=range(9),
 )
 def test_what_is_no_form_is_rejected(kind: bytes, body: bytes, reason: str) -> None:
-    with pytest.raises(ApiError, match=reason) as caught:
+    with pytest.raises(RequestError, match=reason) as caught:
         parse_form(kind, body)
-    assert caught.value.status == 400
+    assert status_of(caught.value) == 400
 
 
 def test_fields_are_few_and_small() -> None:
     field = b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n%s\r\n'
-    with pytest.raises(ApiError, match=f"more than {MAX_FIELDS} fields"):
+    with pytest.raises(RequestError, match=f"more than {MAX_FIELDS} fields"):
         parse_form(KIND, field % b"" * (MAX_FIELDS + 1) + b"--x--\r\n")
-    with pytest.raises(ApiError, match=f"longer than {MAX_FIELD_BYTES} bytes") as caught:
+    with pytest.raises(RequestError, match=f"longer than {MAX_FIELD_BYTES} bytes") as caught:
         parse_form(KIND, field % (b"a" * (MAX_FIELD_BYTES + 1)) + b"--x--\r\n")
-    assert caught.value.body.param == "prompt"
+    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,13 @@ def test_part_is_a_file_whatever_charset_its_filename_has(options: bytes, is_fil
 
 def test_what_is_no_form_leaves_nothing_in_the_log() -> None:
     program = """
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.requests.errors import InvalidRequest
 from longshore.deploy.gateway.http.multipart import parse_form
 from longshore.deploy.supervisor.logs import set_up_logging
 set_up_logging("info")
 try:
     parse_form(b"multipart/form-data; boundary=x", b"no boundary")
-except ApiError:
+except InvalidRequest:
     print("refused")
 """
     ended = subprocess.run(

@@ -44,12 +44,12 @@ async def test_no_store_shares_with_nobody_not_even_with_another_of_its_kind(
     async with start_gateway() as gateway:
         for extra in ({}, {"no_store": True}, {"no_store": True}, {"no_store": False}):
             await gateway.post("/v1/completions", {"prompt": "p", "max_tokens": 1, **extra})
-        salts = [request.cache_salt for request in gateway.engine.requests]
+        salts = [request.options.cache_salt for request in gateway.engine.requests]
         assert salts[0] is None is salts[3]
         assert salts[1] is not None
         assert salts[2] is not None
         assert salts[1] != salts[2]
-        stored = [not request.no_store for request in gateway.engine.requests]
+        stored = [not request.options.no_store for request in gateway.engine.requests]
         assert stored == [True, False, False, True]
 
 
@@ -61,7 +61,7 @@ async def test_the_beams_of_a_request_with_no_store_are_not_stored(
         await gateway.post(
             "/v1/completions", {**body, "best_of": 2, "no_store": True, "deadline_s": 0.2}
         )
-        assert [request.no_store for request in gateway.engine.requests] == [True]
+        assert [request.options.no_store for request in gateway.engine.requests] == [True]
 
 
 async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> None:
@@ -69,7 +69,9 @@ async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> Non
         for skips in (False, True):
             body = {"prompt": "p", "max_tokens": 1, "skip_reading_prefix_cache": skips}
             await gateway.post("/v1/completions", body)
-        skipping = [request.skip_reading_prefix_cache for request in gateway.engine.requests]
+        skipping = [
+            request.options.skip_reading_prefix_cache for request in gateway.engine.requests
+        ]
         assert skipping == [False, True]
 
 
@@ -131,7 +133,7 @@ async def test_the_scheduler_gets_the_hint_of_openais_parameters(
     async with start_gateway() as gateway:
         answer = await gateway.post(path, {**bodies[path], **change})
         assert answer.status == 200, answer.body
-        assert gateway.engine.requests[0].cache_hint == hint
+        assert gateway.engine.requests[0].options.cache_hint == hint
 
 
 async def test_the_longest_cache_control_is_the_hint(start_gateway: StartGateway) -> None:
@@ -144,7 +146,7 @@ async def test_the_longest_cache_control_is_the_hint(start_gateway: StartGateway
             messages = [{"role": "user", "content": content}]
             answer = await gateway.post("/v1/messages", {**body, "messages": messages})
             assert answer.status == 200, answer.body
-        hints = [request.cache_hint for request in gateway.engine.requests]
+        hints = [request.options.cache_hint for request in gateway.engine.requests]
     assert hints == [None, CacheHint(300.0), CacheHint(3600.0)]
 
 
@@ -193,8 +195,10 @@ async def test_the_scheduler_gets_the_job_of_a_turn(
         for job in ({}, {"job_id": "j"}, {"job_id": "j", "is_last_step": True}):
             answer = await gateway.post(path, {**body, **job})
             assert answer.status == 200, answer.body
-        requests = [(each.job_id, each.is_last_step) for each in gateway.engine.requests]
-        assert requests == [(None, True), ("j", False), ("j", True)]
+        requests = [
+            (each.options.job_id, each.options.is_last_step) for each in gateway.engine.requests
+        ]
+        assert requests == [(None, False), ("j", False), ("j", True)]
         for wrong, param in (
             ({"is_last_step": True}, "is_last_step"),
             ({"job_id": ""}, "job_id"),

@@ -7,12 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas, ChatParsing
-from longshore.deploy.gateway.openai.chat_messages import template_input
-from longshore.deploy.gateway.openai.chat_tools import tool_use
-from longshore.deploy.gateway.openai.errors import ApiError
-from longshore.deploy.gateway.openai.forced_calls import forced_schema
-from longshore.deploy.gateway.openai.requests import ChatRequest, parse_request
+from longshore.deploy.gateway.api.requests import ChatRequest, parse_request
+from longshore.deploy.gateway.openai.chat_deltas import ChatDeltas
 from longshore.deploy.parsers.answer import AnswerParsers, ParsedAnswer
 from longshore.deploy.parsers.forced import ForcedCalls
 from longshore.deploy.parsers.hermes import HermesTools
@@ -24,6 +20,11 @@ from longshore.deploy.parsers.parser import (
     ToolParser,
     show_until,
 )
+from longshore.deploy.requests.chat_messages import template_input
+from longshore.deploy.requests.chat_parsing import ChatParsing, ShownAnswer
+from longshore.deploy.requests.chat_tools import tool_use
+from longshore.deploy.requests.errors import RequestError
+from longshore.deploy.requests.forced_calls import forced_schema
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import chunks_of, error_of, ids_of, say
@@ -129,12 +130,13 @@ async def test_stream_has_the_deltas_of_the_whole_answer(
 def test_deltas_of_a_call_have_its_name_once_and_more_arguments() -> None:
     long = json.dumps({"text": "x" * 1500})
     text = CALL + CALL.replace('{"id": 5}', long)
-    deltas = ChatDeltas(ChatParsing(AnswerParsers(tools=HermesTools())), "")
+    answer = ShownAnswer(ChatParsing(AnswerParsers(tools=HermesTools())))
+    deltas = ChatDeltas(answer, names_call=False)
     calls: list[Any] = []
     for start in range(0, len(text), 100):
-        delta = deltas.feed(text[start : start + 100], is_last=False)
+        delta = deltas.feed(text[start : start + 100])
         calls += (delta and delta.tool_calls) or ()
-    assert deltas.feed("", is_last=True) is None
+    assert deltas.feed("", "stop") is None
     assert [call.index for call in calls[:2]] == [0, 1]
     assert [call.function.name for call in calls[:2]] == ["lookup", "lookup"]
     assert all(call.id.startswith("call_") for call in calls[:2])
@@ -186,15 +188,22 @@ async def test_token_ids_and_echo_go_with_calls(start_gateway: StartGateway, tem
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_call_that_max_tokens_cuts_off_is_text(
+async def test_call_that_max_tokens_cuts_off_is_returned_as_far_as_it_has_come(
     start_gateway: StartGateway, template: str
 ) -> None:
     script = say(CALL[:-20], FinishReason.LENGTH_CAPPED)
     async with start_gateway(script, chat_template=template) as gateway:
-        body = {"messages": CHAT, "tools": [LOOKUP]}
+        body: dict[str, Any] = {"messages": CHAT, "tools": [LOOKUP]}
         (choice,) = json.loads((await gateway.post("/v1/chat/completions", body)).body)["choices"]
-        assert choice["message"]["content"].startswith(CALL[:-20])
-        assert choice["finish_reason"] == "length"
+        chunks = chunks_of(await gateway.post("/v1/chat/completions", body | {"stream": True}))
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "lookup"
+    assert call["function"]["arguments"] in CALL
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
+    deltas = [one for each in chunks for one in each["choices"][0]["delta"].get("tool_calls", [])]
+    arguments = "".join(one["function"]["arguments"] for one in deltas)
+    assert arguments == call["function"]["arguments"]
 
 
 async def test_tools_and_calls_of_the_history_are_in_the_prompt(
@@ -264,10 +273,10 @@ async def test_forced_call_has_a_schema_and_is_read(
         answer = await gateway.post("/v1/chat/completions", body)
         assert answer.status == 200, answer.body
         (sent,) = gateway.engine.requests
-        assert sent.structured_output is not None
-        assert sent.structured_output.kind == "json_schema"
+        assert sent.options.structured_output is not None
+        assert sent.options.structured_output.kind == "json_schema"
         chat = request(tools=[NOW], tool_choice=choice)
-        schema = json.loads(sent.structured_output.text)
+        schema = json.loads(sent.options.structured_output.text)
         assert schema == forced_schema([NOW], tool_use(chat))
         if stream:
             choices = [chunk["choices"][0] for chunk in chunks_of(answer)]
@@ -315,7 +324,7 @@ async def test_what_a_forced_call_excludes_is_rejected(
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
-        ({"tools": [{"type": "web_search"}]}, "only function"),
+        ({"tools": [{"function": NOW["function"]}]}, "supported are function and custom"),
         ({"tools": [{"type": "function", "function": 5}]}, "must be an object"),
         ({"tools": [{"type": "function", "function": {}}]}, "name must be"),
         ({"tools": [{"type": "function", "function": {"name": "f" * 257}}]}, "name must be"),
@@ -331,9 +340,9 @@ async def test_what_a_forced_call_excludes_is_rejected(
     ],
 )
 def test_invalid_tools_are_rejected_by_name(parameters: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ApiError, match=problem) as caught:
+    with pytest.raises(RequestError, match=problem) as caught:
         tool_use(request(**parameters))
-    assert caught.value.body.param in parameters
+    assert caught.value.param in parameters
 
 
 @pytest.mark.parametrize(
@@ -352,7 +361,7 @@ def test_forced_calls_are_read(name: str | None, text: str, calls: list[tuple[st
 
 
 def test_reasoning_and_calls_of_messages_reach_the_template() -> None:
-    call = {"function": {"name": "f", "arguments": "not JSON"}}
+    call = {"function": {"name": "f", "arguments": " "}}
     messages = request(
         messages=[
             {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
@@ -363,7 +372,7 @@ def test_reasoning_and_calls_of_messages_reach_the_template() -> None:
     assert called == {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "not JSON"}}],
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
         "reasoning": "Hm.",
         "reasoning_content": "Hm.",
         "thinking": "Hm.",

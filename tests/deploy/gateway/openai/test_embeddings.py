@@ -59,8 +59,8 @@ async def test_each_input_is_a_request_for_a_vector(start_gateway: StartGateway)
             },
         }
         for request in gateway.engine.requests:
-            assert request.pooling == PoolingParams("last", True, 2)
-            assert (request.priority, request.cache_salt) == (3, "s")
+            assert request.options.pooling == PoolingParams("last", True, 2)
+            assert (request.options.priority, request.options.cache_salt) == (3, "s")
             assert request.request_id.startswith("embd-")
         assert await metric(gateway, "longshore_prompt_tokens_total") == 4
         assert await metric(gateway, 'longshore_requests_finished_total{reason="stop"}') == 2
@@ -88,7 +88,7 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
     async with start_gateway(pooled, embedding=model) as gateway:
         assert (await gateway.post(PATH, {"input": "x", **body})).status == 200
         (request,) = gateway.engine.requests
-        assert request.pooling == pooling
+        assert request.options.pooling == pooling
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,11 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ({"input": [[1]] * 1000 + [[2]] * 1049}, "input", "at most 2048"),
         ({"input": [[320]]}, "input", "token id 320, outside the vocabulary (0 to 319)"),
         ({"input": [-1]}, "input", "token id -1"),
-        ({"input": [5] * 65}, "input", "input[0] has 65 tokens; the maximum for this model is 64"),
+        (
+            {"input": [5] * 65},
+            "input",
+            "input[0] has 65 tokens; this model's maximum",
+        ),
         ({"input": "a", "dimensions": 5}, "dimensions", "between 1 and 4"),
         ({"input": "a", "dimensions": 0}, "dimensions", "between 1 and 4"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
@@ -235,6 +239,6 @@ async def test_a_dead_engine_is_unavailable(start_gateway: StartGateway) -> None
     async with start_gateway(never_answer, embedding=MODEL) as gateway:
         asking = asyncio.create_task(gateway.post(PATH, {"input": "x"}))
         await gateway.engine.wait_for(lambda: bool(gateway.engine.requests))
-        gateway.process._engines.shut_down("worker 0 was lost")
+        gateway.process._models[0].engines.shut_down("worker 0 was lost")
         assert (await asking).status == 503
         assert (await gateway.post(PATH, {"input": "x"})).status == 503

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.deploy.gateway.openai.chat_messages import template_input
-from longshore.deploy.gateway.openai.errors import ApiError
-from longshore.deploy.gateway.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
+from longshore.deploy.gateway.api.errors import body_of, status_of
+from longshore.deploy.gateway.api.requests import ChatRequest, parse_request
+from longshore.deploy.gateway.openai.requests import CompletionRequest
+from longshore.deploy.requests.chat_messages import template_input
+from longshore.deploy.requests.errors import RequestError
 
 CHAT = [{"role": "user", "content": "Where?"}]
 
@@ -42,9 +40,9 @@ def test_prompt_is_one_or_many_as_text_or_token_ids(prompt: Any, expected: Any) 
 
 @pytest.mark.parametrize("prompt", [[], ["text", 5], [5, [6]], ["text", [5]], ["x"] * 1025])
 def test_prompts_of_no_or_mixed_kind_or_too_many_are_rejected(prompt: Any) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         completion(prompt=prompt).prompts()
-    assert refusal.value.body.param == "prompt"
+    assert refusal.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
 
 def test_all_of_the_answers_may_be_the_best() -> None:
     completion(best_of=2, n=2).check_beams()
-    with pytest.raises(ApiError, match="best_of is not supported"):
+    with pytest.raises(RequestError, match="best_of is not supported"):
         completion(best_of=3, n=2).check_beams()
 
 
@@ -71,9 +69,10 @@ def test_all_of_the_answers_may_be_the_best() -> None:
     ("name", "value"),
     [
         ("n", True),
-        ("n", "2"),
+        ("n", "two"),
+        ("n", 1.5),
         ("stop", 5),
-        ("logprobs", 0),
+        ("logprobs", 2),
         ("top_logprobs", True),
         ("best_of", 3),
         ("suffix", "end"),
@@ -98,27 +97,27 @@ def test_all_of_the_answers_may_be_the_best() -> None:
     ],
 )
 def test_what_would_change_the_answer_is_rejected_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         chat(**{name: value})
-    assert refusal.value.status == 400
-    assert refusal.value.body.type == "invalid_request_error"
-    assert refusal.value.body.param == name
-    assert name in refusal.value.body.message
+    assert status_of(refusal.value) == 400
+    assert body_of(refusal.value).type == "invalid_request_error"
+    assert refusal.value.param == name
+    assert name in str(refusal.value)
 
 
 @pytest.mark.parametrize("n", [0, -1, 129])
 def test_a_number_of_answers_that_cannot_be_is_rejected(n: int) -> None:
-    with pytest.raises(ApiError, match="n=") as refusal:
+    with pytest.raises(RequestError, match="n=") as refusal:
         _ = chat(n=n).num_samples
-    assert refusal.value.body.param == "n"
+    assert refusal.value.param == "n"
     assert (chat().num_samples, chat(n=None).num_samples, chat(n=3).num_samples) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "٣", "5" * 11])
 def test_a_biased_token_is_a_number(key: str) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         chat(logit_bias={key: 1}).biases()
-    assert refusal.value.body.param == "logit_bias"
+    assert refusal.value.param == "logit_bias"
     assert chat(logit_bias={"5": 1, "17": -2.5}).biases() == {5: 1.0, 17: -2.5}
 
 
@@ -134,29 +133,29 @@ def test_a_biased_token_is_a_number(key: str) -> None:
 def test_likely_tokens_are_listed_beside_log_probabilities_alone(
     parameters: dict[str, Any],
 ) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         _ = chat(**parameters).num_logprobs
-    assert refusal.value.body.param == "top_logprobs"
+    assert refusal.value.param == "top_logprobs"
     assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
     assert chat(logprobs=True).num_logprobs == 0
     assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
 
 
 def test_scores_of_a_prompt_are_not_streamed() -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         chat(prompt_logprobs=1, stream=True)
-    assert refusal.value.body.param == "prompt_logprobs"
+    assert refusal.value.param == "prompt_logprobs"
 
 
 def test_missing_field_is_named() -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         parse_request(ChatRequest, b'{"model": "m"}')
-    assert refusal.value.body.param == "messages"
+    assert refusal.value.param == "messages"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff\xfe", b'"' + b"[" * 5000])
 def test_body_that_is_no_json_object_is_rejected(body: bytes) -> None:
-    with pytest.raises(ApiError, match="JSON"):
+    with pytest.raises(RequestError, match="JSON"):
         parse_request(ChatRequest, body)
 
 
@@ -175,10 +174,10 @@ def test_text_parts_of_a_message_are_joined() -> None:
     ],
 )
 def test_message_that_cannot_be_served_is_rejected(message: dict[str, Any]) -> None:
-    with pytest.raises(ApiError) as refusal:
+    with pytest.raises(RequestError) as refusal:
         template_input(chat(messages=[*CHAT, message]).messages)
-    assert refusal.value.body.param == "messages"
-    assert "messages[1]" in refusal.value.body.message
+    assert refusal.value.param == "messages"
+    assert "messages[1]" in str(refusal.value)
 
 
 json_values = st.recursive(
@@ -194,5 +193,5 @@ parameter_names = st.sampled_from(
 @given(st.dictionaries(parameter_names, json_values))
 def test_any_json_is_either_a_request_or_rejected_as_one(parameters: dict[str, Any]) -> None:
     for kind in (ChatRequest, CompletionRequest):
-        with contextlib.suppress(ApiError):
+        with contextlib.suppress(RequestError):
             parse_request(kind, json.dumps(parameters).encode())

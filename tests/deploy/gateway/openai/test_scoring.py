@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from longshore.deploy.gateway.openai import pooled_inputs
+from longshore.deploy.gateway.api import prompts
 from longshore.deploy.gateway.openai.scoring import SCORE_NAMES
 from longshore.deploy.model.classifier import CLASSIFIED, ClassifierModel
 from longshore.deploy.model.embedding import EmbeddingModel
@@ -106,8 +106,8 @@ async def test_a_pair_is_one_prompt_with_the_score_of_its_label(
         }
         assert prompts_of(gateway) == [ids_of("qa"), ids_of("qbb")]
         for request in gateway.engine.requests:
-            assert request.pooling == CLASSIFIED
-            assert (request.priority, request.cache_salt) == (3, "s")
+            assert request.options.pooling == CLASSIFIED
+            assert (request.options.priority, request.options.cache_salt) == (3, "s")
             assert request.request_id.startswith(answer["id"])
 
 
@@ -197,7 +197,9 @@ async def test_embedding_models_compare_each_text_once(start_gateway: StartGatew
         scores = [item["score"] for item in answer["data"]]
         assert scores == pytest.approx([1.0, 0.0, -1.0], abs=1e-6)
         assert prompts_of(gateway) == [ids_of(text) for text in ("q", "a", "bb", "ccc")]
-        assert all(each.pooling == PoolingParams("last") for each in gateway.engine.requests)
+        assert all(
+            each.options.pooling == PoolingParams("last") for each in gateway.engine.requests
+        )
         assert answer["usage"]["prompt_tokens"] == 7
         results = (await ask(gateway, "/v1/rerank", {"query": "qqq", "documents": ["a", "bbb"]}))[
             "results"
@@ -319,7 +321,12 @@ async def test_each_text_gets_the_label_of_the_highest_score(
         ("/score", {"text_1": ["q"] * 2, "text_2": ["a"] * 3}, "text_2", "has 2 texts"),
         ("/score", {"text_1": "q", "text_2": ["a"] * 2049}, "text_2", "at most 2048"),
         ("/score", {"text_1": "q", "text_2": [5]}, "text_2", "str"),
-        ("/score", {"text_1": "q", "text_2": "a" * 64}, "text_2", "has 65 tokens with its query"),
+        (
+            "/score",
+            {"text_1": "q", "text_2": "a" * 64},
+            "text_2",
+            "text_2 with text_1 has 65",
+        ),
         (
             "/score",
             {"text_1": "q" * 60, "text_2": "a", "truncate_prompt_tokens": 60},
@@ -377,7 +384,7 @@ async def test_what_cannot_be_scored_is_rejected_by_name(
 async def test_the_tokens_of_a_request_are_bounded(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooled_inputs, "MAX_TOKEN_IDS", 7)
+    monkeypatch.setattr(prompts, "MAX_TOKEN_IDS", 7)
     for settings in ({"classifier": RANKS}, {"embedding": EMBEDS}):
         async with start_gateway(by_length, **settings) as gateway:
             error = await refuse(gateway, "/rerank", {"query": "qqq", "documents": ["ab", "cde"]})

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ def json_schema(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
             {"response_format": {"type": "json_object"}},
             StructuredOutput("json_schema", '{"type":"object"}'),
         ),
+        *(
+            (
+                {"response_format": {"type": kind, key: SCHEMA}},
+                StructuredOutput("json_schema", TEXT),
+            )
+            for kind, key in (
+                *(("json_object", "schema"), ("json_object", "value")),
+                *(("json", "value"), ("json_schema", "value"), ("json_schema", "schema")),
+            )
+        ),
+        (
+            {"response_format": {"type": "regex", "value": "[0-9]+"}},
+            StructuredOutput("regex", "[0-9]+"),
+        ),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
         ({"structured_outputs": {"json": SCHEMA}}, StructuredOutput("json_schema", TEXT)),
@@ -66,7 +81,7 @@ async def test_every_constraint_reaches_the_engine(
         answer = await gateway.post(path, PATHS[path] | parameters)
         assert answer.status == 200, answer.body
         (request,) = gateway.engine.requests
-        assert request.structured_output == wanted
+        assert request.options.structured_output == wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -75,7 +90,7 @@ async def test_every_answer_has_the_constraint(stream: bool, start_gateway: Star
         body = {"prompt": "x", "n": 3, "guided_regex": "a+", "stream": stream, "logprobs": 1}
         answer = await gateway.post("/v1/completions", body | {"stop": ["!"]})
         assert answer.status == 200, answer.body
-        specs = [request.structured_output for request in gateway.engine.requests]
+        specs = [request.options.structured_output for request in gateway.engine.requests]
         assert specs == [StructuredOutput("regex", "a+")] * 3
 
 
@@ -89,6 +104,9 @@ async def test_every_answer_has_the_constraint(stream: bool, start_gateway: Star
         ),
         ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
+        ({"response_format": {"type": "json"}}, "response_format", "no value"),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format", "no value"),
+        ({"response_format": {"type": "json_object", "value": "a"}}, "response_format", "no value"),
         ({"response_format": json_schema([])}, "response_format", "Expected `object"),
         ({"structured_outputs": {}}, "structured_outputs", "none is given"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and"),
@@ -130,14 +148,20 @@ async def test_a_constraint_that_proves_too_complex_is_the_client_s_error(
     start_gateway: StartGateway, path: str, has_begun: bool
 ) -> None:
     def give_up(engine: FakeEngine, request: AddRequest) -> None:
-        engine.send_tokens(request, [4])
-        if not has_begun:
-            fail()
+        if has_begun:
+            engine.send_tokens(request, [4])
+        else:
+            fail([4])
 
-    def fail() -> None:
+    def fail(last_token_ids: Sequence[int] = ()) -> None:
         (request,) = gateway.engine.requests
-        message = f"{CONSTRAINT_TOO_COMPLEX}: too many states"
-        gateway.engine.finish(request, FinishReason.ERROR, num_output_tokens=1, message=message)
+        gateway.engine.finish(
+            request,
+            FinishReason.ERROR,
+            num_output_tokens=1,
+            message=f"{CONSTRAINT_TOO_COMPLEX}: too many states",
+            token_ids=last_token_ids,
+        )
         failed.append(request)
 
     def on_event(_: bytes) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES
 from longshore.deploy.gateway.text.tokenizer import SLICE_CHARACTERS
+from longshore.deploy.requests.chat_messages import MAX_MESSAGES
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.http.test_exchange import error_of
 from tests.deploy.tiny_tokenizer import BOS_ID
@@ -81,7 +81,7 @@ async def test_a_model_without_a_tokenizer_has_no_text(start_gateway: StartGatew
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
             answer = await gateway.post(path, body)
             assert answer.status == 400
-            assert "tokenizer.json" in error_of(answer)["message"]
+            assert "needs a tokenizer, but the model folder has none" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize("messages", [False, True])

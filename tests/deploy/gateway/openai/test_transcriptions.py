@@ -37,7 +37,7 @@ def sound(*loudness: int) -> Samples:
 
 
 def loudness_of(request: AddRequest) -> int:
-    (item,) = request.multimodal
+    (item,) = request.options.multimodal
     return round(float(item.data.view("<f4").max()) * 10)
 
 
@@ -111,7 +111,7 @@ async def test_audio_becomes_its_text(start: Start, tokenizer: ModelTokenizer) -
             },
         }
         (request,) = gateway.engine.requests
-        (item,) = request.multimodal
+        (item,) = request.options.multimodal
         assert np.array_equal(item.data.view("<f4"), sound(2))
         names = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>"]
         assert request.prompt_token_ids.tolist() == [tokenizer.added_tokens[n] for n in names]
@@ -137,7 +137,7 @@ async def test_settings_reach_the_engine(start: Start) -> None:
         sampling = request.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 5, 0.9)
         assert (sampling.min_p, sampling.seed, sampling.max_tokens) == (0.1, 3, 10)
-        assert request.priority == detection.priority == -2
+        assert request.options.priority == detection.options.priority == -2
         assert len(request.prompt_token_ids) > 4
 
 

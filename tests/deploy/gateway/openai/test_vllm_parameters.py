@@ -41,9 +41,9 @@ def texts_of(path: str, content: dict[str, Any]) -> list[str]:
 
 def sends(*token_ids: int, reason: FinishReason = FinishReason.STOPPED) -> Any:
     def script(engine: FakeEngine, request: AddRequest) -> None:
-        for token_id in token_ids:
+        for token_id in token_ids[:-1]:
             engine.send_tokens(request, [token_id])
-        engine.finish(request, reason, num_output_tokens=len(token_ids))
+        engine.finish(request, reason, num_output_tokens=len(token_ids), token_ids=token_ids[-1:])
 
     return script
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.openai.errors import ApiError
-from longshore.deploy.gateway.openai.unknown_fields import begin_request
+from longshore.deploy.gateway.api.unknown_fields import begin_request
 from longshore.deploy.gateway.responses_api.tools import chat_tool_choice, chat_tools
+from longshore.deploy.requests.errors import RequestError
 from longshore.protocol.outputs import FinishReason
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.http.test_exchange import say
@@ -157,7 +157,7 @@ async def test_a_forced_call_and_a_format_constrain_the_answer(
         choice = {"type": "function", "name": "lookup"}
         forced = await create(gateway, tools=[LOOKUP], tool_choice=choice)
         formed = await create(gateway, text={"format": form})
-        assert all(asked.structured_output is not None for asked in gateway.engine.requests)
+        assert all(asked.options.structured_output is not None for asked in gateway.engine.requests)
     assert forced["output"][0]["arguments"] == '{"id": 5}'
     assert forced["tool_choice"] == choice
     assert formed["output"][0]["content"][0]["text"] == '{"id": 5}'
@@ -179,5 +179,5 @@ def test_unknown_fields_of_tools_and_choices_are_ignored_and_named() -> None:
         [],
         ["tools[1].defer_loading", "tool_choice.defer_loading"],
     )
-    with pytest.raises(ApiError, match=r"tools\[1\]\.defer_loading"):
+    with pytest.raises(RequestError, match=r"tools\[1\]\.defer_loading"):
         copy_context().run(read, is_strict=True, defer_loading=True)

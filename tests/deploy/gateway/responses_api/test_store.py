@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.responses_api import store as store_module
 from longshore.deploy.gateway.responses_api.bodies import (
     COMPLETED,
@@ -23,10 +22,10 @@ from longshore.deploy.gateway.responses_api.store import (
     LIST_INTERVAL_S,
     ResponseStore,
     new_response_id,
-    owner_of,
 )
+from longshore.deploy.requests.chat_messages import ChatMessage
 
-ALICE, BOB = (owner_of(ApiKey(name=name, digest=name)) for name in ("alice", "bob"))
+ALICE, BOB = (ApiKey(name=name, digest=name).owner for name in ("alice", "bob"))
 
 
 def record(text: str = "hello", status: str = COMPLETED) -> StoredResponse:
@@ -77,7 +76,7 @@ async def test_another_gateway_finds_what_one_stored(tmp_path: Path) -> None:
 async def test_a_response_belongs_to_its_key(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path)
     mine = await put(store, ALICE)
-    assert len({ALICE, BOB, owner_of(NO_KEY)}) == 3
+    assert len({ALICE, BOB, NO_KEY.owner}) == 3
     assert await store.get(BOB, mine) is None
     assert not await store.delete(BOB, mine)
     assert not await store.end(BOB, mine)

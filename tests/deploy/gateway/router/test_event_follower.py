@@ -53,7 +53,7 @@ class Publisher:
 
     def __init__(self, num_buffered: int = 1000) -> None:
         config = KVEventsConfig(
-            endpoint=NOWHERE, replay_endpoint=NOWHERE, num_buffered=num_buffered
+            endpoint=NOWHERE, replay_endpoint=NOWHERE, kv_events_buffer=num_buffered
         )
         self.stream = EventStream(config, KV_CACHE, publisher_id=uuid.uuid4().bytes)
         self.held: set[tuple[str, bytes]] = set()

@@ -14,7 +14,7 @@ from longshore.deploy.gateway.router.block_index import BlockIndex
 from longshore.deploy.gateway.router.event_subscriber import EventSubscriber
 from longshore.protocol.events import AllBlocksCleared, BlockStored, EventSource, KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint, SocketWatcher, close_context
-from longshore.scheduler.kv_events.publisher import EventPublisher, EventSockets
+from longshore.scheduler.process.kv_event_publisher import EventPublisher, EventSockets
 from tests.harness.kv_groups import kv_cache_config
 
 PATIENCE_S = 60.0
@@ -25,7 +25,9 @@ async def publishing(source: EventSource, *, answers: bool = True) -> AsyncItera
     """An engine's publisher. answers: it serves requests."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     config = KVEventsConfig(
-        endpoint=source.endpoint, replay_endpoint=source.replay_endpoint, topic=source.topic
+        endpoint=source.endpoint,
+        replay_endpoint=source.replay_endpoint,
+        kv_events_topic=source.topic,
     )
     sockets = EventSockets.open(context, config)
     publisher = EventPublisher(sockets, config, kv_cache_config(10))

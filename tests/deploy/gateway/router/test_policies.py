@@ -24,7 +24,7 @@ from longshore.deploy.gateway.router.policies import (
     can_reuse,
     extra_keys_of,
 )
-from longshore.protocol.requests import MultimodalFeature, PoolingParams
+from longshore.protocol.requests import MultimodalFeature, PoolingParams, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.kv_cache.block_hash import BlockHasher, ExtraKeys
 
@@ -92,7 +92,7 @@ def test_another_salt_item_or_image_has_no_prefix() -> None:
     tokens = list(range(100))
     image = MultimodalFeature("an image", 0, 20)
     for salt, items in ((None, ()), ("a", ()), (None, (image,)), ("a", (image,))):
-        keys = extra_keys_of(salt, items)
+        keys = extra_keys_of(RequestOptions(cache_salt=salt, multimodal=items))
         policy = prefix_aware([0, 6], tokens, keys=keys)
         for other in (None, ExtraKeys(cache_salt="a"), ExtraKeys(multimodal=[image])):
             expected = 96 if hashes_of(tokens, other) == hashes_of(tokens, keys) else 0
@@ -119,7 +119,7 @@ def test_a_request_that_computes_everything_goes_to_the_least_loaded_engine() ->
 def test_requests_with_a_result_per_token_use_no_prefix(
     sampling: SamplingParams, pooling: PoolingParams | None, expected: bool
 ) -> None:
-    assert can_reuse(sampling, pooling) is expected
+    assert can_reuse(sampling, RequestOptions(pooling=pooling)) is expected
 
 
 def test_the_search_in_a_prompt_is_bounded() -> None:

@@ -35,8 +35,8 @@ def members(sources: Sequence[EventSource | None]) -> list[EngineMember]:
 
 
 def make_routing(sources: tuple[EventSource, ...]) -> Routing:
-    prefix = PrefixRoutingConfig(sources, "00", "sha256", 4, 1000)
-    config = RoutingConfig("prefix_aware", prefix=prefix)
+    prefix = PrefixRoutingConfig("00", "sha256", 4)
+    config = RoutingConfig(routing_policy="prefix_aware", routing_index_blocks=1000, prefix=prefix)
     return Routing(config, members(sources), number=0, num_gateways=1)
 
 
@@ -111,7 +111,9 @@ async def test_the_wait_ends_without_an_answer(
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin", "session_affinity"])
 async def test_other_policies_follow_nobody(policy: Any) -> None:
-    made = Routing(RoutingConfig(policy), members((None, None)), number=0, num_gateways=1)
+    made = Routing(
+        RoutingConfig(routing_policy=policy), members((None, None)), number=0, num_gateways=1
+    )
     made.follow(0, True)
     await made.wait_until_known()
     assert made.lacking_knowledge() is None

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.api.errors import headers_of, status_of
 from longshore.deploy.gateway.text import audio_decoder
 from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.model.folder import AudioInput
 from longshore.deploy.requests.audio import BadAudio
+from longshore.deploy.requests.errors import RequestError
 from longshore.deploy.requests.speech import SpeechModel
 from tests.deploy.sounds import as_file, tone
 from tests.deploy.tiny_whisper import save_whisper_tokenizer
@@ -48,11 +49,11 @@ async def test_sound_is_taken_while_there_is_room(speech: SpeechModel) -> None:
             for _ in range(2):
                 await held.enter_async_context(decoder.features(file, speech, MAX_S))
             with pytest.raises(
-                ApiError, match="4 s of audio are being processed, and the limit is 5 s"
+                RequestError, match="4 s of audio are being processed, and the limit is 5 s"
             ) as caught:
                 await held.enter_async_context(decoder.features(file, speech, MAX_S))
-            assert caught.value.status == 429
-            assert dict(caught.value.headers) == {b"retry-after": b"1"}
+            assert status_of(caught.value) == 429
+            assert dict(headers_of(caught.value)) == {b"retry-after": b"1"}
             await held.enter_async_context(decoder.features(as_file(tone(1.0)), speech, MAX_S))
 
 
@@ -60,7 +61,7 @@ async def test_sound_that_never_fits_is_taken_alone(speech: SpeechModel) -> None
     decoder = AudioDecoder(max_bytes=SECOND_BYTES)
     file = as_file(tone(3.0))
     async with decoder.features(file, speech, MAX_S):
-        with pytest.raises(ApiError, match="retry later"):
+        with pytest.raises(RequestError, match="retry later"):
             async with decoder.features(file, speech, MAX_S):
                 pass
     async with decoder.features(file, speech, MAX_S) as features:
@@ -79,7 +80,7 @@ async def test_header_that_says_too_much_counts_until_the_sound_is_known(
     ):
         assert sum(feature.data.nbytes for feature in features) < SECOND_BYTES
         with pytest.raises(
-            ApiError, match="2 s of audio are being processed, and the limit is 5 s"
+            RequestError, match="2 s of audio are being processed, and the limit is 5 s"
         ):
             async with decoder.features(cut, speech, MAX_S):
                 pass

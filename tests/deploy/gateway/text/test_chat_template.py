@@ -88,6 +88,17 @@ def test_default_one_of_several_named_templates_is_used(tmp_path: Path) -> None:
     assert tokenizer.chat_template.render(CHAT) == "plain"
 
 
+def test_chats_with_tools_get_the_template_for_them(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    for template in (tokenizer.chat_template, tokenizer.chat_template.twin()):
+        assert template.for_tools(None).render(CHAT) == "plain"
+        assert template.for_tools([{}]).render(CHAT) == "tools"
+
+
 def test_folder_without_tokenizer_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,7 +164,7 @@ def test_a_template_that_breaks_the_compiler_is_rejected_in_one_line(
 @pytest.mark.parametrize("named", [[5], [None, {"name": "default", "template": 5}], [[]], [{}]])
 def test_named_templates_that_make_no_sense_are_ignored(tmp_path: Path, named: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    check_text_files(tmp_path, None)
+    check_text_files(tmp_path, None, None)
 
 
 def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
@@ -169,7 +180,7 @@ def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
 def test_a_template_file_that_is_missing_is_rejected_with_its_setting(tmp_path: Path) -> None:
     missing = tmp_path / "missing.jinja"
     with pytest.raises(ConfigError) as rejection:
-        check_text_files(tmp_path, missing)
+        check_text_files(tmp_path, None, missing)
     assert str(rejection.value) == (
         f"chat_template: {missing} cannot be read: No such file or directory"
     )
