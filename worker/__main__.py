@@ -2,11 +2,9 @@
 
 import gc
 import logging
-import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
@@ -19,7 +17,7 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.errors import OutOfMemory, RankLost
-from longshore.worker.process.ending import end_process
+from longshore.worker.process.ending import end_process, exit_at, ignore
 from longshore.worker.process.low_priority import at_low_priority
 
 
@@ -40,8 +38,7 @@ def main() -> int:
         logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics at its exit
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     signals = stop_signals(config.lifeline_fd)
-    for number in signals:
-        signal.signal(number, _exit)
+    exit_at(signals)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
     gc.disable()  # until the worker is ready: what is loaded stays
@@ -68,15 +65,8 @@ def main() -> int:
             raise
         return 1
     finally:
-        # A second stop signal must not interrupt the clean-up.
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
+        ignore(signals)  # a second one must not interrupt the clean-up
     return 0
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """Run every `finally` and exit with status 0: a stop signal is not an error."""
-    sys.exit(0)
 
 
 if __name__ == "__main__":

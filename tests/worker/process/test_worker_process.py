@@ -436,3 +436,29 @@ def test_a_thread_that_returns_from_a_library_does_not_abort_a_process_that_ends
     """As of a link of `p2p_nccl` whose peer is gone."""
     ended = subprocess.run([sys.executable, "-c", LATE_THREAD], capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (3, b"the end"), ended.stderr
+
+
+STOPPED_IN_CALLBACK = """
+import os, signal, time, weakref
+from longshore.worker.process.ending import exit_at
+
+class Module:
+    pass
+
+exit_at([signal.SIGTERM])
+module = Module()
+callback = weakref.ref(module, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+try:
+    del module
+    time.sleep(30)
+finally:
+    print("cleaned up")
+"""
+
+
+def test_a_stop_signal_within_a_callback_ends_the_process() -> None:
+    """Python discards the exception of its handler there."""
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED_IN_CALLBACK], capture_output=True, timeout=20, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"cleaned up\n", b"")
