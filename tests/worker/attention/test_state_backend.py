@@ -14,7 +14,8 @@ from torch import Tensor
 
 from longshore.worker.attention import state_backend
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
-from longshore.worker.attention.state_backend import PIECE_TOKENS, MambaKind, StateInputs
+from longshore.worker.attention.state_backend import MambaKind, StateInputs
+from longshore.worker.attention.state_pieces import PIECE_TOKENS
 from longshore.worker.kernels.state_step import StateWeights
 from longshore.worker.kv_cache.buffer import PagedStates
 from tests.worker.kernels.variants import TRITON, using
