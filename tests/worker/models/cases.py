@@ -209,9 +209,9 @@ CASES: Final = (
         "mlp_only_layers": [3],
         "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}),
     Case("Qwen3.5", "Qwen3_5", {
-        **DELTA, "head_dim": 256, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+        **DELTA, "head_dim": 32, "num_hidden_layers": 4, "tie_word_embeddings": True}),
     Case("Qwen3.5, a key head per value head, biased", "Qwen3_5", {
-        **DELTA, "head_dim": 16, "linear_num_key_heads": 8, "attention_bias": True,
+        **DELTA, "head_dim": 256, "linear_num_key_heads": 8, "attention_bias": True,
         "layer_types": ["full_attention", "linear_attention"]}),
     Case("Qwen3.5-MoE", "Qwen3_5Moe", {
         **DELTA, **SHARED_MIXTURE, "head_dim": 16,

@@ -15,49 +15,14 @@ from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.rope_config import DefaultRope
-from tests.models import SHAPE
 from tests.reference import assert_greedy_equal, greedy_reference
-from tests.worker.models.cases import DELTA, FIRST_CASES, SHARED_MIXTURE
+from tests.worker.models.cases import FIRST_CASES
 from tests.worker.models.conftest import NUM_TOKENS, Checkpoint, prompt_of
 from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.served_model import ServedModel
+from tests.worker.models.tiny_qwen3_5 import ROPE, make_qwen3_5_with_images
 
 CheckpointOf = Callable[..., Checkpoint]
-ROPE = {
-    "mrope_interleaved": True,
-    "mrope_section": [11, 11, 10],
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10_000_000,
-    "rope_type": "default",
-}
-TYPES = ["linear_attention", "linear_attention", "full_attention"]
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}
-
-
-def images_model(family: str, folder: Path, *, is_tied: bool) -> Any:
-    """A random model of images and text, saved in `folder`."""
-    import transformers
-
-    text = {**SHAPE, **DELTA, **SHARED_MIXTURE, "head_dim": 16, "layer_types": TYPES,
-            "num_hidden_layers": 3, "initializer_range": 0.2, "tie_word_embeddings": is_tied,
-            "rope_parameters": {**ROPE, "mrope_section": [1, 1, 0]}}  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text, vision_config=VISION, tie_word_embeddings=is_tied
-    )
-    config.text_config._experts_implementation = "eager"
-    model_class = getattr(transformers, f"{family}ForConditionalGeneration")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = model_class(config).eval().float()
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -65,7 +30,10 @@ def images_model(family: str, folder: Path, *, is_tied: bool) -> Any:
 def test_a_checkpoint_with_images_answers_texts_like_transformers(
     family: str, is_tied: bool, tmp_path: Path
 ) -> None:
-    model = images_model(family, tmp_path, is_tied=is_tied)
+    settings = FIRST_CASES[family].settings | {"initializer_range": 0.2}
+    model = make_qwen3_5_with_images(
+        family, tmp_path, **settings | {"tie_word_embeddings": is_tied}
+    )
     prompts = [prompt_of(length, seed=length) for length in (90, 7)]
     with ServedModel(tmp_path, num_tokens=NUM_TOKENS) as served:
         answers = served.answers(prompts)
@@ -182,7 +150,7 @@ TEXT_0_8B: dict[str, Any] = {
     "num_hidden_layers": 24,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-06,
-    "rope_parameters": ROPE,
+    "rope_parameters": {**ROPE, "mrope_section": [11, 11, 10]},
     "vocab_size": 248_320,
 }
 IMAGES_0_8B: dict[str, Any] = {
