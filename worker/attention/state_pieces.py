@@ -122,7 +122,13 @@ class Convolution:
         ]
         of_ends = np.array(ends, np.int64).reshape(-1, 2)
         last = of_ends[:, 1:] + np.arange(-num_kept, 0)
-        self._taps = upload(taps, device)
+        # The lines of one sequence are adjacent, which needs no copies.
+        is_alone = num_seqs == 1
+        self._taps = (
+            [slice(tap, tap + len(seqs)) for tap in range(width)]
+            if is_alone
+            else upload(taps, device)
+        )
         self._kept = upload(lines(of_ends[:, :1], last).reshape(-1), device)
 
     def run(
@@ -139,7 +145,8 @@ class Convolution:
         if bias is not None:
             out += bias
         for tap, of_tap in zip(self._taps, weight, strict=True):
-            out.addcmul_(table.index_select(0, tap).float(), of_tap.float())
+            lines = table[tap] if isinstance(tap, slice) else table.index_select(0, tap)
+            out.addcmul_(lines.float(), of_tap.float())
         stored = table.index_select(0, self._kept).unflatten(0, (-1, *kept.shape[1:2]))
         return F.silu(out.to(inputs.dtype)).float(), stored
 

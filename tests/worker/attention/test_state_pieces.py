@@ -1,6 +1,7 @@
 """Chunks that stop on the way: what is left at a stop is what a chunk that ends there leaves."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,18 @@ def test_the_width_is_that_of_the_longest_piece() -> None:
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_a_convolution_stores_its_inputs_at_ends_and_stops(width: int) -> None:
-    counts = np.array([1, *COUNTS])
+@pytest.mark.parametrize(
+    ("counts", "stops"), [((1, *COUNTS), ((), *STOPS)), ((300,), STOPS[:1])], ids=["many", "one"]
+)
+def test_a_convolution_stores_its_inputs_at_ends_and_stops(
+    counts: tuple[int, ...], stops: tuple[tuple[int, ...], ...], width: int
+) -> None:
+    check_convolution(np.array(counts), stops, width)
+
+
+def check_convolution(
+    counts: npt.NDArray[np.int64], stops: tuple[tuple[int, ...], ...], width: int
+) -> None:
     firsts, channels = counts.cumsum() - counts, 3
     generator = torch.Generator().manual_seed(width)
 
@@ -52,10 +63,10 @@ def test_a_convolution_stores_its_inputs_at_ends_and_stops(width: int) -> None:
 
     inputs, kept = normal(int(counts.sum()), channels), normal(len(counts), width - 1, channels)
     weight, bias = normal(width, channels), normal(channels)
-    convolution = Convolution(firsts, counts, width, CPU, ((), *STOPS))
+    convolution = Convolution(firsts, counts, width, CPU, stops)
     got, stored = convolution.run(inputs, kept, weight, bias)
     ends = [*enumerate(counts.tolist())]
-    ends += [(seq + 1, stop) for seq, of_seq in enumerate(STOPS) for stop in of_seq]
+    ends += [(seq, stop) for seq, of_seq in enumerate(stops) for stop in of_seq]
     whole = [
         torch.cat((before, of_seq))
         for before, of_seq in zip(kept, inputs.split(counts.tolist()), strict=True)
