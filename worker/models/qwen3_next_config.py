@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+from longshore.protocol.errors import shortened
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
@@ -165,8 +166,9 @@ def read_hybrid_fields(fields: JsonFields, *, is_fused: bool) -> dict[str, Any]:
     types = read_layer_types(fields, lambda layer: LINEAR if (layer + 1) % period else FULL)
     if others := sorted(set(types) - {LINEAR, FULL}):
         raise UnsupportedModel(
-            f"{fields.source}: layers of type {', '.join(others)[:64]} are not supported; this "
-            f"family supports {LINEAR} and {FULL}. Check layer_types, or use another checkpoint."
+            f"{fields.source}: layers of type {shortened(', '.join(others))} are not supported; "
+            f"this family supports {LINEAR} and {FULL}. Check layer_types, or use another "
+            "checkpoint."
         )
     return {
         **shape,
