@@ -8,6 +8,7 @@ so are key heads. If there are fewer key heads than shards, several shards compu
 """
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from longshore.worker.layers.mamba2 import float32_weights, local_groups
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.delta_shape import DeltaShape
+
+_Part: TypeAlias = tuple[Tensor, tuple[slice, ...]]
+"""A part of a StoredTensor."""
 
 
 def delta_kind(shape: DeltaShape, num_shards: int) -> DeltaKind:
@@ -131,20 +135,17 @@ class GatedDeltaNet:
             f"{name}.in_proj_ba.weight": StoredTensor(shapes[1], ba),
         }
 
-    def _key_parts(self, local: Tensor, offset: int, size: int) -> "Iterator[_Part]":
+    def _key_parts(self, local: Tensor, offset: int, size: int) -> Iterator[_Part]:
         """The rows of each local key head. offset: in the rows of a key head, `size` in all."""
         heads = range(self._key_heads.start, self._key_heads.stop)
         for head, target in zip(heads, local.split(self._shape.key_dim), strict=True):
             first = head * size + offset
             yield target, (slice(first, first + len(target)),)
 
-    def _value_parts(self, local: Tensor, width: int, offset: int, size: int) -> "Iterator[_Part]":
+    def _value_parts(self, local: Tensor, width: int, offset: int, size: int) -> Iterator[_Part]:
         """The same of each local value head, which has `width` rows."""
         heads = range(self._heads.local.start, self._heads.local.stop)
         for head, target in zip(heads, local.split(width), strict=True):
             key_head, nth = divmod(head, self._shape.heads_per_key)
             first = key_head * size + offset + nth * width
             yield target, (slice(first, first + width),)
-
-
-_Part = tuple[Tensor, tuple[slice, ...]]
