@@ -249,6 +249,57 @@ def _qwen3moe(model: GgufModel) -> JsonObject:
     }
 
 
+def _delta(model: GgufModel, family: str) -> JsonObject:
+    """Of families with gated DeltaNet. What the layers are, their tensors say. Layers for
+    multi-token prediction are not loaded."""
+    config = _rotated_heads(model, family)
+    num_drafted = model.get("nextn_predict_layers", 0)
+    num_layers = config["num_hidden_layers"] - num_drafted
+    if not 0 < num_layers <= config["num_hidden_layers"]:
+        raise model.broken(f"nextn_predict_layers={shortened(repr(num_drafted))}")
+    attends = model.layers_with("attn_q.weight")[:num_layers]
+    for key in ("full_attention_interval", "attention.recurrent_layers"):
+        model.get(key)
+    model.get("rope.dimension_sections")  # of images
+    num_heads = model.get("ssm.time_step_rank")
+    return config | {
+        "num_hidden_layers": num_layers,
+        "attention_bias": any(model.layers_with("attn_q.bias")),
+        "layer_types": ["full_attention" if each else "linear_attention" for each in attends],
+        "linear_conv_kernel_dim": model.get("ssm.conv_kernel"),
+        "linear_key_head_dim": model.get("ssm.state_size"),
+        "linear_num_key_heads": model.get("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": model.get("ssm.inner_size") // num_heads,
+    }
+
+
+def _qwen35(model: GgufModel) -> JsonObject:
+    return _delta(model, "Qwen3_5ForCausalLM")
+
+
+def _shared_mixture(model: GgufModel, family: str) -> JsonObject:
+    """llama.cpp always normalises the weights of these architectures' experts."""
+    config = _delta(model, family)
+    mixtures = model.layers_with("ffn_gate_inp.weight")[: config["num_hidden_layers"]]
+    dense = [layer for layer, is_one in enumerate(mixtures) if not is_one]
+    return config | {
+        "num_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": model.get("expert_shared_feed_forward_length"),
+        "mlp_only_layers": dense or None,
+    }
+
+
+def _qwen35moe(model: GgufModel) -> JsonObject:
+    return _shared_mixture(model, "Qwen3_5MoeForCausalLM")
+
+
+def _qwen3next(model: GgufModel) -> JsonObject:
+    return _shared_mixture(model, "Qwen3NextForCausalLM")
+
+
 _LARGEST_GEMMAS: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores are scaled by the width of a head in the embedding."""
 
@@ -446,4 +497,7 @@ _READERS: Final[Mapping[str, Callable[[GgufModel], JsonObject]]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
+    "qwen3next": _qwen3next,
 }

@@ -51,6 +51,10 @@ _GPT2: Final = [_byte_level(use_regex=True)]
 _DIGITS: Final = [{"type": "Digits", "individual_digits": True}, *_GPT2]
 _LLAMA3: Final = _patterns(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}")
 _QWEN2: Final = _patterns(rf"{_WORDS}|\p{{N}}|{_REST}")
+_QWEN35: Final = _patterns(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT4O: Final = _patterns(
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}"
     rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
@@ -77,6 +81,7 @@ _PRE: Final[Mapping[str, list[JsonObject]]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
     **dict.fromkeys(("midm-2.0", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
@@ -86,7 +91,7 @@ _IGNORES_MERGES: Final = frozenset(
     {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
 )
 """A word that is a token is that token, even if merges do not lead to it."""
-_NORMALIZED: Final = frozenset({"qwen2", "command-r"})
+_NORMALIZED: Final = frozenset({"qwen2", "qwen35", "command-r"})
 """Texts are normalised to NFC, which a file does not say."""
 _BEGINS: Final = frozenset({"llama3", "llama-v3", "llama-bpe", "pixtral", "tekken"})
 """A text begins with the beginning-of-sequence token unless the file says otherwise."""

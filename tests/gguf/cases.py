@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.models import make_tiny_model
-from tests.worker.models.cases import GEMMA3_ROPES, GRANITE, LATENT, LLAMA3, YARN
+from tests.worker.models.cases import (
+    DELTA,
+    GEMMA3_ROPES,
+    GRANITE,
+    LATENT,
+    LLAMA3,
+    SHARED_MIXTURE,
+    YARN,
+)
 
 FILES: Final = Path(__file__).parent
 QUANTISED: Final = FILES.parent / "worker" / "loading" / "quantised"
@@ -26,6 +34,8 @@ SHAPE: Final = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 256,
 }
+WIDE_DELTA: Final = {**DELTA, "linear_value_head_dim": 32}
+"""Value heads have 256 elements in all, a block of every type."""
 SPM: Final = {"vocab_size": 420}
 """SentencePiece needs more tokens than bytes and letters."""
 
@@ -37,6 +47,7 @@ class GgufCase:
     family, settings: see `make_tiny_model`.
     tokenizer: a file in `tokenizers/`. pre: tokenizer.ggml.pre, which the converter finds by a hash
                of real vocabularies; None: it does not look for it.
+    options:   of the converter.
     """
 
     name: str
@@ -45,6 +56,7 @@ class GgufCase:
     tokenizer: str = "llama-bpe"
     pre: str | None = "llama-bpe"
     head: str = "ForCausalLM"
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -107,6 +119,18 @@ CASES: Final = (
         **LATENT, "head_dim": 8, "n_group": 2, "topk_group": 1, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
         "scoring_func": "sigmoid"}, "deepseek-v3", "deepseek-v3"),
+    GgufCase("qwen3next", "Qwen3Next", {
+        **WIDE_DELTA, **SHARED_MIXTURE, "num_experts": 3, "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"]}, "qwen2", "qwen2",
+        options=("--no-mtp",)),
+    GgufCase("qwen35", "Qwen3_5", {
+        **WIDE_DELTA, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        "qwen35", "qwen35", options=("--no-mtp",)),
+    GgufCase("qwen35moe", "Qwen3_5Moe", {
+        **WIDE_DELTA, **SHARED_MIXTURE, "num_experts": 3, "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "linear_attention"]}, "qwen35", "qwen35",
+        options=("--no-mtp",)),
     GgufCase("bert", "Bert", {"type_vocab_size": 2, "pad_token_id": 0}, "bert", "jina-v2-en",
              head="Model"),
 )  # fmt: skip

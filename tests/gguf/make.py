@@ -41,6 +41,10 @@ PATTERNS: Final = {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
+    "qwen35": [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
     "gpt-4o": [
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
@@ -68,7 +72,7 @@ def make_tokenizer(name: str, folder: Path) -> None:
 
 def _train_byte_level(name: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
-    if name == "qwen2":
+    if name in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     if name in PATTERNS:
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in PATTERNS[name]]
@@ -162,7 +166,7 @@ def make(case: GgufCase, converter: Any, base: Any, target: Path = FILES) -> Non
             _write_as_published(folder)
         base.TextModel.get_vocab_base_pre = lambda self, tokenizer: case.pre
         sys.argv = ["convert", str(folder), "--outfile", str(target / case.file.name)]
-        sys.argv += ["--outtype", "f32"]
+        sys.argv += ["--outtype", "f32", *case.options]
         converter.main()
 
 

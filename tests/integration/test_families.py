@@ -21,6 +21,7 @@ from tests.integration.conftest import StartDeployment
 from tests.models import SHAPE, make_tiny_model
 from tests.reference import assert_greedy_equal, greedy_reference
 from tests.worker.models.cases import CASES, FIRST_CASES, Case
+from tests.worker.models.tiny_qwen3_5 import make_qwen3_5_with_images
 
 NUM_TOKENS: Final = 12
 STEP_TOKENS: Final = 29
@@ -28,7 +29,12 @@ BLOCK_SIZE: Final = 16
 GEMMA3_WITH_IMAGES: Final = Case(
     "Gemma 3 with images", "Gemma3WithImages", FIRST_CASES["Gemma3"].settings
 )
-ALL_CASES: Final = (*CASES, GEMMA3_WITH_IMAGES)
+QWEN3_5_WITH_IMAGES: Final = tuple(
+    Case(f"{FIRST_CASES[family].name} with images", family, FIRST_CASES[family].settings)
+    for family in ("Qwen3_5", "Qwen3_5Moe")
+)
+WITH_IMAGES: Final = (GEMMA3_WITH_IMAGES, *QWEN3_5_WITH_IMAGES)
+ALL_CASES: Final = (*CASES, *WITH_IMAGES)
 ON_RANKS: Final = (
     *FIRST_CASES.values(),
     *(case for case in CASES if case.name in ("Llama, one KV head", "DeepSeek-V2, groups, biased")),
@@ -47,6 +53,8 @@ VISION: Final = {
 def architecture_of(case: Case) -> str:
     if case is GEMMA3_WITH_IMAGES:
         return "Gemma3ForConditionalGeneration"
+    if case in QWEN3_5_WITH_IMAGES:
+        return f"{case.family}ForConditionalGeneration"
     return f"{case.family}ForCausalLM"
 
 
@@ -55,7 +63,7 @@ def marked_on_ranks(case: Case) -> Any:
     of cache and layer is tested on several ranks, two of them always."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
     if case.name not in ("Gemma 3", "Bamba"):
-        of_a_kind = case.name in ("GPT-OSS", "DeepSeek-V3")
+        of_a_kind = case.name in ("GPT-OSS", "DeepSeek-V3", "Qwen3-Next")
         marks = (pytest.mark.slow if of_a_kind else pytest.mark.long,)
     return pytest.param(case, id=case.name, marks=marks)
 
@@ -65,6 +73,8 @@ def make_model(case: Case, path: Path, **settings: Any) -> Any:
     settings = {"initializer_range": 0.2, **case.settings, **settings}
     if case is GEMMA3_WITH_IMAGES:
         return make_gemma3_with_images(path, settings)
+    if case in QWEN3_5_WITH_IMAGES:
+        return make_qwen3_5_with_images(case.family, path, **settings)
     return make_tiny_model(case.family, path, **settings)
 
 
@@ -168,7 +178,7 @@ def test_states_beside_attention_are_served_over_http(
     assert deployment.stop() == 0, deployment.output
 
 
-@pytest.mark.parametrize("case", [*FIRST_CASES.values(), GEMMA3_WITH_IMAGES], ids=str)
+@pytest.mark.parametrize("case", [*FIRST_CASES.values(), *WITH_IMAGES], ids=str)
 def test_a_worker_allocates_what_doctor_planned(case: Case, tmp_path: Path) -> None:
     make_model(case, tmp_path)
     assert_planned_as_allocated(tmp_path, max_model_len=case.max_model_len)

@@ -8,7 +8,12 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionInputs, AttentionStep
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kernels.wide_norm import WholeHeads, sums_of_squares, wide_norm
-from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.linear import (
+    ColumnParallelLinear,
+    Columns,
+    RowParallelLinear,
+    stacked,
+)
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
@@ -50,12 +55,10 @@ class SelfAttention:
             config.num_kv_heads,
             config.head_dim,
         )
-        num_heads = self.queries.num_local // config.head_dim
-        num_kv_heads = self.keys.num_local // config.head_dim
-        self._heads = (num_heads, num_kv_heads, num_kv_heads)
+        self._heads = [column.num_local // config.head_dim for column in self.columns()]
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            (self.queries, self.keys, self.keys),
+            self.columns(),
             bias=config.qkv_bias,
             placement=placement,
         )
@@ -67,9 +70,17 @@ class SelfAttention:
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
         """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
-        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        q, k, v = self.split_heads(self.qkv(x))
         q, k, to_rotate = self.prepare(q, k, rotation)
         return self.out(attention.forward(layer, AttentionInputs(q, k, v, to_rotate)))
+
+    def columns(self) -> tuple[Columns, ...]:
+        """What the product of the input consists of."""
+        return (self.queries, self.keys, self.keys)
+
+    def split_heads(self, product: Tensor) -> tuple[Tensor, ...]:
+        """Of each of the columns, the heads: (n, local heads, head_dim)."""
+        return product.view(len(product), -1, self.head_dim).split(self._heads, dim=1)
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
         """Families override this to do more than to rotate.
@@ -82,9 +93,13 @@ class SelfAttention:
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
-            **self.qkv.checkpoint_tensors([f"{name}.{part}" for part in self._qkv_names]),
+            **self.qkv_tensors(name),
             **self.out.checkpoint_tensors(f"{name}.{self._out_name}"),
         }
+
+    def qkv_tensors(self, name: str) -> StoredTensors:
+        """The tensors of the projections of the input."""
+        return self.qkv.checkpoint_tensors([f"{name}.{part}" for part in self._qkv_names])
 
 
 class NoPEAttention(SelfAttention):
@@ -134,6 +149,45 @@ class OffsetHeadNormAttention(SelfAttention):
             **super().checkpoint_tensors(name),
             f"{name}.q_norm.weight": whole(self.q_norm.weight),
             f"{name}.k_norm.weight": whole(self.k_norm.weight),
+        }
+
+
+class GatedAttention(OffsetHeadNormAttention):
+    """OffsetHeadNormAttention whose result is multiplied by the sigmoid of a gate, of each element.
+
+    The checkpoint's query projection gives the query and the gate of each head, one after the
+    other. Here, the queries of all heads come first, then their gates.
+    """
+
+    def columns(self) -> tuple[Columns, ...]:
+        return (self.queries, self.queries, self.keys, self.keys)
+
+    def __call__(
+        self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
+    ) -> Tensor:
+        q, gate, k, v = self.split_heads(self.qkv(x))
+        q, k, to_rotate = self.prepare(q, k, rotation)
+        y = attention.forward(layer, AttentionInputs(q, k, v, to_rotate))
+        return self.out(y.mul_(gate.flatten(1).sigmoid()))
+
+    def qkv_tensors(self, name: str) -> StoredTensors:
+        tensors = self._stored_heads(self.qkv.weight.stored, name, "weight")
+        if self.qkv.bias is not None:
+            tensors |= self._stored_heads(self.qkv.bias, name, "bias")
+        return tensors
+
+    def _stored_heads(self, local: Tensor, name: str, kind: str) -> StoredTensors:
+        queries, keys, size = self.queries, self.keys, self.head_dim
+        q, gate, k, v = local.split([column.num_local for column in self.columns()])
+        first, parts = 2 * queries.local.start, []
+        for head in zip(q.split(size), gate.split(size), strict=True):
+            for half in head:
+                parts.append((half, (slice(first, first + size),)))
+                first += size
+        return {
+            f"{name}.q_proj.{kind}": StoredTensor((2 * queries.size, *local.shape[1:]), parts),
+            f"{name}.k_proj.{kind}": stacked(k, (keys,)),
+            f"{name}.v_proj.{kind}": stacked(v, (keys,)),
         }
 
 

@@ -31,6 +31,19 @@ class Columns:
         return self.local.stop - self.local.start
 
 
+def stacked(local: Tensor, columns: Sequence[Columns]) -> StoredTensor:
+    """A stored tensor with the rows of several maps, one after the other.
+
+    local: (local outputs of all maps, ...), a view of the memory to fill.
+    """
+    parts, start = [], 0
+    targets = local.split([column.num_local for column in columns])
+    for target, column in zip(targets, columns, strict=True):
+        parts.append((target, (slice(start + column.local.start, start + column.local.stop),)))
+        start += column.size
+    return StoredTensor((start, *local.shape[1:]), parts)
+
+
 class ColumnParallelLinear:
     """Several maps y = x W^T + b of one input, concatenated; each rank computes some outputs.
 
@@ -81,11 +94,7 @@ class ColumnParallelLinear:
                 for name, target, column in zip(names, targets, columns, strict=True)
             }
         (name,) = names
-        parts, start = [], 0
-        for target, column in zip(targets, columns, strict=True):
-            parts.append((target, (slice(start + column.local.start, start + column.local.stop),)))
-            start += column.size
-        return {name: StoredTensor((start, *rest), parts)}
+        return {name: stacked(local, columns)}
 
 
 class RowParallelLinear:

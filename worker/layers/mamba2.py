@@ -15,7 +15,12 @@ from longshore.worker.attention.state_backend import MambaKind, StateInputs
 from longshore.worker.kernels.gated_norm import gated_norm
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kernels.state_step import StateWeights
-from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.linear import (
+    ColumnParallelLinear,
+    Columns,
+    RowParallelLinear,
+    stacked,
+)
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.models.mamba2_config import MambaShape
@@ -45,7 +50,7 @@ class Mamba2Mixer:
     ) -> None:
         self._shape = shape
         parallel = placement.parallel
-        groups = _local_groups(parallel, shape.num_groups)
+        groups = local_groups(parallel, shape.num_groups)
         self._heads = Columns(shape.num_heads, parallel.share(shape.num_heads))
         width = Columns(shape.width, parallel.share(shape.width, shape.head_dim))
         state_size = shape.state_size
@@ -60,10 +65,10 @@ class Mamba2Mixer:
         )
         num_channels = sum(column.num_local for column in self._convolved)
         self._widths = (width.num_local, num_channels, self._heads.num_local)
-        decay, skip, dt_bias = (_float32(placement, self._heads.num_local) for _ in range(3))
+        decay, skip, dt_bias = (float32_weights(placement, self._heads.num_local) for _ in range(3))
         self.weights = StateWeights(
-            conv_weight=_float32(placement, shape.conv_width, num_channels),
-            conv_bias=_float32(placement, num_channels) if shape.conv_bias else None,
+            conv_weight=float32_weights(placement, shape.conv_width, num_channels),
+            conv_bias=float32_weights(placement, num_channels) if shape.conv_bias else None,
             decay=decay,
             skip=skip,
             dt_bias=dt_bias,
@@ -91,11 +96,11 @@ class Mamba2Mixer:
         tensors = {
             **self.project.checkpoint_tensors([f"{name}.in_proj"]),
             **self.out.checkpoint_tensors(f"{name}.out_proj"),
-            f"{name}.conv1d.weight": self._stored_channels(weights.conv_weight.T.unsqueeze(1)),
+            f"{name}.conv1d.weight": stacked(weights.conv_weight.T.unsqueeze(1), self._convolved),
             f"{name}.norm.weight": self.norm.stored(),
         }
         if weights.conv_bias is not None:
-            tensors[f"{name}.conv1d.bias"] = self._stored_channels(weights.conv_bias)
+            tensors[f"{name}.conv1d.bias"] = stacked(weights.conv_bias, self._convolved)
         for key, target in (
             ("A_log", weights.decay),
             ("D", weights.skip),
@@ -104,15 +109,6 @@ class Mamba2Mixer:
             part = (target, (self._heads.local,))
             tensors[f"{name}.{key}"] = StoredTensor((self._heads.size,), (part,))
         return tensors
-
-    def _stored_channels(self, local: Tensor) -> StoredTensor:
-        """local: (local channels, ...), a view of the memory to fill."""
-        parts, first = [], 0
-        targets = local.split([column.num_local for column in self._convolved])
-        for column, target in zip(self._convolved, targets, strict=True):
-            parts.append((target, (slice(first + column.local.start, first + column.local.stop),)))
-            first += column.size
-        return StoredTensor((first, *local.shape[1:]), parts)
 
 
 class GatedGroupNorm:
@@ -129,7 +125,7 @@ class GatedGroupNorm:
         self._group_width = shape.width // shape.num_groups
         self._width = width
         self._eps = eps
-        self.weight = _float32(placement, width.num_local)
+        self.weight = float32_weights(placement, width.num_local)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: (n, local width) float32, overwritten; gate: (n, local width) -> gate's dtype."""
@@ -150,7 +146,7 @@ class GatedGroupNorm:
         return StoredTensor((self._width.size,), ((self.weight, (self._width.local,)),))
 
 
-def _local_groups(parallel: Parallel, num_groups: int) -> slice:
+def local_groups(parallel: Parallel, num_groups: int) -> slice:
     """The groups that this shard's heads belong to."""
     if num_groups >= parallel.num_shards:
         return parallel.share(num_groups)
@@ -158,6 +154,6 @@ def _local_groups(parallel: Parallel, num_groups: int) -> slice:
     return slice(group, group + 1)
 
 
-def _float32(placement: Placement, *shape: int) -> Tensor:
+def float32_weights(placement: Placement, *shape: int) -> Tensor:
     """Memory for small weights, in float32 because their error accumulates over many tokens."""
     return torch.empty(shape, dtype=torch.float32, device=placement.device)

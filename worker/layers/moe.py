@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels import experts as kernel
@@ -19,7 +20,7 @@ from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowPar
 from longshore.worker.layers.moe_matrices import ExpertMatrices
 from longshore.worker.layers.moe_router import Routed, Router, Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,14 @@ class SplitExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """The checkpoint has two tensors for all experts, transposed for x @ W: `experts.gate_up_proj`
-    (num_experts, hidden_size, 2 * width) and `experts.down_proj` (num_experts, width, hidden_size).
+    """The checkpoint has two tensors for all experts: `experts.gate_up_proj`, gates first, and
+    `experts.down_proj`.
+
+    is_transposed: for x @ W: (num_experts, hidden_size, 2 * width) and (num_experts, width,
+                   hidden_size). Otherwise as for other matrices, with the outputs first.
     """
+
+    is_transposed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +153,18 @@ class Experts:
         match self._form.stored:
             case SplitExperts() as names:
                 return dict(self._split(name, names))
+            case StackedExperts(is_transposed=False):
+                return self._stacked_by_outputs(name)
             case StackedExperts() if self._form.gate.is_interleaved:
                 return self._stacked(name, [slice(2 * self._share.start, 2 * self._share.stop)])
             case StackedExperts():
-                first, last = self._share.start, self._share.stop
-                return self._stacked(
-                    name, [self._share, slice(self._width + first, self._width + last)]
-                )
+                return self._stacked(name, self._halves)
+
+    @property
+    def _halves(self) -> list[slice]:
+        """This shard's part of gates and of ups that are stored one after the other."""
+        first, last, width = self._share.start, self._share.stop, self._width
+        return [slice(first, last), slice(width + first, width + last)]
 
     def _split(self, name: str, names: SplitExperts) -> Iterator[tuple[str, StoredTensor]]:
         assert not self._form.bias, "no family has split experts with biases"
@@ -165,6 +176,21 @@ class Experts:
             yield f"{module}.{names.gate}.weight", StoredTensor(into, ((gate, (self._share,)),))
             yield f"{module}.{names.up}.weight", StoredTensor(into, ((up, (self._share,)),))
             yield f"{module}.{names.down}.weight", StoredTensor(back, (down,))
+
+    def _stacked_by_outputs(self, name: str) -> StoredTensors:
+        assert not self._form.bias, "no family has such experts with biases"
+        num_experts, size, width = len(self._ids), self._size, self._width
+        into, back = [], []
+        for expert in range(num_experts):
+            this = slice(expert, expert + 1)
+            targets = self.gate_up.stored(expert).unsqueeze(0).chunk(2, dim=1)
+            into += [(part, (this, rows)) for part, rows in zip(targets, self._halves, strict=True)]
+            down = self.down.stored(expert).unsqueeze(0)
+            back.append((down, (this, slice(None), self._share)))
+        return {
+            f"{name}.gate_up_proj": StoredTensor((num_experts, 2 * width, size), into),
+            f"{name}.down_proj": StoredTensor((num_experts, size, width), back),
+        }
 
     def _stacked(self, name: str, columns: list[slice]) -> StoredTensors:
         """columns: slices of the stored width for the parts of `gate_up`, in order."""
@@ -189,24 +215,35 @@ class Experts:
 
 
 class SharedExpert:
-    """A gated MLP that computes every token."""
+    """A gated MLP that computes every token.
 
-    def __init__(self, hidden_size: int, width: int, placement: Placement) -> None:
+    gate: (1, hidden_size), the map to a token's factor on the result, before the sigmoid; None: the
+          result has no factor.
+    """
+
+    def __init__(
+        self, hidden_size: int, width: int, placement: Placement, *, has_gate: bool = False
+    ) -> None:
         half = Columns(width, placement.parallel.share(width))
         self.gate_up = ColumnParallelLinear(
             hidden_size, (half, half), bias=False, placement=placement
         )
         self.down = RowParallelLinear(width, hidden_size, bias=False, placement=placement)
+        self.gate = placement.empty(1, hidden_size) if has_gate else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape, this shard's part of the sum."""
-        return self.down.weight.product(SILU(self.gate_up(x)))
+        out = self.down.weight.product(SILU(self.gate_up(x)))
+        return out if self.gate is None else out.mul_(F.linear(x, self.gate).sigmoid_())
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        return {
+        tensors = {
             **self.gate_up.checkpoint_tensors([f"{name}.gate_proj", f"{name}.up_proj"]),
             **self.down.checkpoint_tensors(f"{name}.down_proj"),
         }
+        if self.gate is not None:
+            tensors[f"{name}_gate.weight"] = whole(self.gate)
+        return tensors
 
 
 class MixtureOfExperts:
@@ -216,6 +253,7 @@ class MixtureOfExperts:
     router_name:  checkpoint name of the router.
     shared_width: width of the shared expert, which computes every token; 0 if there is none.
     shared_name:  checkpoint name of the shared expert.
+    has_shared_gate: whether each token has a factor on the shared expert's result.
     """
 
     def __init__(
@@ -229,12 +267,17 @@ class MixtureOfExperts:
         router_name: str = "gate",
         shared_width: int = 0,
         shared_name: str = "shared_experts",
+        has_shared_gate: bool = False,
     ) -> None:
         self._parallel = placement.parallel
         self._router_name, self._shared_name = router_name, shared_name
         self.router = Router(hidden_size, routing, placement)
         self.experts = Experts(routing.num_experts, hidden_size, width, form, placement)
-        self.shared = SharedExpert(hidden_size, shared_width, placement) if shared_width else None
+        self.shared: SharedExpert | None = None
+        if shared_width:
+            self.shared = SharedExpert(
+                hidden_size, shared_width, placement, has_gate=has_shared_gate
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape."""

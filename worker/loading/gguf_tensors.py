@@ -5,22 +5,37 @@ values of others. That the tables are right is tested with the files that it mak
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 
 from longshore.protocol.errors import shortened
 from longshore.protocol.gguf_header import GgufTensor
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.loading.gguf_architecture import (
+    ATTENTION,
+    DENSE,
+    HEAD_NORMS,
+    MLP_EXPERTS,
+    OUTER,
+    Architecture,
+    Heads,
+    Make,
+    alone,
+    as_recipe,
+    convolution,
+    log_of_negative,
+    minus_one,
+    split_experts,
+)
+from longshore.worker.loading.gguf_delta import QWEN3_NEXT, QWEN35, QWEN35_MOE, delta_heads
 from longshore.worker.loading.gguf_recipes import (
     Recipe,
     below_each_other,
     heads_of_latents,
     in_turns,
     of_dims,
-    one_of,
     plain,
     reshaped,
     rows_of_stacks,
@@ -28,39 +43,10 @@ from longshore.worker.loading.gguf_recipes import (
     turned,
     with_values,
 )
-from longshore.worker.models.json_fields import MAX_COUNT
 
 UNUSED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Vectors that belong to the config."""
 _LAYER: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+)")
-
-
-class Heads(NamedTuple):
-    """Numbers of heads, in the metadata."""
-
-    of_queries: int
-    of_keys: int
-
-
-Make: TypeAlias = Callable[[GgufTensor, Heads], Iterable[tuple[str, Recipe]]]
-Join: TypeAlias = Callable[[list[Recipe]], Recipe]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """names:  tensors that are stored as they are: the module in the file, and in the model. Of a
-               layer, names are without the layer.
-    made:      others: the tensor in the file, and how those of the model are made of it.
-    joined:    tensors of a layer that are made of several: the name, its sources, and how.
-    changed:   what is done to the values of tensors whose names in the model end so.
-    layers:    how the names of layers begin in the model.
-    """
-
-    names: Mapping[str, str]
-    made: Mapping[str, Make] = field(default_factory=dict)
-    joined: tuple[tuple[str, tuple[str, ...], Join], ...] = ()
-    changed: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
-    layers: str = "model.layers."
 
 
 def recipes(
@@ -80,7 +66,10 @@ def recipes(
         )
     architecture = ARCHITECTURES[name]
     try:
-        return _recipes(architecture, tensors, _heads(metadata, name))
+        heads = _heads(metadata, name)
+        if architecture.has_delta:
+            heads = heads._replace(delta=delta_heads(metadata, name))
+        return _recipes(architecture, _without_drafter(metadata, name, tensors), heads)
     except ValueError as error:
         raise BrokenCheckpoint(f"{source}: {error}. Fetch the file again.") from error
 
@@ -96,7 +85,7 @@ def _recipes(
         for target, parts, join in architecture.joined:
             names = [f"blk.{layer}.{part}" for part in parts]
             if all(part in made for part in names):
-                recipe = join([made.pop(part) for part in names])
+                recipe = join([made.pop(part) for part in names], heads)
                 made[f"{architecture.layers}{layer}.{target}"] = recipe
     return {name: _changed(architecture, name, recipe) for name, recipe in made.items()}
 
@@ -105,7 +94,7 @@ def _heads(metadata: Mapping[str, Any], name: str) -> Heads:
     """A list has a number for each layer; layers without attention have none."""
     queries = metadata.get(f"{name}.attention.head_count")
     keys = metadata.get(f"{name}.attention.head_count_kv", queries)
-    counts = []
+    counts: list[int] = []
     for number in (queries, keys):
         found = {each for each in number if each} if isinstance(number, list) else {number}
         count = found.pop() if len(found) == 1 else None
@@ -115,7 +104,28 @@ def _heads(metadata: Mapping[str, Any], name: str) -> Heads:
                 f"{shortened(repr(keys))} are not numbers of heads, the same in all layers"
             )
         counts.append(count)
-    return Heads(*counts)
+    of_queries, of_keys = counts
+    return Heads(of_queries, of_keys)
+
+
+def _without_drafter(
+    metadata: Mapping[str, Any], name: str, tensors: Mapping[str, GgufTensor]
+) -> Mapping[str, GgufTensor]:
+    """Without the last layers, if they are for multi-token prediction."""
+    count, num_drafted = (
+        metadata.get(f"{name}.{key}", 0) for key in ("block_count", "nextn_predict_layers")
+    )
+    if not (type(count) is int and type(num_drafted) is int and 0 < num_drafted < count):
+        return tensors
+
+    def is_drafter(match: re.Match[str] | None) -> bool:
+        return match is not None and int(match[1]) >= count - num_drafted
+
+    return {
+        stored: tensor
+        for stored, tensor in tensors.items()
+        if not is_drafter(_LAYER.fullmatch(stored))
+    }
 
 
 def _made_of(
@@ -163,90 +173,32 @@ def _turned_heads() -> dict[str, Make]:
     }
 
 
-def _split_experts(name: str, gate: str, up: str, down: str) -> dict[str, Make]:
-    """Stacks with a matrix per expert. name: of the experts in a layer."""
-
-    def split(target: str) -> Make:
-        def make(tensor: GgufTensor, heads: Heads) -> Iterable[tuple[str, Recipe]]:
-            count = of_dims(tensor, 3).shape[0]
-            if count > MAX_COUNT:
-                raise ValueError(f"{tensor.name} has {count:,} experts")
-            return [(f"{name}.{i}.{target}.weight", one_of(tensor, i)) for i in range(count)]
-
-        return make
-
-    return {
-        "ffn_gate_exps.weight": split(gate),
-        "ffn_up_exps.weight": split(up),
-        "ffn_down_exps.weight": split(down),
-    }
-
-
-def _as(target: str, recipe: Callable[[GgufTensor], Recipe]) -> Make:
-    return lambda tensor, heads: [(target, recipe(tensor))]
-
-
-def _minus_one(values: np.ndarray) -> np.ndarray:
-    changed: np.ndarray = values - np.float32(1)
-    return changed
-
-
-def _log_of_negative(values: np.ndarray) -> np.ndarray:
-    changed: np.ndarray = np.log(-values)
-    return changed
-
-
 def _vector(tensor: GgufTensor) -> Recipe:
     return reshaped(tensor, (int(np.prod(tensor.shape, dtype=object)),))
 
 
-def _convolution(tensor: GgufTensor) -> Recipe:
-    channels, width = of_dims(tensor, 2).shape
-    return reshaped(tensor, (channels, 1, width))
-
-
-_OUTER: Final = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_ATTENTION: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
-_MLP: Final = {
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_DENSE: Final = {**_OUTER, **_ATTENTION, **_MLP}
-_HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SANDWICH: Final = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_MLP_EXPERTS: Final = _split_experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
 _GRANITE_MLP: Final = "shared_mlp.input_linear.weight"
 
+
 _LLAMA: Final = Architecture(
-    {**_DENSE, "ffn_gate_inp": "block_sparse_moe.gate"},
-    made=_turned_heads() | _split_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+    {**DENSE, "ffn_gate_inp": "block_sparse_moe.gate"},
+    made=_turned_heads() | split_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
 )
-_GEMMA2: Final = Architecture({**_DENSE, **_SANDWICH}, changed={"norm.weight": _minus_one})
+_GEMMA2: Final = Architecture({**DENSE, **_SANDWICH}, changed={"norm.weight": minus_one})
 _GRANITE: Final = Architecture(
     {
-        **_OUTER,
-        **_ATTENTION,
+        **OUTER,
+        **ATTENTION,
         "ffn_norm": "post_attention_layernorm",
         "ffn_down": "shared_mlp.output_linear",
     },
     made=_turned_heads(),
-    joined=((_GRANITE_MLP, ("ffn_gate.weight", "ffn_up.weight"), below_each_other),),
+    joined=((_GRANITE_MLP, ("ffn_gate.weight", "ffn_up.weight"), alone(below_each_other)),),
 )
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "bert": Architecture(
@@ -268,7 +220,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     ),
     "deepseek2": Architecture(
         {
-            **_DENSE,
+            **DENSE,
             "attn_q_a": "self_attn.q_a_proj",
             "attn_q_a_norm": "self_attn.q_a_layernorm",
             "attn_q_b": "self_attn.q_b_proj",
@@ -280,28 +232,28 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "ffn_up_shexp": "mlp.shared_experts.up_proj",
             "ffn_down_shexp": "mlp.shared_experts.down_proj",
         },
-        made=_MLP_EXPERTS,
+        made=MLP_EXPERTS,
         joined=(
             (
                 "self_attn.kv_b_proj.weight",
                 ("attn_k_b.weight", "attn_v_b.weight"),
-                heads_of_latents,
+                alone(heads_of_latents),
             ),
         ),
     ),
     "gemma2": _GEMMA2,
-    "gemma3": Architecture({**_GEMMA2.names, **_HEAD_NORMS}, changed=_GEMMA2.changed),
+    "gemma3": Architecture({**_GEMMA2.names, **HEAD_NORMS}, changed=_GEMMA2.changed),
     "gpt-oss": Architecture(
         {
-            **_OUTER,
-            **_ATTENTION,
+            **OUTER,
+            **ATTENTION,
             "attn_sinks.weight": "self_attn.sinks",
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.router",
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
         made={
-            "ffn_down_exps.weight": _as(
+            "ffn_down_exps.weight": as_recipe(
                 "mlp.experts.down_proj", lambda tensor: transposed(of_dims(tensor, 3))
             )
         },
@@ -309,12 +261,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             (
                 "mlp.experts.gate_up_proj",
                 ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-                in_turns,
+                alone(in_turns),
             ),
             (
                 "mlp.experts.gate_up_proj_bias",
                 ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-                in_turns,
+                alone(in_turns),
             ),
         ),
     ),
@@ -332,27 +284,31 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
         made=_turned_heads()
         | {
-            "ssm_conv1d.weight": _as("mamba.conv1d.weight", _convolution),
-            "ssm_a": _as("mamba.A_log", _vector),
-            "ssm_d": _as("mamba.D", _vector),
-            "ssm_norm.weight": _as("mamba.norm.weight", _vector),
+            "ssm_conv1d.weight": as_recipe("mamba.conv1d.weight", convolution),
+            "ssm_a": as_recipe("mamba.A_log", _vector),
+            "ssm_d": as_recipe("mamba.D", _vector),
+            "ssm_norm.weight": as_recipe("mamba.norm.weight", _vector),
         },
         joined=(
             *_GRANITE.joined,
-            (_GRANITE_MLP, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), below_each_other),
+            (
+                _GRANITE_MLP,
+                ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+                alone(below_each_other),
+            ),
             (
                 "block_sparse_moe.input_linear.weight",
                 ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-                rows_of_stacks,
+                alone(rows_of_stacks),
             ),
         ),
-        changed={"mamba.A_log": _log_of_negative},
+        changed={"mamba.A_log": log_of_negative},
     ),
     "llama": _LLAMA,
     "mistral3": _LLAMA,
     "phi3": Architecture(
         {
-            **_OUTER,
+            **OUTER,
             "attn_norm": "input_layernorm",
             "attn_qkv": "self_attn.qkv_proj",
             "attn_output": "self_attn.o_proj",
@@ -361,9 +317,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             "ffn_down": "mlp.down_proj",
         }
     ),
-    "qwen2": Architecture(_DENSE),
-    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}),
-    "qwen3moe": Architecture(
-        {**_DENSE, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, made=_MLP_EXPERTS
-    ),
+    "qwen2": Architecture(DENSE),
+    "qwen3": Architecture({**DENSE, **HEAD_NORMS}),
+    "qwen3moe": Architecture({**DENSE, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, made=MLP_EXPERTS),
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35_MOE,
+    "qwen3next": QWEN3_NEXT,
 }

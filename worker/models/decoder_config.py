@@ -6,8 +6,9 @@ are read: a model that loads and gives wrong output is worse than one that does 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from longshore.protocol.errors import shortened
 from longshore.protocol.kv_cache_spec import (
@@ -211,6 +212,11 @@ class DecoderConfig(ABC):
     def own_name(self, name: str) -> str:
         """Our name of a tensor of the checkpoint."""
         return renamed(name, {stored: own for own, stored in self.stored_names.items()})
+
+    def with_names(self, names: AbstractSet[str]) -> Self:
+        """The config of a checkpoint with these tensor names, for families that are stored in
+        several ways. Empty: they are not known."""
+        return self
 
     def norm_shapes(self) -> Shapes:
         """The final norm."""

@@ -42,8 +42,15 @@ from longshore.worker.models.mixtral_config import MixtralConfig
 from longshore.worker.models.olmo2_config import Olmo2Config
 from longshore.worker.models.phi3_config import Phi3Config
 from longshore.worker.models.qwen2_config import Qwen2Config
+from longshore.worker.models.qwen3_5_config import (
+    Qwen35Config,
+    Qwen35ImagesConfig,
+    Qwen35MoeConfig,
+    Qwen35MoeImagesConfig,
+)
 from longshore.worker.models.qwen3_config import Qwen3Config
 from longshore.worker.models.qwen3_moe_config import Qwen3MoeConfig
+from longshore.worker.models.qwen3_next_config import Qwen3NextConfig
 from longshore.worker.models.whisper_config import WhisperConfig
 
 ENTRY_POINT_GROUP: Final = "longshore.models"
@@ -66,6 +73,11 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "Qwen3NextForCausalLM": Qwen3NextConfig,
+    "Qwen3_5ForCausalLM": Qwen35Config,
+    "Qwen3_5ForConditionalGeneration": Qwen35ImagesConfig,
+    "Qwen3_5MoeForCausalLM": Qwen35MoeConfig,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35MoeImagesConfig,
     "WhisperForConditionalGeneration": WhisperConfig,
 }
 CLASSIFIERS: Final[dict[str, type[DecoderConfig]]] = {
@@ -109,6 +121,7 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     config = _family(fields).read(fields)
     read_quantisation(fields)  # rejects what is not supported
     names = tensor_names(model_dir)
+    config = config.with_names(names)
     if 0 < (num_stored := num_stored_layers(names)) < config.num_layers:
         raise BrokenCheckpoint(
             f"{fields.source} declares {config.num_layers:,} layers, but the checkpoint has "

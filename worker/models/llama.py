@@ -51,15 +51,17 @@ class PreNormLayer:
         *,
         attention: Attention,
         mlp: FeedForward,
+        attention_name: str = "self_attn",
         mlp_name: str = "mlp",
+        norm_type: type[RMSNorm] = RMSNorm,
     ) -> None:
-        """mlp_name: checkpoint name of the MLP."""
+        """attention_name, mlp_name: checkpoint names."""
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, placement)
+        self.input_norm = norm_type(size, eps, placement)
         self.attention = attention
-        self.post_attention_norm = RMSNorm(size, eps, placement)
+        self.post_attention_norm = norm_type(size, eps, placement)
         self.mlp = mlp
-        self._mlp_name = mlp_name
+        self._attention_name, self._mlp_name = attention_name, mlp_name
 
     def __call__(
         self,
@@ -78,7 +80,7 @@ class PreNormLayer:
         return {
             f"{name}.input_layernorm.weight": whole(self.input_norm.weight),
             f"{name}.post_attention_layernorm.weight": whole(self.post_attention_norm.weight),
-            **self.attention.checkpoint_tensors(f"{name}.self_attn"),
+            **self.attention.checkpoint_tensors(f"{name}.{self._attention_name}"),
             **self.mlp.checkpoint_tensors(f"{name}.{self._mlp_name}"),
         }
 

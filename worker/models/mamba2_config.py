@@ -98,18 +98,24 @@ class MambaShape:
     def spec(self, sizes: CacheSizes) -> MambaSpec:
         """What a rank caches of one layer: the state, and the last inputs of the convolution."""
         own = self.shard(sizes.num_shards)
-        shapes = (
-            (own.num_heads, own.head_dim, own.state_size),
-            (own.conv_width - 1, own.conv_channels),
-        )
-        dtype_bytes = (STATE_BYTES, sizes.dtype_bytes)
-        size = sum(math.prod(shape) * n for shape, n in zip(shapes, dtype_bytes, strict=True))
-        return MambaSpec(
-            block_size=sizes.block_size,
-            shapes=shapes,
-            dtype_bytes=dtype_bytes,
-            padded_size_bytes=-(-size // STATE_BYTES) * STATE_BYTES,
-        )
+        state = (own.num_heads, own.head_dim, own.state_size)
+        return state_spec(state, (own.conv_width - 1, own.conv_channels), sizes)
+
+
+def state_spec(
+    state: tuple[int, ...], kept_inputs: tuple[int, int], sizes: CacheSizes
+) -> MambaSpec:
+    """What a rank caches of a layer with these shapes of its state, and of the last inputs of its
+    convolution."""
+    shapes = (state, kept_inputs)
+    dtype_bytes = (STATE_BYTES, sizes.dtype_bytes)
+    size = sum(math.prod(shape) * n for shape, n in zip(shapes, dtype_bytes, strict=True))
+    return MambaSpec(
+        block_size=sizes.block_size,
+        shapes=shapes,
+        dtype_bytes=dtype_bytes,
+        padded_size_bytes=-(-size // STATE_BYTES) * STATE_BYTES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

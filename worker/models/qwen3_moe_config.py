@@ -64,11 +64,11 @@ class Qwen3MoeConfig(DecoderConfig):
             top_k=read_top_k(fields, 8, num_experts),
             expert_width=fields.integer("moe_intermediate_size", 768),
             renormalise=fields.boolean("norm_topk_prob", False),
-            dense_layers=_dense_layers(fields, shape["num_layers"]),
+            dense_layers=dense_layers(fields, shape["num_layers"]),
         )
 
 
-def _dense_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
+def dense_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
     """The layers in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     named = fields.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

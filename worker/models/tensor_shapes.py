@@ -77,3 +77,12 @@ def stacked_experts(
         shapes[f"{name}.experts.gate_up_proj_bias"] = (num_experts, 2 * width)
         shapes[f"{name}.experts.down_proj_bias"] = (num_experts, size)
     return shapes
+
+
+def experts_by_outputs(name: str, num_experts: int, size: int, width: int) -> Shapes:
+    """A router called `gate`, and two tensors for all experts, as (expert, outputs, inputs)."""
+    return {
+        **linear(f"{name}.gate", num_experts, size),
+        f"{name}.experts.gate_up_proj": (num_experts, 2 * width, size),
+        f"{name}.experts.down_proj": (num_experts, size, width),
+    }

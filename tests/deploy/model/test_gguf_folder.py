@@ -261,6 +261,39 @@ def test_a_split_file_is_the_whole_one(tmp_path: Path, state_dir: Path) -> None:
         read(parts[0], state_dir)
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+def test_layers_for_multi_token_prediction_are_not_loaded(
+    name: str, tmp_path: Path, state_dir: Path
+) -> None:
+    drafted = {f"{name}__nextn_predict_layers": 1}
+    file = changed(FILES / f"{name}.gguf", tmp_path / "drafter.gguf", **drafted)
+    folder = read(file, state_dir).path
+    config, weights = read_model_config(folder), find_weights(folder)
+    assert config.num_layers == 1
+    check_weights(config, weights)
+    assert not any("layers.1." in name for name in weights.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssm__group_count": 3}, "linear_num_key_heads=3 must be a divisor"),
+        ({"ssm__state_size": 0}, "linear_key_head_dim=0 must be a number"),
+        ({"ssm__inner_size": None}, "a setting that is not a number"),
+        ({"nextn_predict_layers": 2}, "nextn_predict_layers=2"),
+        ({"ssm__state_size": 9}, "has 320 rows or columns of heads, .* imply 328"),
+        ({"ssm__inner_size": 248}, "has 320 rows or columns of heads, .* imply 312"),
+    ],
+)
+def test_heads_that_do_not_fit_the_tensors_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path, state_dir: Path
+) -> None:
+    changes = {f"qwen35__{key}": value for key, value in changes.items()}
+    file = changed(FILES / "qwen35.gguf", tmp_path / "changed.gguf", **changes)
+    with pytest.raises(ConfigError, match=message):
+        find_weights(read(file, state_dir).path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

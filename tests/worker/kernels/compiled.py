@@ -36,6 +36,7 @@ from longshore.worker.kernels.gpu.carry_state import carry_state
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
 from longshore.worker.kernels.gpu.copy_arrays import copy_arrays
 from longshore.worker.kernels.gpu.decode_attention import decode_attention
+from longshore.worker.kernels.gpu.delta_step import delta_step
 from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
 from longshore.worker.kernels.gpu.embedding import embed_part
 from longshore.worker.kernels.gpu.experts import experts
@@ -343,6 +344,24 @@ def compile_state_step() -> None:
                 )
 
 
+def compile_delta_step() -> None:
+    for dtype in DTYPES:
+        for num_heads, num_key_heads, key_dim, value_dim in ((32, 16, 128, 128), (6, 2, 20, 12)):
+            num_channels = 2 * num_key_heads * key_dim + num_heads * value_dim
+            states = torch.zeros(3, 2, num_heads, key_dim, value_dim)[:, 1]
+            kept = torch.zeros(3, 2, 3, num_channels, dtype=dtype)[:, 1]
+            weight, of_heads = torch.zeros(4, num_channels), torch.zeros(num_heads)
+            ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
+            gates = torch.zeros(2, num_heads, dtype=dtype)
+            delta_step(
+                torch.zeros(2, num_channels, dtype=dtype),
+                *(gates, gates, states, kept, table, ints, ints, weight, of_heads, of_heads),
+                num_key_heads,
+                256,
+                1e-6,
+            )
+
+
 def compile_carry_state() -> None:
     for size in ((64, 128), (5, 3)):
         ints = torch.zeros(2, dtype=torch.int64)
@@ -355,7 +374,9 @@ def compile_gated_norm() -> None:
     for dtype in DTYPES:
         for size, num_groups in ((4096, 1), (1000, 4)):
             gate = torch.zeros(2, size, dtype=dtype)
-            gated_norm(torch.zeros(2, size), gate, torch.zeros(size), num_groups, 1e-5)
+            gated_norm(torch.zeros(2, size), gate, torch.zeros(size), num_groups, 1e-5, False)
+        heads = torch.zeros(2, 4096, dtype=dtype)
+        gated_norm(torch.zeros(2, 4096), heads, torch.zeros(128), 32, 1e-6, True)
 
 
 def compile_draw_tokens() -> None:

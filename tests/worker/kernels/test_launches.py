@@ -61,6 +61,8 @@ def launches(folder: Path, family: str, num_layers: int, **settings: Any) -> Cou
         "num_hidden_layers": num_layers,
         **settings,
     }
+    if "layer_types" in settings:
+        config_json["layer_types"] = [settings["layer_types"]] * num_layers
     (folder / "config.json").write_text(json.dumps(config_json))
     config = read_model_config(folder)
     with FakeTensorMode(), interpreted(), torch.no_grad():
@@ -126,6 +128,8 @@ LATENT: dict[str, Any] = {
         ("Olmo2", {}, 11),
         ("Gemma2", {"head_dim": 256}, 11),
         ("DeepseekV3", LATENT, 14),
+        ("Qwen3_5", {"layer_types": "linear_attention"}, 10),
+        ("Qwen3_5", {"layer_types": "full_attention"}, 12),
     ],
 )
 def test_layers_of_other_families_launch_few_kernels(

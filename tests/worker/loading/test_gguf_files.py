@@ -142,9 +142,16 @@ def test_every_family_has_the_values_of_every_type(case: GgufCase, tmp_path: Pat
         with stored.reader() as read, floats.reader() as read_floats:
             for name in stored.tensors:
                 assert_equal(read(name, ()).numpy(), read_floats(name, ()).numpy())
-                part = (slice(1, 3),)
+                part = (slice(min(1, stored.tensors[name].shape[0] - 1), 3),)
                 assert_equal(read(name, part).numpy(), read_floats(name, part).numpy())
     assert used == set(types)
+
+
+SIZES = (
+    "attention.head_count", "attention.head_count_kv", "ssm.group_count", "ssm.time_step_rank",
+    "ssm.state_size", "ssm.inner_size",
+)  # fmt: skip
+"""Settings that say what rows are."""
 
 
 def write_in_types(path: Path, stored_in: Path, floats_in: Path, types: list[str]) -> set[str]:
@@ -157,8 +164,8 @@ def write_in_types(path: Path, stored_in: Path, floats_in: Path, types: list[str
     for folder in (stored_in, floats_in):
         folder.mkdir()
         writers.append(gguf.GGUFWriter(folder / "model.gguf", architecture))
-        for key in ("head_count", "head_count_kv"):
-            field = reader.fields.get(f"{architecture}.attention.{key}")
+        for key in SIZES:
+            field = reader.fields.get(f"{architecture}.{key}")
             if field is not None:
                 count = field.contents()
                 writers[-1].add_key_value(field.name, count, field.types[0], field.types[-1])

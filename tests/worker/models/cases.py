@@ -53,6 +53,18 @@ GRANITE: Final = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
+DELTA: Final = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED_MIXTURE: Final = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,27 @@ CASES: Final = (
         "mamba_d_state": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    Case("Qwen3-Next", "Qwen3Next", {
+        **DELTA, **SHARED_MIXTURE, "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"]}),
+    Case("Qwen3-Next, dense and sparse, biased, one key head", "Qwen3Next", {
+        **DELTA, **SHARED_MIXTURE, "num_hidden_layers": 4, "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 1,
+        "linear_conv_kernel_dim": 3, "num_key_value_heads": 1, "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True}),
+    Case("Qwen3.5", "Qwen3_5", {
+        **DELTA, "head_dim": 32, "num_hidden_layers": 4, "tie_word_embeddings": True}),
+    Case("Qwen3.5, a key head per value head, biased", "Qwen3_5", {
+        **DELTA, "head_dim": 256, "linear_num_key_heads": 8, "attention_bias": True,
+        "layer_types": ["full_attention", "linear_attention"]}),
+    Case("Qwen3.5-MoE", "Qwen3_5Moe", {
+        **DELTA, **SHARED_MIXTURE, "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"]}),
+    Case("Qwen3.5-MoE, one key head", "Qwen3_5Moe", {
+        **DELTA, **SHARED_MIXTURE, "head_dim": 32, "linear_num_key_heads": 1,
+        "num_hidden_layers": 3, "num_key_value_heads": 1,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"]}),
 )  # fmt: skip
 
 FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}

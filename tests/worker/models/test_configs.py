@@ -81,7 +81,11 @@ def test_a_family_is_also_found_by_its_model_type(
 
 
 def test_every_family_is_checked_against_transformers() -> None:
-    with_images = {"Gemma3ForConditionalGeneration"}  # in test_gemma3.py
+    with_images = {  # in test_gemma3.py and test_qwen3_next.py
+        "Gemma3ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
     with_sound = {"WhisperForConditionalGeneration"}  # in test_whisper.py
     assert {
         f"{case.family}ForCausalLM" for case in CASES

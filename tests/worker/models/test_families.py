@@ -99,6 +99,7 @@ MIXTURES = (
     "Llama 4",
     "DeepSeek-V3",
     "Granite 4 hybrid, mixture",
+    "Qwen3-Next",
 )
 
 

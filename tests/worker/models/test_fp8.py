@@ -32,7 +32,12 @@ MEAN_ERROR, LARGEST_ERROR = 0.15, 1.25
 sequence's tokens and the whole vocabulary, and at most."""
 
 KEPT = ["Llama", "Qwen2", "Qwen3, alternating", "Phi-3, windowed", "Gemma 2", "Gemma 3", "OLMo 2"]
-NOT_KEPT = {"DeepSeek-V2": "MLAAttentionSpec", "Mamba 2": "MambaSpec", "Bamba": "MambaSpec"}
+NOT_KEPT = {
+    "DeepSeek-V2": "MLAAttentionSpec",
+    "Mamba 2": "MambaSpec",
+    "Bamba": "MambaSpec",
+    "Qwen3.5": "MambaSpec",
+}
 
 
 def cases(names: object) -> list[Case]:

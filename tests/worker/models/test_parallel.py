@@ -89,6 +89,7 @@ HELD_BY_ALL = (
     "norm.weight",
     "norm_f.weight",
     ".gate.weight",
+    "shared_expert_gate.weight",
     ".router.weight",
     ".router.layer.weight",
     ".router.bias",
@@ -106,6 +107,8 @@ COPIED = (
     "v_proj.bias",
     "in_proj.weight",
     "in_proj.bias",
+    "in_proj_qkvz.weight",
+    "in_proj_qkv.weight",
     "conv1d.weight",
     "conv1d.bias",
 )

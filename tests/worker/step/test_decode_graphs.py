@@ -311,7 +311,13 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in ("DeepSeek-V2", "Bamba"))],
+    [
+        "GPT-OSS",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("DeepSeek-V2", "Bamba", "Qwen3-Next")
+        ),
+    ],
 )
 def test_replays_of_the_triton_kernels_have_the_tokens_of_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -83,7 +83,7 @@ def serve(path: Path, **settings: Any) -> ServedModel:
 
 def is_quick(case: Case, dtype: str) -> bool:
     """In one dtype, one shape of each family; in the others, those of different kernels."""
-    kinds = ("Llama", "GptOss", "DeepseekV2", "Bamba")
+    kinds = ("Llama", "GptOss", "DeepseekV2", "Bamba", "Qwen3Next")
     return case is SMALLEST[case.family] and (dtype == DTYPES[0] or case.family in kinds)
 
 
@@ -194,7 +194,9 @@ def num_elements(served: ServedModel, asked: Sequence[PoolingParams]) -> list[in
     return [len(served.ended[handle].pooled) for handle in range(len(asked))]
 
 
-QUICK_SHARDS: Final = ("Llama", "Phi3", "Olmo2", "Mixtral", "GptOss", "DeepseekV2", "Bamba")
+QUICK_SHARDS: Final = (
+    "Llama", "Phi3", "Olmo2", "Mixtral", "GptOss", "DeepseekV2", "Bamba", "Qwen3Next"
+)  # fmt: skip
 
 
 class Steps:

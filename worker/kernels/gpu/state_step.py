@@ -18,7 +18,7 @@ STATE_ROWS = 16
 
 
 @triton.jit
-def _blocks(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE: tl.constexpr):
+def blocks_of(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE: tl.constexpr):
     """The block of the state before the token, that of the state after it, and the length. There is
     a state before the token if the length exceeds 1, and one after it if the length is not 0."""
     length = tl.load(lens_ptr + seq)
@@ -34,7 +34,7 @@ def _silu(x):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     small = tl.exp(-tl.abs(x))
     # A sum with 1 would lose the digits of a small term.
     log = tl.where(small < 1e-3, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
@@ -63,7 +63,7 @@ def _convolve(
     seq = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_channels
-    read, written, length = _blocks(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE)
+    read, written, length = blocks_of(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE)
     is_read = columns < tl.where(length > 1, num_channels, 0)
     is_written = columns < tl.where(length > 0, num_channels, 0)
     before = kept_ptr + read * kept_block_stride + columns
@@ -118,7 +118,7 @@ def _update(
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     is_row, is_column = rows < HEAD_DIM, columns < STATE_SIZE
-    read, written, length = _blocks(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE)
+    read, written, length = blocks_of(table_ptr, rows_ptr, lens_ptr, seq, table_stride, BLOCK_SIZE)
     token = convolved_ptr + seq * num_channels
     width = num_heads * HEAD_DIM
     x = tl.load(token + head * HEAD_DIM + rows, mask=is_row, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def _update(
     b = tl.load(maps, mask=is_column, other=0.0).to(tl.float32)
     c = tl.load(maps + NUM_GROUPS * STATE_SIZE, mask=is_column, other=0.0).to(tl.float32)
     dt = tl.load(dt_ptr + seq * dt_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    dt = _softplus(dt)
+    dt = softplus(dt)
 
     places = head * (HEAD_DIM * STATE_SIZE) + rows[:, None] * STATE_SIZE + columns[None, :]
     is_read = (rows < tl.where(length > 1, HEAD_DIM, 0))[:, None] & is_column[None, :]
@@ -136,6 +136,43 @@ def _update(
     tl.store(states_ptr + written * states_block_stride + places, state, mask=is_written)
     out = tl.sum(state * c[None, :], axis=1) + tl.load(skip_ptr + head) * x
     tl.store(out_ptr + seq * width + head * HEAD_DIM + rows, out, mask=is_row)
+
+
+def convolve(
+    inputs: Tensor,
+    kept_inputs: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    block_size: int,
+) -> Tensor:
+    """Launch the convolution of at least one token, followed by silu: like `inputs`, contiguous.
+    Arguments as in the wrapper."""
+    num_seqs, num_channels = inputs.shape
+    convolved = torch.empty((num_seqs, num_channels), dtype=inputs.dtype, device=inputs.device)
+    block = min(256, triton.next_power_of_2(num_channels))
+    _convolve[(num_seqs, triton.cdiv(num_channels, block))](
+        inputs,
+        kept_inputs,
+        conv_weight,
+        conv_bias,
+        block_table,
+        rows,
+        lens,
+        convolved,
+        num_channels,
+        inputs.stride(0),
+        kept_inputs.stride(0),
+        block_table.stride(0),
+        WIDTH=len(conv_weight),
+        BLOCK_SIZE=block_size,
+        HAS_BIAS=conv_bias is not None,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return convolved
 
 
 def _fake(inputs: Tensor, dt: Tensor, states: Tensor, *rest: object) -> Tensor:
@@ -172,26 +209,8 @@ def state_step(
     num_heads, head_dim, state_size = states.shape[1:]
     if num_seqs == 0:
         return out
-    convolved = torch.empty((num_seqs, num_channels), dtype=inputs.dtype, device=inputs.device)
-    block = min(256, triton.next_power_of_2(num_channels))
-    _convolve[(num_seqs, triton.cdiv(num_channels, block))](
-        inputs,
-        kept_inputs,
-        conv_weight,
-        conv_bias,
-        block_table,
-        rows,
-        lens,
-        convolved,
-        num_channels,
-        inputs.stride(0),
-        kept_inputs.stride(0),
-        block_table.stride(0),
-        WIDTH=len(conv_weight),
-        BLOCK_SIZE=block_size,
-        HAS_BIAS=conv_bias is not None,
-        BLOCK=block,
-        num_warps=2,
+    convolved = convolve(
+        inputs, kept_inputs, conv_weight, conv_bias, block_table, rows, lens, block_size
     )
     _update[(num_seqs, num_heads, triton.cdiv(head_dim, STATE_ROWS))](
         convolved,

@@ -45,10 +45,21 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "phi3": ("Phi3", {"head_dim": None}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "qwen3_next": ("Qwen3Next", EXPERTS | DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS | DELTA),
     "mixtral": ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "gpt_oss": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "deepseek": (
@@ -108,7 +119,8 @@ def make(case: str, family: str, quantise: Quantise, settings: dict[str, Any]) -
 
 
 def is_linear(module: str) -> bool:
-    return not module.endswith(("lm_head", "embed_tokens", "norm", ".gate", ".router"))
+    of_gates = ".gate", ".router", "_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"
+    return not module.endswith(("lm_head", "embed_tokens", "norm", *of_gates))
 
 
 def compressed_tensors(
@@ -547,7 +559,7 @@ def main() -> None:
     for family in ("phi3", "qwen3_moe", "mixtral"):
         make("ct_int4", family, *compressed_tensors("pack-quantized", **GROUPS))
     make("fp8_tensor", "llama", *fp8(None))
-    for family in ("llama", "qwen3_moe", "deepseek"):
+    for family in ("llama", "qwen3_moe", "deepseek", "qwen3_next", "qwen3_5_moe"):
         make("fp8_block", family, *fp8((16, 8)))
     for family in ("llama", "qwen3_moe"):
         make("awq", family, *awq(16))

@@ -1,0 +1,132 @@
+"""One token of each sequence through a gated DeltaNet layer: convolution, state and output."""
+
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.kernels.operators import uses_triton
+
+NORM_EPS: Final = 1e-6
+"""Added to the squared length of queries and keys before they are divided by it."""
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of one layer.
+
+    conv_weight: (conv_width, channels) float32, oldest token first.
+    decay, dt_bias: (num_heads,) float32; decay is negative.
+    """
+
+    conv_weight: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+
+
+def delta_step(
+    inputs: Tensor,
+    dt: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    kept_inputs: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    weights: DeltaWeights,
+    *,
+    num_key_heads: int,
+    block_size: int,
+) -> Tensor:
+    """Advance each sequence by one token, as `state_step` does for Mamba 2; blocks, rows and lens
+    are as there.
+
+    inputs:   (n, channels): queries, keys and values before the convolution, concatenated. Value
+              heads with one key head are adjacent.
+    dt, beta: (n, num_heads), before bias and softplus, and before the sigmoid; all contiguous
+              within a token. num_heads: number of value heads.
+    states:   (num_blocks, num_heads, key_dim, value_dim) float32, contiguous in a block.
+    kept_inputs: (num_blocks, conv_width - 1, channels), in the dtype of inputs; the same.
+    Returns (n, num_heads * value_dim) float32.
+    """
+    if uses_triton(inputs):
+        from longshore.worker.kernels.gpu import delta_step as gpu
+
+        out: Tensor = gpu.delta_step(
+            inputs,
+            dt,
+            beta,
+            states,
+            kept_inputs,
+            block_table,
+            rows,
+            lens,
+            *weights,
+            num_key_heads,
+            block_size,
+            NORM_EPS,
+        )
+        return out
+    return reference(
+        inputs,
+        dt,
+        beta,
+        states,
+        kept_inputs,
+        block_table,
+        rows,
+        lens,
+        weights,
+        num_key_heads=num_key_heads,
+        block_size=block_size,
+    )
+
+
+def reference(
+    inputs: Tensor,
+    dt: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    kept_inputs: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    weights: DeltaWeights,
+    *,
+    num_key_heads: int,
+    block_size: int,
+) -> Tensor:
+    """Compute the same in plain torch, one sequence at a time, in the dtype of the states."""
+    dtype, (num_heads, key_dim, value_dim) = states.dtype, states.shape[1:]
+    out = states.new_zeros(len(inputs), num_heads, value_dim)
+    for index, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+        block_ids = block_table[row].tolist()
+        read, written = (block_ids[max(length - n, 0) // block_size] for n in (2, 1))
+        kept = kept_inputs[read] if length > 1 else torch.zeros_like(kept_inputs[0])
+        state = states[read] if length > 1 else torch.zeros_like(states[0])
+        window = torch.cat((kept, inputs[index : index + 1]))
+        convolved = (window.to(dtype) * weights.conv_weight).sum(0)
+        convolved = F.silu(convolved.to(inputs.dtype)).to(dtype)
+        width = num_key_heads * key_dim
+        q, k, v = convolved.split((width, width, num_heads * value_dim))
+        q, k = (
+            normalise(x.view(num_key_heads, key_dim)).repeat_interleave(
+                num_heads // num_key_heads, 0
+            )
+            for x in (q, k)
+        )
+        log_decay = F.softplus(dt[index].to(dtype) + weights.dt_bias) * weights.decay
+        state = state * log_decay.exp()[:, None, None]
+        predicted = (state * k.unsqueeze(2)).sum(1)
+        gate = beta[index].to(dtype).sigmoid()[:, None]
+        delta = gate * (v.view(num_heads, value_dim) - predicted)
+        state = state + k.unsqueeze(2) * delta.unsqueeze(1)
+        out[index] = (state * q.unsqueeze(2)).sum(1) * key_dim**-0.5
+        if length > 0:
+            states[written], kept_inputs[written] = state, window[1:]
+    return out.flatten(1)
+
+
+def normalise(heads: Tensor) -> Tensor:
+    """Queries or keys of length 1. heads: (..., key_dim)."""
+    return heads * heads.square().sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_()
