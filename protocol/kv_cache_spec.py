@@ -6,6 +6,7 @@ any tensor. Specs are immutable, and layers with equal specs can share a group.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -154,18 +155,32 @@ class MLAAttentionSpec(_Spec, frozen=True, tag="mla"):
         return self.block_size * self.head_size * self.dtype_bytes
 
 
-class MambaSpec(_Spec, frozen=True, tag="mamba"):
-    """Layers with a recurrent state instead of KV. A block holds the state after the last token
-    computed so far in its `block_size` tokens.
+Channels: TypeAlias = tuple[Literal["head", "group"], int]
+"""See StateSpec."""
 
-    shapes:            shapes of a layer's state tensors.
-    dtype_bytes:       element size of each state tensor.
-    padded_size_bytes: bytes that a state occupies in a block; None: its own size.
+
+class StateSpec(_Spec, frozen=True, tag="state", kw_only=True):
+    """Layers with a recurrent state instead of KV, which is not tied to tokens: a request has one
+    state of all layers of the group, in `num_pages` blocks of the pool, wherever they are.
+
+    A state is divided into units of `unit_bytes`, and a page holds as many whole units as fit. Each
+    tensor of a layer begins with a unit; layers follow each other.
+
+    block_size:  states are kept for other requests at multiples of this many tokens.
+    shapes:      shapes of a layer's state tensors.
+    dtype_bytes: element size of each state tensor.
+    channels:    what a line of the second tensor consists of, which says how a state is divided
+                 among tensor parallel ranks: in order, ("head", width) for a vector per head, that
+                 is per part of the first dimension of the first tensor, and ("group", width) for a
+                 vector per group of heads, which several ranks may have. Empty: it is not known.
+    num_pages:   blocks of one state, below 2**16; the same on all ranks.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtype_bytes: tuple[int, ...]
-    padded_size_bytes: int | None = None
+    channels: tuple[Channels, ...] = ()
+    num_pages: int = 1
+    unit_bytes: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,11 +189,19 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
                 f"{len(self.shapes)} shapes but {len(self.dtype_bytes)} element sizes; each state "
                 "tensor has one of each"
             )
-        if self.padded_size_bytes is not None and self.padded_size_bytes < self.state_size_bytes:
-            raise BadSpec(
-                f"padded_size_bytes={self.padded_size_bytes} is less than the "
-                f"{self.state_size_bytes} bytes of the state"
-            )
+        if self.num_pages >= 1 << 16:
+            raise BadSpec(f"num_pages={self.num_pages}: a state has at most {(1 << 16) - 1} pages")
+
+    @property
+    def tensor_units(self) -> tuple[int, ...]:
+        """Units of each tensor of a layer."""
+        pairs = zip(self.shapes, self.dtype_bytes, strict=True)
+        return tuple(-(-math.prod(shape) * size // self.unit_bytes) for shape, size in pairs)
+
+    @property
+    def first_units(self) -> tuple[int, ...]:
+        """The first unit of each tensor, counted from the first of its layer."""
+        return tuple(accumulate(self.tensor_units[:-1], initial=0))
 
     @property
     def state_size_bytes(self) -> int:
@@ -187,16 +210,30 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
         return sum(math.prod(shape) * size for shape, size in pairs)
 
     @property
+    def num_groups(self) -> int:
+        """Groups of heads, by `channels`."""
+        of_heads = sum(width for kind, width in self.channels if kind == "head")
+        of_groups = sum(width for kind, width in self.channels if kind == "group")
+        return (self.shapes[1][-1] - self.shapes[0][0] * of_heads) // of_groups if of_groups else 0
+
+    @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return self.state_size_bytes if self.padded_size_bytes is None else self.padded_size_bytes
+        """Bytes of a page that one layer needs, on average."""
+        return -(-sum(self.tensor_units) * self.unit_bytes // self.num_pages)
+
+    def page_bytes(self, num_layers: int) -> int:
+        """Bytes of a page of states of so many layers."""
+        return -(-num_layers * sum(self.tensor_units) // self.num_pages) * self.unit_bytes
 
     def max_blocks(self, longest: LongestRequest) -> int:
-        # The state to continue from, and one per step in flight.
-        num_new = 1
-        if longest.num_in_flight is not None:
-            num_new = min(-(-longest.num_in_flight // self.block_size), longest.num_steps)
-        return min(super().max_blocks(longest), 1 + num_new)
+        return self.num_pages
+
+
+def page_hashes(block_hash: bytes, num_pages: int) -> list[bytes]:
+    """Names of the pages of the state after the block with this hash: the hash itself, and the same
+    with the number of the page in its last two bytes."""
+    last = int.from_bytes(block_hash[-2:], "big")
+    return [block_hash[:-2] + (last ^ page).to_bytes(2, "big") for page in range(num_pages)]
 
 
 class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True):
@@ -229,7 +266,7 @@ KVCacheSpec: TypeAlias = (
     | SlidingWindowSpec
     | ChunkedLocalAttentionSpec
     | MLAAttentionSpec
-    | MambaSpec
+    | StateSpec
     | CrossAttentionSpec
     | CustomSpec
 )
@@ -237,7 +274,7 @@ KVCacheSpec: TypeAlias = (
 
 def of_all_ranks(spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
     """`spec` with the `block_size` of all `context_parallel_size` ranks that share a block."""
-    if context_parallel_size == 1:
+    if context_parallel_size == 1 or isinstance(spec, StateSpec):
         return spec
     return msgspec.structs.replace(spec, block_size=spec.block_size * context_parallel_size)
 
@@ -251,6 +288,8 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def block_size_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
+        if isinstance(self.spec, StateSpec):
+            return self.spec.page_bytes(len(self.layer_names))
         return len(self.layer_names) * self.spec.page_size_bytes
 
 

@@ -73,6 +73,15 @@ class Rewind(msgspec.Struct, frozen=True, array_like=True):
     num_known_tokens: int
 
 
+class KeptState(msgspec.Struct, frozen=True, array_like=True):
+    """The state of a row after its first `num_tokens` tokens, which the step computes in a chunk of
+    several tokens, is also written to these blocks."""
+
+    row: int
+    num_tokens: int
+    block_ids: Int32Array
+
+
 class RowState(msgspec.Struct, frozen=True, array_like=True):
     """The full state of one row after this plan's changes and before its step (`--verify-plan`)."""
 
@@ -114,6 +123,8 @@ class SchedulerOutput(
                     before the step writes or clears any block. The target gets the source's first
                     `copy_num_tokens` tokens and zeros after them. Targets are distinct. All sources
                     are read before any target is written, as a block can be both.
+    kept_states:    states to write to blocks of their own while the step computes them; of each row
+                    in order.
     zero_block_ids: blocks to clear before use.
     has_structured_output: a `SampleMask` for this step follows; sampling waits for it.
     connector_metadata: data for the connector's worker half, opaque here.
@@ -148,6 +159,7 @@ class SchedulerOutput(
     copy_source_ids: Int32Array = EMPTY_INT32
     copy_target_ids: Int32Array = EMPTY_INT32
     copy_num_tokens: Int32Array = EMPTY_INT32
+    kept_states: tuple[KeptState, ...] = ()
     zero_block_ids: Int32Array = EMPTY_INT32
     has_structured_output: bool = False
     connector_metadata: bytes = b""
