@@ -12,6 +12,7 @@ from longshore.scheduler.features.encoder_inputs import EncoderInputs
 from longshore.scheduler.features.fair_shares import FairShares
 from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
+from longshore.scheduler.features.kept_states import PromptStates
 from longshore.scheduler.features.load_waits import LoadWaits
 from longshore.scheduler.features.loads import Loads
 from longshore.scheduler.features.lora import LoRASlots
@@ -92,6 +93,7 @@ class AttachedFeatures:
         - forks before grammars, because a fork is parked until its parent has computed;
         - what ends or parks requests before pins, which announce what is left of them, and pins
           before transfers, because blocks that the connector holds are no longer the request's own;
+        - states before transfers, because the connector gets those of this plan;
         - experts before sessions, because a session releases blocks;
         - the encoder before swaps, because a victim releases items of this step, and swaps before
           shares, which count the rows that are left;
@@ -99,13 +101,15 @@ class AttachedFeatures:
         """
         self._make(given)
         rows = (self.running, self.waiting)
-        encoder = shares = meter = None
+        encoder = shares = meter = states = None
         if self.encoder is not None:
             encoder = EncoderInputs(self.encoder, *rows, self.plan, given.encoder_connector)
         if given.experts is not None:
             self.experts = RoutedExpertsHooks(given.experts, self.in_flight)
         if isinstance(self.policy, FairPolicy):
             shares = FairShares(self.policy.shares, *rows, self.budget)
+        if self.kv_cache.kept_states is not None:
+            states = PromptStates(self.running, self.kv_cache, self.in_flight)
         if self.transfers is not None or self.pins is not None:
             meter = PrefillMeter(self.prefill_rate)
         order: tuple[SchedulerFeature | None, ...] = (
@@ -118,6 +122,7 @@ class AttachedFeatures:
             encoder,
             self.loads,
             self.pins,
+            states,
             self.transfers,
             self.drafts,
             self.swaps,

@@ -13,7 +13,7 @@ from longshore.protocol.commands import LogLevel, PauseMode
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import EngineIdentity
-from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, MambaSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, StateSpec
 from longshore.protocol.settings import Duration, Setting, Settings
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.process.settings import InspectionSettings, StructuredOutputSettings
@@ -330,16 +330,18 @@ class CacheConfig(CacheSettings):
 
 
 def check_states(config: SchedulerConfig, specs: Iterable[KVCacheSpec]) -> None:
-    """Raise ConfigError for settings that a model with states does not support."""
-    if not any(isinstance(spec, MambaSpec) for spec in specs):
+    """Raise ConfigError for settings that a model with states does not support, and for several
+    groups with states."""
+    num_groups = sum(isinstance(spec, StateSpec) for spec in specs)
+    if num_groups == 0:
         return
-    why = None
+    if num_groups > 1:
+        raise ConfigError(f"{num_groups} KV cache groups have states; a model can have one")
     if config.num_speculative_tokens or config.num_lookahead_tokens:
-        why = "num_speculative_tokens: a state cannot be rewound after a rejected draft"
-    elif not config.enable_chunked_prefill:
-        why = "enable_chunked_prefill=false: prompts must be chunked at block boundaries"
-    if why is not None:
-        raise ConfigError(f"this model keeps states (Mamba layers) and cannot run with {why}")
+        raise ConfigError(
+            "this model keeps states and cannot run with num_speculative_tokens: a state cannot be "
+            "rewound after a rejected draft"
+        )
 
 
 def check_preemption_mode(config: SchedulerConfig, cache: CacheConfig) -> None:

@@ -192,7 +192,7 @@ class Scheduler:
             swaps=config.preemption_mode != "recompute",
             has_shares=is_fair,
         )
-        has_whole_inputs = config.max_num_encoder_input_tokens > 0 or blocks.has_states
+        has_whole_inputs = config.max_num_encoder_input_tokens > 0
         budget = TokenBudget(
             config.token_budget, can_shrink=config.enable_chunked_prefill and not has_whole_inputs
         )

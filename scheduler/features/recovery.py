@@ -67,16 +67,11 @@ class Recovery(SchedulerFeature):
         sources = {}
         is_other = np.ones(len(failed), np.bool_)
         for row, generation in planned.loads:
-            firsts = []
-            for table, size in zip(
-                self._tables(row, generation), self.kv_cache.block_sizes, strict=True
-            ):
-                is_other &= ~np.isin(failed, table)
-                has_failed = np.isin(table, failed)
-                if has_failed.any():
-                    firsts.append(int(has_failed.argmax()) * size)
-            if firsts:
-                sources[generation] = min(firsts)
+            tables = self._tables(row, generation)
+            is_other &= ~np.isin(failed, np.concatenate(tables))
+            num_good = self.kv_cache.num_before(tables, failed)
+            if num_good is not None:
+                sources[generation] = num_good
         for feature in self.hooks.bad_blocks:
             feature.bad_blocks(failed[is_other], are_written=False)
         if not sources:
@@ -265,6 +260,8 @@ class Recovery(SchedulerFeature):
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
         for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):
             bad[table[holder.num_good // size :]] = True
+        if self.kv_cache.kept_states is not None:
+            bad[self.kv_cache.kept_states.kept_by(holder.generation, holder.num_good)] = True
         bad[NULL_BLOCK] = False
 
     def _num_good_hits(self, holder: _Holder, bad: BoolArray) -> int:

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-
 from longshore.connectors.base import (
     AdmittedRequest,
     AskLater,
@@ -384,15 +382,10 @@ class Transfers(SchedulerFeature):
 
     def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
         self._stop_waiting(load)
-        num_good = load.num_tokens
-        bad = list(load.failed | load.invalid)
-        block_sizes = self._kv_cache.block_sizes
-        for block_ids, block_size in zip(load.blocks.block_ids, block_sizes, strict=True):
-            is_bad = np.isin(block_ids, bad)
-            if is_bad.any():
-                num_good = min(num_good, int(np.argmax(is_bad)) * block_size)
+        num_good = self._kv_cache.num_before(load.blocks.block_ids, [*load.failed, *load.invalid])
+        num_good = load.num_tokens if num_good is None else min(num_good, load.num_tokens)
         blocks, unwritten = load.blocks, load.failed
-        if self._kv_cache.frees_skipped and num_good < load.num_tokens:
+        if not self._kv_cache.resumes_anywhere and num_good < load.num_tokens:
             # Not every number of loaded tokens is one to resume after, and there are no blocks to
             # compute tokens in where nothing was loaded.
             num_good = self._kv_cache.resume_point(blocks.block_ids, num_good)

@@ -6,7 +6,7 @@ without a hash is free. Blocks are integers, which index the columns here. These
 or in bulk, whichever is faster for the number of blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 import numpy as np
@@ -57,6 +57,7 @@ class BlockPool:
         self.metrics = metrics
         self._events = events
         self._prefixes = tuple(BlockHashMap() for _ in range(num_groups))
+        self._unannounced: set[int] = set()  # cached blocks that no event is about
         self._is_cached_item = bytearray(num_blocks)
         self._is_cached: UInt8Array = np.frombuffer(self._is_cached_item, np.uint8)
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -219,6 +220,14 @@ class BlockPool:
 
     # The prefix cache
 
+    def cache_pages(
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int, step: int
+    ) -> None:
+        """`cache_blocks` for the pages of a state. Events are about the first of them only."""
+        self.cache_blocks(block_ids, hashes, group, step)
+        if self._events is not None:
+            self._unannounced.update(block_ids[1:])
+
     def cache_blocks(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0, step: int = 0
     ) -> None:
@@ -255,6 +264,10 @@ class BlockPool:
         """One block per hash, left to right, up to the first hash without a block."""
         found = self._prefixes[group].find_prefix(hashes)
         return found if len(found) <= FEW_BLOCKS else int32_array(found)
+
+    def cached_in(self, group: int) -> Callable[[bytes], bool]:
+        """Tells of a hash whether some block of the group has it."""
+        return self._prefixes[group].__contains__
 
     def uncache_blocks(self, block_ids: BlockIds) -> None:
         """Remove these blocks from the prefix cache; others with the same hashes stay."""
@@ -304,6 +317,7 @@ class BlockPool:
         for prefixes in self._prefixes:
             prefixes.clear()
         self._hashes = [None] * self.num_blocks
+        self._unannounced.clear()
         self._is_cached[:] = 0
         self.free_queue.move_to_head(self.retained.clear().tolist())
         if self._events is not None:
@@ -338,8 +352,13 @@ class BlockPool:
             for block_hash, block_id in zip(hashes, cached, strict=True):
                 self._prefixes[self._group_of(block_id)].pop(block_hash, block_id)
         if self._events is not None:
-            groups = map(self._group_of, cached)
-            for group, block_hash in dict.fromkeys(zip(groups, hashes, strict=True)):
+            announced = [
+                (self._group_of(block_id), block_hash)
+                for block_id, block_hash in zip(cached, hashes, strict=True)
+                if block_id not in self._unannounced
+            ]
+            self._unannounced.difference_update(cached)
+            for group, block_hash in dict.fromkeys(announced):
                 if block_hash not in self._prefixes[group]:
                     self._events.removed(block_hash, group)
         return cached

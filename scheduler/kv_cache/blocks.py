@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 
 BlockIds: TypeAlias = Int32Array | list[int]
 """A few blocks are passed as a list: an array of one block costs more than its allocation."""
@@ -22,10 +22,11 @@ FEW_FREED_BLOCKS: Final = 36
 
 class ComputedBlocks(NamedTuple):
     """A cached prefix of `num_tokens` tokens: `block_ids[group]` in order of position, the null
-    block where a group needs none."""
+    block where a group needs none. state: the pages of the state after it, to be copied."""
 
     block_ids: tuple[BlockIds, ...]
     num_tokens: int
+    state: BlockIds = EMPTY_INT32
 
 
 class BlockDemand(NamedTuple):

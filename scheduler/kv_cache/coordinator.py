@@ -19,10 +19,10 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
     of_all_ranks,
 )
 from longshore.scheduler.config import CacheConfig
@@ -33,7 +33,7 @@ from longshore.scheduler.kv_cache.full import (
     FullAttentionManager,
     SingleTypeManager,
 )
-from longshore.scheduler.kv_cache.states import MambaManager
+from longshore.scheduler.kv_cache.states import StateManager
 from longshore.scheduler.kv_cache.windowed import ChunkedLocalManager, SlidingWindowManager
 
 _MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {
@@ -43,7 +43,7 @@ _MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {
     CrossAttentionSpec: CrossAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     ChunkedLocalAttentionSpec: ChunkedLocalManager,
-    MambaSpec: MambaManager,
+    StateSpec: StateManager,
 }
 _Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
 

@@ -23,7 +23,7 @@ class FreeOrder:
     def __init__(self, block_sizes: Sequence[int], frees_skipped: Sequence[bool]) -> None:
         unit = math.gcd(*block_sizes)
         self._strides = [size // unit for size in block_sizes]
-        self._is_even = max(self._strides) == 1
+        self._is_even = max(self._strides, default=1) == 1
         self._frees_skipped = tuple(frees_skipped)
 
     def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:

@@ -12,7 +12,7 @@ import numpy as np
 from longshore.connectors.base import StorableBlocks
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.events import BlockStored
-from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, page_hashes
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from longshore.scheduler.kv_cache.block_pool import BlockPool
@@ -29,6 +29,7 @@ class FullBlocks:
     events:  receives each hash with its first block.
     chunk_blocks: of the connector; 0: it stores none. Otherwise newly cached blocks are kept for
              `take_cached`, except those of requests with `no_store`.
+    state_group: the group of states in pages, if there are any.
     recorded: these blocks, some of which may have been evicted.
     """
 
@@ -40,7 +41,9 @@ class FullBlocks:
         *,
         events: KVEventLog | None,
         chunk_blocks: int,
+        state_group: int = 0,
     ) -> None:
+        self._state_group = state_group
         self._caching = tuple(caching)
         self._pool = pool
         self._hasher = hasher
@@ -134,6 +137,30 @@ class FullBlocks:
         """Compute the hashes that the request lacks for full blocks of `token_ids`."""
         if len(request.block_hashes) < len(token_ids) // self._hasher.block_size:
             self._hasher.extend(request.block_hashes, token_ids, request.extra_keys)
+
+    def record_state(
+        self, request: Request, num_tokens: int, pages: list[int], block_hash: bytes, step: int
+    ) -> None:
+        """Report that plan `step` keeps the state after `num_tokens` tokens of a request in these
+        pages."""
+        if self._chunk_blocks and not request.options.no_store:
+            hashes = page_hashes(block_hash, len(pages))
+            positions = [num_tokens // self._hasher.block_size - 1] * len(pages)
+            name, chain = request.request_id, request.block_hashes
+            self.recorded.append(
+                StorableBlocks(step, name, self._state_group, pages, hashes, positions, chain)
+            )
+        if self._events is not None:
+            size, group = self._hasher.block_size, self._state_group
+            parents = request.block_hashes[: num_tokens // size - 1][-1:]
+            event = BlockStored(
+                block_hash=block_hash,
+                parent_hash=parents[0] if parents else None,
+                token_ids=request.token_ids[num_tokens - size : num_tokens].copy(),
+                group=group,
+                lora_name=request.lora_name,
+            )
+            self._events.stored(event, step)
 
     def take_cached(self) -> list[StorableBlocks]:
         """Blocks that were cached since the last call and still are, in order."""

@@ -37,7 +37,7 @@ from longshore.scheduler.kv_cache.blocks import (
 from longshore.scheduler.kv_cache.coordinator import make_coordinator
 from longshore.scheduler.kv_cache.free_order import FreeOrder
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
-from longshore.scheduler.kv_cache.states import StateGroups
+from longshore.scheduler.kv_cache.states import KeptStates, StateManager
 from longshore.scheduler.kv_cache.windowed import SettledCounts, WindowedManager
 from longshore.scheduler.request import Request
 
@@ -67,8 +67,10 @@ class KVCacheManager:
     pool:        the blocks, to look at; the scheduler changes them by the methods here.
     full_blocks: hashes and caches blocks that are full.
     frees_skipped: some group frees blocks while a request runs; see `free_skipped`.
-    states:      the groups with states, which limit the chunks of a step.
-    has_states:  there are some.
+    resumes_anywhere: a row can go on after any number of its tokens; see `resume_point`.
+    kept_states: the states that later requests can begin with; None: the model has no states, or
+                 there is no prefix caching.
+    state_border: they are after multiples of so many tokens.
     follows_from_tokens: equal tokens have equal KV in all groups.
     num_yieldable: blocks that features release when others need them.
     can_fork:  a request can begin with any part of another one's KV: no group frees blocks early.
@@ -112,14 +114,27 @@ class KVCacheManager:
         self.num_groups = len(self._managers)
         self.block_sizes = tuple(manager.block_size for manager in self._managers)
         self.frees_skipped = bool(self._windowed)
-        self.states = StateGroups(self._managers, max_num_seqs)
-        self.has_states = bool(self.states)
-        self.follows_from_tokens = all(m.caches_prefixes for m in self._managers)
-        self.can_fork = self.follows_from_tokens and not self.frees_skipped
-        self._free_order = FreeOrder(self.block_sizes, [m.frees_skipped for m in self._managers])
+        self._paged_states = [m for m in self._managers if isinstance(m, StateManager)]
+        self.resumes_anywhere = not (self.frees_skipped or self._paged_states)
+        self.kept_states: KeptStates | None = None
+        if self._paged_states and cache.enable_prefix_caching:
+            self.kept_states = KeptStates(self._paged_states[0], self.pool, cache.tokens_per_hash)
+        self._looks_up = bool(self._caching) or self.kept_states is not None
+        self.state_border = math.lcm(self._coordinator.alignment, cache.tokens_per_hash)
+        of_tokens = [m for m in self._managers if m not in self._paged_states]
+        self.follows_from_tokens = all(m.caches_prefixes for m in of_tokens)
+        self.can_fork = self.follows_from_tokens and self.resumes_anywhere
+        self._free_order = FreeOrder(
+            [m.block_size for m in of_tokens], [m.frees_skipped for m in of_tokens]
+        )
         hasher = BlockHasher(cache.tokens_per_hash, hash_seed, cache.hash_algorithm)
         self.full_blocks = FullBlocks(
-            self._caching, self.pool, hasher, events=self._events, chunk_blocks=chunk_blocks
+            self._caching,
+            self.pool,
+            hasher,
+            events=self._events,
+            chunk_blocks=chunk_blocks,
+            state_group=sum(manager.group for manager in self._paged_states),
         )
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
@@ -140,17 +155,38 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix of a waiting request, without its last token (one token must be
         computed to sample from). Takes no reference yet."""
-        if not self._caching or request.skips_prefix_cache:
+        if not self._looks_up or request.skips_prefix_cache:
             return self._nothing_computed
         self.full_blocks.extend_hashes(request, request.token_ids)
-        hits, num_hit_tokens = self._coordinator.find_longest_hit(
-            request.block_hashes, len(request.token_ids) - 1
-        )
+        hashes, num_tokens = request.block_hashes, len(request.token_ids) - 1
+        hits, num_hit_tokens = self._find_hit(hashes, num_tokens)
+        if self.kept_states is not None:
+            return self._with_state(hashes, hits, num_hit_tokens)
         return ComputedBlocks(hits, num_hit_tokens) if num_hit_tokens else self._nothing_computed
+
+    def _find_hit(
+        self, hashes: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[BlockIds, ...], int]:
+        """The longest prefix of at most `max_tokens` tokens that all groups have, states aside."""
+        if not self._caching and self.kept_states is not None:
+            return self._nothing_computed.block_ids, max_tokens - max_tokens % self.state_border
+        return self._coordinator.find_longest_hit(hashes, max_tokens)
+
+    def _with_state(
+        self, hashes: Sequence[bytes], hits: tuple[BlockIds, ...], num_tokens: int
+    ) -> ComputedBlocks:
+        """The longest part of this hit after which a state is kept."""
+        assert self.kept_states is not None
+        while num_tokens:
+            state, num_with_state = self.kept_states.find_last(hashes, num_tokens)
+            if num_with_state == num_tokens:
+                return ComputedBlocks(hits, num_tokens, state)
+            hits, num_tokens = self._find_hit(hashes, num_with_state)
+        return self._nothing_computed
 
     def extend_hashes(self, request: Request) -> None:
         """Compute the block hashes of a waiting request that `get_computed_blocks` needs."""
-        if self._caching and not request.skips_prefix_cache:
+        if self._looks_up and not request.skips_prefix_cache:
             self.full_blocks.extend_hashes(request, request.token_ids)
 
     def find_junction(self, request: Request) -> int:
@@ -169,7 +205,7 @@ class KVCacheManager:
         stats, num_tokens = self.stats, len(request.token_ids)
         if not request.num_preemptions:
             stats.num_prompt_tokens += num_tokens
-        if not self._caching or request.skips_prefix_cache:
+        if not self._looks_up or request.skips_prefix_cache:
             return
         if request.num_preemptions:
             stats.num_preempted_queried_tokens += num_tokens
@@ -236,6 +272,19 @@ class KVCacheManager:
                 block_ids = table_entries(len(hits), end, positions, block_ids)
             tables.append(manager.start(row, hits, block_ids))
         return tuple(tables)
+
+    def state_copies(
+        self, prefix: ComputedBlocks, tables: Sequence[Int32Array], *, step: int
+    ) -> list[BlockCopy]:
+        """The copies that plan `step` must make so that a row with these tables has the state after
+        this prefix. Their sources have no owner, but until the plan is answered nothing may be
+        loaded into them."""
+        if not len(prefix.state):
+            return []
+        self.pool.fence(prefix.state, step)
+        table = tables[self._paged_states[0].group]
+        pages = zip(int32_array(prefix.state).tolist(), table.tolist(), strict=True)
+        return [BlockCopy(source_id, target_id, 1) for source_id, target_id in pages]
 
     def reserve(self, demand: BlockDemand, *, answered_step: int) -> HeldBlocks | None:
         """The blocks that `start` would give a row, without a row, as targets of a load: no plan
@@ -305,7 +354,13 @@ class KVCacheManager:
     def _tail_first(self, held: HeldBlocks) -> Int32Array:
         if len(self._managers) == 1:
             return held.block_ids[0][::-1]
-        return self._free_order.tail_first(held.block_ids)
+        if not self._paged_states:
+            return self._free_order.tail_first(held.block_ids)
+        tables = list(held.block_ids)
+        pages = tables.pop(self._paged_states[0].group)  # in no order
+        several = len(tables) > 1
+        others = self._free_order.tail_first(tables) if several else tables[0][::-1]
+        return np.concatenate((pages, others))
 
     # Blocks that several requests share
 
@@ -333,6 +388,8 @@ class KVCacheManager:
         """Free blocks that `resume` takes."""
         num_new = 0
         for manager, table in zip(self._managers, held.block_ids, strict=True):
+            if manager in self._paged_states:
+                continue
             num_new += max(manager.num_positions(num_tokens) - len(table), 0)
             position, is_partial = divmod(num_computed, manager.block_size)
             num_new += bool(
@@ -372,7 +429,7 @@ class KVCacheManager:
         copies = []
         for manager in self._managers:
             position, num_tokens = divmod(num_computed, manager.block_size)
-            if not num_tokens:
+            if not num_tokens or manager in self._paged_states:
                 continue
             source_id = target_id = int(manager.table[row, position])
             if not self.pool.is_private(source_id, answered_step):
@@ -403,13 +460,26 @@ class KVCacheManager:
             block_ids = manager.free_skipped(settled, generation, only_cached=only_cached)
             if len(block_ids):
                 self.pool.free_blocks(block_ids, step - 1)
-        if self.has_states:
-            self.states.begin_step()
+
+    def num_before(
+        self, tables: Sequence[Int32Array], bad: Sequence[int] | Int32Array
+    ) -> int | None:
+        """Leading tokens of a row with these tables whose KV is in none of the `bad` blocks; None:
+        it has none of them."""
+        firsts = []
+        for manager, table in zip(self._managers, tables, strict=True):
+            is_bad = np.isin(table, bad)
+            if is_bad.any():
+                is_whole = manager in self._paged_states
+                firsts.append(0 if is_whole else int(is_bad.argmax()) * manager.block_size)
+        return min(firsts, default=None)
 
     def resume_point(self, tables: Sequence[Int32Array], num_good: int) -> int:
         """The most tokens, up to `num_good`, after which a request with these tables can resume,
         because every group has what the next token needs: `num_good` itself, if no group frees
-        blocks early; otherwise a common block boundary, or 0."""
+        blocks early; otherwise a common block boundary, or 0. A state cannot be rewound: 0."""
+        if self._paged_states:
+            return 0
         if not self._windowed:
             return num_good
         border = math.lcm(*self.block_sizes)
@@ -534,6 +604,8 @@ class KVCacheManager:
         self.pool.begin_epoch(answered_step, np.concatenate([EMPTY_INT32, *tables]))
         self.full_blocks.clear()
         self._settled.clear()
+        if self.kept_states is not None:
+            self.kept_states.begin_epoch()
         for manager in self._managers:
             manager.clear()
 

@@ -1,123 +1,114 @@
-"""Groups that keep states instead of KV, and where the chunks of a step must end for them."""
+"""States instead of KV: the pages of a row's state, and the states that are kept for later
+requests."""
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, Final
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
+from longshore.protocol.kv_cache_spec import LongestRequest, StateSpec, page_hashes
+from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import BlockIds
 from longshore.scheduler.kv_cache.full import SingleTypeManager
-from longshore.scheduler.kv_cache.windowed import Tokens, WindowedManager
+
+_NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 
 
-class MambaManager(WindowedManager):
-    """States instead of KV: the next token needs only the last one.
+class StateManager(SingleTypeManager):
+    """The pages of the state of each row, which its steps overwrite. They are given when the row
+    starts, and no entry of a table belongs to particular tokens: `block_size` is the whole context,
+    so that what is computed again begins at the first token, unless a state was kept."""
 
-    A step reads the state in the block of the last token computed before it, and writes to the
-    block of its own last token; blocks in between are null. A step ends in the block in which it
-    begins, or at a block boundary, which is the next one if it begins within a block
-    (`aligned_chunk`). So a full block that is not null holds the state at its end: a snapshot that
-    every request with the same prefix can use, but not in the step that computes it, which reads
-    the states of all rows before it writes any.
-    """
+    caches_prefixes = False
+    grows = False
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._cached_in_step: set[int] = set()
+    def __init__(
+        self, spec: StateSpec, *args: Any, longest: LongestRequest, **settings: Any
+    ) -> None:
+        self.num_pages = spec.num_pages
+        super().__init__(spec, *args, longest=longest, **settings)
+        self.block_size = longest.num_tokens
 
-    def num_skipped_tokens(self, num_tokens: Tokens) -> Tokens:
-        return num_tokens - 1
+    def _max_positions(self) -> int:
+        return self.num_pages
 
-    def aligned_chunk(self, num_computed: int, num_new: int) -> int:
-        """How many of `num_new` tokens a step may compute after `num_computed`."""
-        size, offset = self.block_size, num_computed % self.block_size
-        if offset + num_new <= size:
-            return num_new
-        return size - offset if offset else num_new - num_new % size
-
-    def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
-        """`aligned_chunk` for columns."""
-        size, offset = self.block_size, num_computed % self.block_size
-        allowed = np.where(offset > 0, size - offset, num_new - num_new % size)
-        return np.where(offset + num_new <= size, num_new, allowed)
-
-    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
-        wanted = {self.first_needed(num_computed), last - 1} if num_computed else {last - 1}
-        return sorted(position for position in wanted if first <= position < last)
+    def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        return self.num_pages
 
     def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
-        rows, counts, _ = super().rows_short(num_tokens)
-        return rows, counts, len(rows)
+        return _NO_ROWS, _NO_ROWS, 0
 
-    def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
-        entries = np.zeros(counts.sum(), np.int32)
-        entries[np.cumsum(counts) - 1] = int32_array(block_ids)
-        return entries
+    def truncate(self, row: int, num_tokens: int) -> Int32Array:
+        return EMPTY_INT32
 
-    def step_begins(self) -> None:
-        """A new step begins: it can read all states cached so far."""
-        self._cached_in_step.clear()
-
-    def find(self, hashes: Sequence[bytes]) -> BlockIds:
-        found = super().find(hashes)
-        if self._cached_in_step and not self._cached_in_step.isdisjoint(found):
-            return found[: [block_id in self._cached_in_step for block_id in found].index(True)]
-        return found
-
-    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes], step: int) -> None:
-        super()._cache_blocks(block_ids, hashes, step)
-        self._cached_in_step.update(block_ids)
+    def num_common_blocks(self, rows: Int64Array) -> int:
+        return 0
 
 
-class StateGroups:
-    """The groups with states of a KV cache, of which there may be none.
+class KeptStates:
+    """The states that are kept in the prefix cache: each the state after a number of tokens that is
+    a multiple of the block hash's, in `num_pages` blocks without an owner.
 
-    junctions: by row, where its prefix ends as far as another request has computed it too; a step
-               that would pass this length ends there, so that a state is kept.
+    Its pages are cached under the `page_hashes` of the block that ends there. They are freed
+    together, so they are evicted one after the other; the state is found while all are left.
     """
 
-    def __init__(self, managers: Sequence[SingleTypeManager], max_num_seqs: int) -> None:
-        self._managers = [each for each in managers if isinstance(each, MambaManager)]
-        self.junctions: Int64Array = np.zeros(max_num_seqs, np.int64)
+    def __init__(self, manager: StateManager, pool: BlockPool, tokens_per_hash: int) -> None:
+        self.num_pages, self.group = manager.num_pages, manager.group
+        self._pool = pool
+        self.tokens_per_hash = tokens_per_hash
+        self._of_generation: dict[int, list[tuple[int, bytes, list[int]]]] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._managers)
+    def find_last(self, hashes: Sequence[bytes], num_tokens: int) -> tuple[BlockIds, int]:
+        """The last kept state within the first `num_tokens` tokens of a request with these block
+        hashes, and the number of tokens before it; 0 if there is none."""
+        prefix = hashes[: num_tokens // self.tokens_per_hash]
+        are_kept = map(self._pool.cached_in(self.group), reversed(prefix))
+        for number in compress(range(len(prefix), 0, -1), are_kept):
+            pages = self._pool.find_cached_prefix(self._hashes(prefix[number - 1]), self.group)
+            if len(pages) == self.num_pages:
+                return pages, number * self.tokens_per_hash
+        return [], 0
 
-    def begin_step(self) -> None:
-        """See `MambaManager.step_begins`."""
-        for manager in self._managers:
-            manager.step_begins()
+    def has(self, block_hash: bytes) -> bool:
+        """Whether the state after the block with this hash is kept."""
+        pages = self._pool.find_cached_prefix(self._hashes(block_hash), self.group)
+        return len(pages) == self.num_pages
 
-    def aligned_chunk(self, num_computed: int, num_new: int, junction: int = 0) -> int:
-        """How many of `num_new` tokens, at least one, a step may compute after `num_computed`:
-        groups with states need chunks that end at block boundaries (`MambaManager`), and at the
-        `junction` (see `junctions`)."""
-        if num_computed < junction < num_computed + num_new:
-            num_new = junction - num_computed
-        allowed = 0
-        while self._managers and allowed != num_new:
-            allowed = num_new
-            for manager in self._managers:
-                num_new = manager.aligned_chunk(num_computed, num_new)
-        return num_new
+    def keep(
+        self, block_hash: bytes, num_tokens: int, *, generation: int, step: int
+    ) -> list[int] | None:
+        """Blocks for the state after the block with this hash, which plan `step` computes on the
+        row of this generation; from now on the state is found. The caller has a reference to each,
+        until all states of the plan have theirs. None if there are too few blocks."""
+        if self.num_pages > self._pool.num_free:
+            return None
+        pages = self._pool.get_new_blocks(self.num_pages)
+        block_ids = pages if isinstance(pages, list) else pages.tolist()
+        self._pool.cache_pages(block_ids, self._hashes(block_hash), self.group, step)
+        kept = self._of_generation.setdefault(generation, [])
+        kept.append((num_tokens, block_hash, block_ids))
+        return block_ids
 
-    def chunk_after_load(self, num_computed: int, num_new: int) -> int:
-        """How many of `num_new` tokens the first step may compute after a load of `num_computed`.
-        Groups with states have a block for the next token already: a chunk that passes its end
-        would leave it without a state, but it would be cached."""
-        left = (size - num_computed % size for size in (each.block_size for each in self._managers))
-        return min(num_new, *left) if self._managers else num_new
+    def kept_by(self, generation: int, after: int) -> list[int]:
+        """The pages of states after more than `after` tokens that a row of this generation has
+        computed, as far as they are cached."""
+        return [
+            page
+            for num_tokens, block_hash, pages in self._of_generation.get(generation, ())
+            if num_tokens > after
+            for page, page_hash in zip(pages, self._hashes(block_hash), strict=True)
+            if self._pool.block_hash(page) == page_hash
+        ]
 
-    def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
-        """`aligned_chunk` for columns."""
-        left = self.junctions - num_computed
-        num_new = np.where((left > 0) & (left < num_new), left, num_new)
-        is_cut = bool(self._managers)
-        while is_cut:
-            before = num_new
-            for manager in self._managers:
-                num_new = manager.aligned_chunks(num_computed, num_new)
-            is_cut = bool((num_new != before).any())
-        return num_new
+    def forget(self, generation: int) -> None:
+        """No output of this generation can be wrong any more."""
+        self._of_generation.pop(generation, None)
+
+    def begin_epoch(self) -> None:
+        self._of_generation.clear()
+
+    def _hashes(self, block_hash: bytes) -> list[bytes]:
+        return page_hashes(block_hash, self.num_pages)

@@ -184,7 +184,9 @@ def kind_of(spec: KVCacheSpec) -> str:
     tag = str(spec.__struct_config__.tag)
     if tag == "custom":
         return "unknown"
-    return tag if tag in ("sliding_window", "mamba") else f"{tag}_attention"
+    if tag == "state":
+        return "mamba"
+    return tag if tag == "sliding_window" else f"{tag}_attention"
 
 
 def _runs(events: Iterable[KVEvent], longest: int) -> Iterator[_Run]:

@@ -182,10 +182,7 @@ class Admission:
             num_computed = source.num_computed_tokens
         else:
             num_computed = min(source.num_tokens + num_external, len(request.token_ids) - 1)
-        junction = self.kv_cache.find_junction(request) if self.kv_cache.has_states else 0
-        need = self._num_tokens_now(request, num_computed, junction)
-        if isinstance(source, Hold) and source.kind is HoldKind.LOADED:
-            need = self.kv_cache.states.chunk_after_load(num_computed, need)
+        need = self._num_tokens_now(request, num_computed)
         if need == 0:
             return Attempt.NO_TOKENS
         num_slots = num_computed + need + self.config.num_lookahead_tokens
@@ -196,16 +193,15 @@ class Admission:
             tables = self._allocate(request, source, num_slots, num_computed, load)
         if tables is None:
             return Attempt.NO_BLOCKS
-        self.kv_cache.states.junctions[self.running.next_row] = junction
         self._enter(request, tables, num_computed, need)
         if load is not None:
             row = request.row
             self.plan.loads.append((row, int(self.running.generation[row])))
         return Attempt.ADMITTED
 
-    def _num_tokens_now(self, request: Request, num_computed: int, junction: int) -> int:
+    def _num_tokens_now(self, request: Request, num_computed: int) -> int:
         """Tokens that the request computes in this step after `num_computed`; 0 if it does not fit
-        into the step. junction: see `StateGroups.junctions`."""
+        into the step."""
         num_tokens = len(request.token_ids) - num_computed
         if self.config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
@@ -214,8 +210,6 @@ class Admission:
         for feature in self.hooks.allowed:
             if num_tokens:
                 num_tokens = feature.allowed(request, num_computed, num_tokens)
-        if num_tokens and self.kv_cache.has_states:
-            num_tokens = self.kv_cache.states.aligned_chunk(num_computed, num_tokens, junction)
         return num_tokens
 
     def _allocate(
@@ -245,6 +239,7 @@ class Admission:
         tables = kv_cache.start(row, demand)
         if tables is not None:
             kv_cache.count_lookup(request, prefix.num_tokens)
+            self.plan.copies += kv_cache.state_copies(prefix, tables, step=self.plan.step + 1)
         return tables
 
     def _resume(

@@ -144,9 +144,6 @@ class StepPlanner:
         num_scheduled = running.grant(wanted, budget)
         for feature in self.hooks.grant:
             num_scheduled = feature.grant(wanted, num_scheduled, budget)
-        if self.kv_cache.has_states:
-            states = self.kv_cache.states
-            num_scheduled = states.aligned_chunks(running.num_computed, num_scheduled)
         appended = self.kv_cache.grow(self._num_slots(num_scheduled), running.generation)
         if appended is None:
             return self._schedule_under_pressure(wanted, budget, now)
@@ -194,9 +191,6 @@ class StepPlanner:
             count = min(int(wanted[row]), num_left)
             for feature in self.hooks.allowed:
                 count = feature.allowed(request, num_computed, count)
-            if count and self.kv_cache.has_states:
-                states = self.kv_cache.states
-                count = states.aligned_chunk(num_computed, count, int(states.junctions[row]))
             if count == 0:
                 index += 1
                 continue
