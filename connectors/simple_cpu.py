@@ -45,10 +45,11 @@ from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
+    page_hashes,
 )
 from longshore.protocol.statistics import TierStats, TransferOperation
 
@@ -100,7 +101,7 @@ def num_skipped_tokens(spec: KVCacheSpec, num_tokens: int) -> int:
             return max(num_tokens - window + 1, 0)
         case ChunkedLocalAttentionSpec(attention_chunk_size=size):
             return num_tokens // size * size
-        case MambaSpec():
+        case StateSpec():
             return max(num_tokens - 1, 0)
     raise ConfigError(
         f"--kv-connector simple_cpu does not support a {type(spec).__name__}: equal tokens need "
@@ -234,7 +235,7 @@ class SimpleCPUConnector(SchedulerConnector):
         """`last`, or the end of the block before the first missing one."""
         size = self.config.specs[group].block_size
         for index in self._needed(group, num_local, last):
-            if self._key(request, group, index) not in self._host:
+            if not all(key in self._host for key in self._keys(request, group, index)):
                 return index * size
         return last
 
@@ -244,9 +245,14 @@ class SimpleCPUConnector(SchedulerConnector):
         begin = max(num_skipped_tokens(spec, last), first)
         return range(begin // spec.block_size, last // spec.block_size)
 
-    def _key(self, request: RequestView, group: int, index: int) -> Key:
-        per_block = self.config.specs[group].block_size // self.config.hash_block_size
-        return group, request.block_hashes[(index + 1) * per_block - 1]
+    def _keys(self, request: RequestView, group: int, index: int) -> list[Key]:
+        """Of a block, or of the pages of the state after it."""
+        spec = self.config.specs[group]
+        per_block = spec.block_size // self.config.hash_block_size
+        block_hash = request.block_hashes[(index + 1) * per_block - 1]
+        if isinstance(spec, StateSpec):
+            return [(group, page_hash) for page_hash in page_hashes(block_hash, spec.num_pages)]
+        return [(group, block_hash)]
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
@@ -257,11 +263,14 @@ class SimpleCPUConnector(SchedulerConnector):
         slots: Slots = []
         keys: list[Key] = []
         for group, table in enumerate(block_ids):
+            is_state = isinstance(self.config.specs[group], StateSpec)
             for index in self._needed(group, first, last):
-                block_id = int(table[index])
-                assert block_id != NULL_BLOCK
-                keys.append(self._key(request, group, index))
-                slots.append((group, block_id, self._host.begin_load(keys[-1])))
+                of_block = self._keys(request, group, index)
+                block_ids_of = table if is_state else table[index : index + 1]
+                for key, block_id in zip(of_block, block_ids_of.tolist(), strict=True):
+                    assert block_id != NULL_BLOCK
+                    keys.append(key)
+                    slots.append((group, block_id, self._host.begin_load(key)))
         self._loading[request.request_id] = keys
         self._commands.loads.append(Load(request.request_id, slots))
 

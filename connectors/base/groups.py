@@ -1,25 +1,33 @@
 """Which blocks of each KV cache group a hit needs, and the keys under which they are stored.
 
 A key is the block hash and the number of the group; blocks of swapped requests that have no hash
-get a private key. All arithmetic is in offloaded blocks: with one group, an offloaded block can be
+get a private key. A state in pages has one key per page, and a hit needs the pages of one state,
+that at its end. All arithmetic is in offloaded blocks: with one group, an offloaded block can be
 several blocks of the device.
 """
 
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from longshore.connectors.base import ConnectorConfig
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     CustomSpec,
     KVCacheSpec,
-    MambaSpec,
     SlidingWindowSpec,
+    StateSpec,
+    page_hashes,
 )
+
+BlockRows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+"""(n, factor) block ids of the device, a line per offloaded block."""
 
 _PRIVATE: Final = struct.Struct(">QIB")
 
@@ -52,20 +60,52 @@ class StoredGroup(NamedTuple):
     @property
     def needs_all(self) -> bool:
         """Whether a hit needs every block before its end."""
-        partial = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+        partial = (SlidingWindowSpec, ChunkedLocalAttentionSpec, StateSpec)
         return not isinstance(self.spec, partial)
 
+    @property
+    def num_pages(self) -> int:
+        """Blocks of a state in pages; 0 for other groups."""
+        return self.spec.num_pages if isinstance(self.spec, StateSpec) else 0
+
     def keys(self, block_hashes: Sequence[bytes], first: int, last: int) -> list[bytes]:
-        """Keys of the offloaded blocks [first, last) of a request."""
+        """Keys of the offloaded blocks [first, last) of a request; of states in pages, those of the
+        pages of the states after these blocks."""
+        keys = self.first_keys(block_hashes, first, last)
+        if not self.num_pages:
+            return keys
+        suffix = bytes((self.number,))
+        return [page + suffix for key in keys for page in page_hashes(key[:-1], self.num_pages)]
+
+    def first_keys(self, block_hashes: Sequence[bytes], first: int, last: int) -> list[bytes]:
+        """`keys`, but of a state in pages only that of its first page."""
         step, suffix = self.hash_step, bytes((self.number,))
         hashes = block_hashes[(first + 1) * step - 1 : last * step : step]
         return [block_hash + suffix for block_hash in hashes]
+
+    def block_range(self, first_token: int, end: int) -> tuple[int, int]:
+        """The offloaded blocks that a load fills of a request whose tokens [first_token, end) are
+        loaded; of states in pages, the block that the state at the end follows."""
+        last = -(-end // self.block_size)
+        return (last - 1 if self.num_pages else first_token // self.block_size), last
+
+    def rows(self, table: Int32Array, first: int, last: int, num_tokens: int) -> BlockRows:
+        """(last - first, factor) block ids of the offloaded blocks [first, last), as a copy: those
+        that hold the first `num_tokens` tokens, the null block for others. Of states in pages:
+        (num_pages, 1)."""
+        if self.num_pages:
+            return table.reshape(-1, 1).copy()
+        rows = np.zeros((last - first) * self.factor, np.int32)
+        end = min(last * self.factor, -(-num_tokens // self.spec.block_size))
+        ids = table[first * self.factor : end]
+        rows[: len(ids)] = ids
+        return rows.reshape(-1, self.factor)
 
     def first_needed(self, num_tokens: int) -> int:
         """The first offloaded block that a request needs to go on after `num_tokens` tokens."""
         spec = self.spec
         match spec:
-            case MambaSpec():
+            case StateSpec():
                 skipped = num_tokens - 1
             case SlidingWindowSpec():
                 skipped = num_tokens - spec.sliding_window + 1
@@ -95,6 +135,11 @@ class StoredGroups:
         """A hit of several groups ends at a multiple of this."""
         self._hash_block_size = self.groups[0].block_size // self.groups[0].hash_step
         self.are_all_full = all(group.needs_all for group in self.groups)
+
+    @property
+    def of_tokens(self) -> tuple[StoredGroup, ...]:
+        """Those whose blocks hold tokens, unlike states in pages."""
+        return tuple(group for group in self.groups if not group.num_pages)
 
     @property
     def factor(self) -> int:
@@ -134,6 +179,8 @@ class StoredGroups:
                 end = (first + count_leading(keys)) * group.block_size
                 end -= end % self.border
         others = [group for group in self.groups if not group.needs_all]
+        # One key tells of most positions that no state is there.
+        others.sort(key=lambda group: not group.num_pages)
         while end > num_computed and not all(
             self._has_needed(group, block_hashes, num_computed, end, count_leading)
             for group in others
@@ -154,7 +201,8 @@ class StoredGroups:
     @property
     def keys_per_border(self) -> int:
         """Number of keys that a hit which is shorter by `border` needs less, at most."""
-        return sum(self.border // group.block_size for group in self.groups)
+        of_tokens = [group for group in self.groups if not group.num_pages]
+        return sum(self.border // group.block_size for group in of_tokens) or 1
 
     def _needed_of(
         self, group: StoredGroup, block_hashes: Sequence[bytes], num_computed: int, end: int
@@ -171,6 +219,8 @@ class StoredGroups:
         count_leading: Callable[[list[bytes]], int],
     ) -> bool:
         keys = self._needed_of(group, block_hashes, num_computed, end)
+        if group.num_pages and not count_leading(keys[:1]):
+            return False
         return count_leading(keys) == len(keys)
 
 

@@ -17,7 +17,7 @@ from longshore.connectors.base import (
 from longshore.connectors.options import Options
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, CustomSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, CustomSpec, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class DecodeBenchConnector(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
     ) -> None:
         for fill, table, spec in zip(self._fills, block_ids, self.config.specs, strict=True):
-            filled = table[: -(-num_external_tokens // spec.block_size)]
+            filled = table
+            if not isinstance(spec, StateSpec):
+                filled = table[: -(-num_external_tokens // spec.block_size)]
             fill += filled[filled != NULL_BLOCK].tolist()
 
     def build_connector_meta(self, step: StepView) -> bytes:

@@ -14,6 +14,7 @@ from longshore.connectors.base import (
     WorkerConnectorConfig,
 )
 from longshore.connectors.decode_bench.scheduler import DecodeBenchSettings, settings_of
+from longshore.protocol.kv_cache_spec import StateSpec
 
 Fills: TypeAlias = list[list[int]]
 """Ids of the blocks to fill, by group."""
@@ -50,9 +51,12 @@ class DecodeBenchWorker(WorkerConnector[Fills]):
 def _dummy_block(
     group: GroupBlocks, settings: DecodeBenchSettings, generator: torch.Generator
 ) -> Tensor:
-    """(size_bytes,) uint8: a block of dummy values in the layers' layout and dtype. No step has
-    begun, so it is written in the memory of the last block."""
+    """(size_bytes,) uint8: a block of dummy values in the layers' layout and dtype. A page of a
+    state has no part for each layer, so it is zeros. No step has begun, so the block is written in
+    the memory of the last one."""
     block = group.blocks[-1]
+    if isinstance(group.spec, StateSpec):
+        return torch.zeros_like(block)
     before = block.clone()
     for layer in group.layers.values():
         for part in layer if isinstance(layer, tuple) else (layer,):

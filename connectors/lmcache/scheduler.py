@@ -60,9 +60,9 @@ class LMCacheConnector(LookupConnector[_Lookup]):
     def _look_up(
         self, lookup_id: int, request: RequestView, num_computed_tokens: int
     ) -> _Lookup | None:
-        """Ask for all blocks after `num_computed_tokens`."""
+        """Ask for all blocks after `num_computed_tokens`; of states, for the first page of each."""
         keys = [
-            group.keys(
+            group.first_keys(
                 request.block_hashes,
                 num_computed_tokens // group.block_size,
                 len(request.block_hashes) // group.hash_step,
@@ -83,8 +83,14 @@ class LMCacheConnector(LookupConnector[_Lookup]):
         }
 
     def _end_of_hit(self, lookup: _Lookup, request: RequestView, num_computed_tokens: int) -> int:
+        def count_leading(keys: list[bytes]) -> int:
+            """The other pages of a state are stored with the first; one that is gone is a load that
+            fails."""
+            is_state = keys and self._groups.groups[keys[0][-1]].num_pages
+            return len(keys) * (keys[0] in lookup.found) if is_state else lookup.count_leading(keys)
+
         return self._groups.longest_hit(
-            request.block_hashes, request.num_tokens, num_computed_tokens, lookup.count_leading
+            request.block_hashes, request.num_tokens, num_computed_tokens, count_leading
         )
 
     def _load(
@@ -97,11 +103,12 @@ class LMCacheConnector(LookupConnector[_Lookup]):
     ) -> None:
         blocks: Blocks = []
         for group, table in zip(self._groups.groups, block_ids, strict=True):
-            first, last = first_token // group.block_size, end // group.block_size
+            first, last = group.block_range(first_token, end)
             keys = group.keys(request.block_hashes, first, last)
+            block_ids_of = group.rows(table, first, last, end).ravel().tolist()
             blocks += [
                 (group.number, block_id, self._key_hash(key))
-                for block_id, key in zip(table[first:last].tolist(), keys, strict=True)
+                for block_id, key in zip(block_ids_of, keys, strict=True)
                 if block_id != NULL_BLOCK
             ]
         self._commands.loads.append(Load(request.request_id, lookup_id, blocks))

@@ -31,9 +31,9 @@ from longshore.connectors.base import (
     StepView,
     SwapSize,
 )
+from longshore.connectors.base.groups import BlockRows
 from longshore.connectors.offloading.jobs import Jobs
 from longshore.connectors.offloading.messages import (
-    BlockRows,
     Commands,
     Ended,
     LoadJob,
@@ -43,7 +43,7 @@ from longshore.connectors.offloading.messages import (
 from longshore.connectors.offloading.options import check_options, read_options
 from longshore.connectors.offloading.spec import HintedKeys, load_spec
 from longshore.connectors.offloading.stores import Stores
-from longshore.connectors.offloading.swap import SwappedRequest, Swaps, rows_of
+from longshore.connectors.offloading.swap import SwappedRequest, Swaps
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.events import KVEvent, Medium
@@ -66,9 +66,11 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _EndedRequest:
-    """A request that has ended. keys: of its blocks, by group."""
+    """A request that has ended. keys: of its blocks, by group, without those of states in pages.
+    states: the keys of the pages of its states, with the token before which the state ends."""
 
     keys: list[list[bytes]]
+    states: list[tuple[int, bytes]]
     finished_s: float
     hint: CacheHint | None
     tenant: Tenant
@@ -103,6 +105,7 @@ class OffloadingConnector(SchedulerConnector):
 
     def _begin(self) -> None:
         self._touched: set[str] = set()
+        self._states: dict[str, list[tuple[int, bytes]]] = {}  # of `_EndedRequest`
         # At the last match, by request: its local tokens, and the swap that it is loaded from.
         self._found: dict[str, tuple[int, SwappedRequest | None]] = {}
         self._loads: dict[str, _Load] = {}
@@ -178,7 +181,7 @@ class OffloadingConnector(SchedulerConnector):
         if request.request_id in self._touched:
             return
         self._touched.add(request.request_id)
-        for group in self._groups.groups:
+        for group in self._groups.of_tokens:
             num_blocks = len(request.block_hashes) // group.hash_step
             self._manager.touch(group.keys(request.block_hashes, 0, num_blocks))
 
@@ -195,7 +198,7 @@ class OffloadingConnector(SchedulerConnector):
                     request.block_hashes, first_token // group.block_size, end // group.block_size
                 )
             )
-            for group in self._groups.groups
+            for group in self._groups.of_tokens or self._groups.groups
         )
 
     def update_state_after_alloc(
@@ -210,9 +213,11 @@ class OffloadingConnector(SchedulerConnector):
         rows: list[BlockRows] = []
         groups = bytearray()
         for group, table in zip(self._groups.groups, block_ids, strict=True):
-            first, last = first_token // group.block_size, -(-end // group.block_size)
-            ids = rows_of(group, table, first, last, end)
-            ids[:1, : first_token // group.spec.block_size - first * self._factor] = NULL_BLOCK
+            first, last = group.block_range(first_token, end)
+            ids = group.rows(table, first, last, end)
+            if not group.num_pages:
+                local = first_token // group.spec.block_size - first * self._factor
+                ids[:1, :local] = NULL_BLOCK
             needed = (ids != NULL_BLOCK).any(axis=1)
             rows.append(ids[needed])
             if swapped is None:
@@ -259,6 +264,8 @@ class OffloadingConnector(SchedulerConnector):
         for request in step.admitted:
             self._manager.end_read_ahead(request.request_id, is_over=False)
         self._stores.begin(step)
+        if step.storable:
+            self._note_states(step)
         if self._ended:
             self._unsettled += ((step.unanswered_step, ended) for ended in self._ended)
             self._ended.clear()
@@ -272,17 +279,27 @@ class OffloadingConnector(SchedulerConnector):
         self._new_loads = []
         return msgspec.msgpack.encode(commands)
 
+    def _note_states(self, step: StepView) -> None:
+        for blocks in step.storable:
+            group = self._groups.groups[blocks.group]
+            if group.num_pages and blocks.request_id in self._touched:
+                states = self._states.setdefault(blocks.request_id, [])
+                suffix, start = bytes((group.number,)), blocks.positions[0] * group.block_size
+                states += [(start, page_hash + suffix) for page_hash in blocks.block_hashes]
+
     def _settle(self, ended: _EndedRequest) -> None:
         """The blocks of an ended request are in their tiers, or on their way there."""
-        for keys in ended.keys:
+        for keys in (*ended.keys, [key for _, key in ended.states]):
             self._manager.refresh(keys)
         self._manager.expire(ended.finished_s)
         if ended.hint is not None:
-            placed = sorted(
+            of_tokens = zip(self._groups.of_tokens, ended.keys, strict=True)
+            placed = ended.states + [
                 (index * group.block_size, key)
-                for group, keys in zip(self._groups.groups, ended.keys, strict=True)
+                for group, keys in of_tokens
                 for index, key in enumerate(keys)
-            )
+            ]
+            placed.sort()
             starts = [start for start, _ in placed]
             prefixes = [bisect_left(starts, part.num_tokens) for part in ended.hint.prefixes]
             keys = [key for _, key in placed]
@@ -359,10 +376,11 @@ class OffloadingConnector(SchedulerConnector):
     ) -> FinishAction:
         keys = [
             group.keys(request.block_hashes, 0, len(request.block_hashes) // group.hash_step)
-            for group in self._groups.groups
+            for group in self._groups.of_tokens
         ]
+        states = self._states.pop(request.request_id, [])
         hint, tenant = request.cache_hint, request.tenant
-        self._ended.append(_EndedRequest(keys, request.finished_s, hint, tenant))
+        self._ended.append(_EndedRequest(keys, states, request.finished_s, hint, tenant))
         self._stores.gaps.request_finished(request.request_id)
         self._manager.end_read_ahead(request.request_id, is_over=True)
         self._touched.discard(request.request_id)

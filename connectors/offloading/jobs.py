@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from longshore.connectors.base import BlockHolds
-from longshore.connectors.offloading.messages import BlockRows, Ended, StoreJob, block_list
+from longshore.connectors.base.groups import BlockRows
+from longshore.connectors.offloading.messages import Ended, StoreJob, block_list
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 
 

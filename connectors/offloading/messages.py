@@ -5,15 +5,14 @@ manager for the spec's handlers; the connector layer does not look into it.
 """
 
 import math
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 import numpy as np
 
-BLOCK_IDS: Final = np.dtype("<i4")
+from longshore.connectors.base.groups import BlockRows
 
-BlockRows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
-"""(number of offloaded blocks, factor) block ids of the device."""
+BLOCK_IDS: Final = np.dtype("<i4")
 
 
 class BlockList(msgspec.Struct, frozen=True, array_like=True):

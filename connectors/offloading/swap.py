@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.connectors.base import RequestView, SwapSize
-from longshore.connectors.base.groups import StoredGroup, StoredGroups, private_key
+from longshore.connectors.base.groups import BlockRows, StoredGroup, StoredGroups, private_key
 from longshore.connectors.offloading.jobs import Jobs
-from longshore.connectors.offloading.messages import BlockRows
 from longshore.connectors.offloading.spec import OffloadingManager
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
@@ -28,7 +27,10 @@ class GroupKeys(NamedTuple):
     keys: list[bytes]
 
     def between(self, first: int, last: int) -> list[bytes]:
-        """One key per offloaded block [first, last); empty for blocks that are not needed."""
+        """One key per offloaded block [first, last), or page of the state after them; empty for
+        blocks that are not needed."""
+        if self.group.num_pages:
+            return self.keys
         start = max(first, self.first)
         return [b""] * (start - first) + self.keys[start - self.first : last - self.first]
 
@@ -48,7 +50,11 @@ class SwappedRequest(NamedTuple):
         return [
             key
             for each in self.groups
-            for key in each.keys[max(num_tokens // each.group.block_size - each.first, 0) :]
+            for key in (
+                each.keys
+                if each.group.num_pages
+                else each.keys[max(num_tokens // each.group.block_size - each.first, 0) :]
+            )
         ]
 
     def rows(self, block_ids: tuple[Int32Array, ...]) -> BlockRows | None:
@@ -56,9 +62,10 @@ class SwappedRequest(NamedTuple):
         where an offloaded block has no tokens yet. None if a block is missing."""
         parts = []
         for (group, first, keys), table in zip(self.groups, block_ids, strict=True):
-            rows = rows_of(group, table, first, first + len(keys), self.num_tokens)
+            rows = group.rows(table, first, first + len(keys), self.num_tokens)
             size = group.spec.block_size
             num_blocks = -(-self.num_tokens // size) - first * group.factor if keys else 0
+            num_blocks = group.num_pages or num_blocks
             if np.count_nonzero(rows != NULL_BLOCK) != num_blocks:
                 return None
             parts.append(rows)
@@ -97,7 +104,7 @@ class Swaps:
         swapped = swapped_request(self._groups, 0, request, num_tokens)
         block_bytes = self._groups.factor * rank_bytes
         num_found_blocks = sum(
-            num_found // group.block_size - group.first_needed(num_found)
+            (num_found // group.block_size - group.first_needed(num_found)) * (group.num_pages or 1)
             for group in self._groups.groups
         )
         return SwapSize(
@@ -147,17 +154,10 @@ def _group_keys(
     last = -(-num_tokens // group.block_size)
     num_full = min(num_tokens // group.block_size, len(hashes) // group.hash_step)
     num_full = max(num_full, first)
+    if group.num_pages:  # the state after the last token, which may be within a block
+        is_hashed = num_full * group.block_size == num_tokens
+        pages = range(group.num_pages)
+        private = [private_key(swap_id, page, group.number) for page in pages]
+        return GroupKeys(group, first, group.keys(hashes, first, last) if is_hashed else private)
     private = [private_key(swap_id, index, group.number) for index in range(num_full, last)]
     return GroupKeys(group, first, group.keys(hashes, first, num_full) + private)
-
-
-def rows_of(
-    group: StoredGroup, table: Int32Array, first: int, last: int, num_tokens: int
-) -> BlockRows:
-    """(last - first, factor) block ids of the offloaded blocks [first, last), as a copy: those that
-    hold the first `num_tokens` tokens, the null block for others."""
-    rows = np.zeros((last - first) * group.factor, np.int32)
-    end = min(last * group.factor, -(-num_tokens // group.spec.block_size))
-    ids = table[first * group.factor : end]
-    rows[: len(ids)] = ids
-    return rows.reshape(-1, group.factor)

@@ -25,9 +25,9 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 
 MAX_REGION_BYTES: Final = 1 << 56
@@ -159,14 +159,16 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class StateRoute:
-    """What one owner rank has of one group of states of a reader rank."""
+    """What one owner rank has of the states of a reader rank.
+
+    parts: runs of bytes with the pages of a state that they are copied between: (n,) int64, indices
+           of pages of the owner, and of the reader.
+    """
 
     owner_rank: int
     owner_group: int
     reader_group: int
-    owner_spec: MambaSpec
-    reader_spec: MambaSpec
-    pattern: Pattern
+    parts: tuple[tuple[Pattern, Int64Array, Int64Array], ...]
 
 
 Routes: TypeAlias = tuple[Route | StateRoute, ...]
@@ -203,7 +205,7 @@ def check_layouts(reader: EngineLayout, owner: EngineLayout) -> None:
 
 def check_kind(spec: KVCacheSpec, about: str) -> None:
     """Raise LayoutMismatch for a kind of attention whose blocks cannot be pulled."""
-    if not isinstance(spec, (*_PAGED, MLAAttentionSpec, MambaSpec)):
+    if not isinstance(spec, (*_PAGED, MLAAttentionSpec, StateSpec)):
         raise LayoutMismatch(
             f"{about} has a {type(spec).__name__}, whose blocks cannot be pulled from another "
             "engine. Serve this model with one engine."
@@ -217,7 +219,7 @@ def first_needed_token(spec: KVCacheSpec, num_tokens: int) -> int:
             return max(num_tokens - window + 1, 0)
         case ChunkedLocalAttentionSpec(attention_chunk_size=size):
             return num_tokens // size * size
-        case MambaSpec():
+        case StateSpec():
             return max(num_tokens - 1, 0)
     return 0
 
@@ -236,8 +238,7 @@ def plan_pull(
     owner_tables, reader_tables: block ids of each group; null where a block was freed or is not
         needed.
     first_token: a multiple of the reader's block sizes.
-    num_owner_tokens: tokens that the owner has computed: a state is the one after these tokens, or
-        after the last token of a block.
+    num_owner_tokens: tokens that the owner has computed: a state is the one after these tokens.
 
     The last blocks are copied as far as both sides have tokens of them, so a block can be copied
     whole; what is after `num_tokens` has no meaning.
@@ -248,8 +249,9 @@ def plan_pull(
         owner_ids = owner_tables[route.owner_group].astype(np.int64)
         reader_ids = reader_tables[route.reader_group].astype(np.int64)
         if isinstance(route, StateRoute):
-            blocks = _state_blocks(route, owner_ids, reader_ids, num_tokens, num_owner_tokens)
-            groups = [(route.pattern, *blocks)]
+            if num_tokens != num_owner_tokens:
+                owner_ids = np.full_like(owner_ids, NULL_BLOCK)  # of the state after other tokens
+            groups = [(pattern, owner_ids[p], reader_ids[q]) for pattern, p, q in route.parts]
         else:
             groups = list(_token_blocks(route, owner_ids, reader_ids, first_token, num_tokens))
         for pattern, owner_blocks, reader_blocks in groups:
@@ -261,21 +263,6 @@ def plan_pull(
                 owner_blocks, reader_blocks = owner_blocks[is_read], reader_blocks[is_read]
                 pieces.append(Piece(route.owner_rank, pattern, owner_blocks, reader_blocks))
     return PullPlan(pieces, sorted(missing))
-
-
-def _state_blocks(
-    route: StateRoute,
-    owner_ids: Int64Array,
-    reader_ids: Int64Array,
-    num_tokens: int,
-    num_owner_tokens: int,
-) -> tuple[Int64Array, Int64Array]:
-    """The block with the owner's state after `num_tokens` tokens, and the reader's."""
-    size = route.owner_spec.block_size
-    owner = _at(owner_ids, np.array([(num_tokens - 1) // size]))
-    if num_tokens != num_owner_tokens and (num_tokens % size or num_tokens > num_owner_tokens):
-        owner[:] = NULL_BLOCK  # it has been overwritten by the state after later tokens
-    return owner, _at(reader_ids, np.array([(num_tokens - 1) // route.reader_spec.block_size]))
 
 
 def _token_blocks(
@@ -336,10 +323,9 @@ class _Pair:
                 f"{self.shared[0]} is a {type(own).__name__} here and a {type(other).__name__} on "
                 "the owner. Start both engines with the same model and settings."
             )
-        if isinstance(own, MambaSpec) and isinstance(other, MambaSpec):
-            for index, pattern in self._state_patterns(own, other):
-                rank = self.owner_ranks[index]
-                yield StateRoute(rank, owner_group, reader_group, other, own, pattern)
+        if isinstance(own, StateSpec) and isinstance(other, StateSpec):
+            for index, parts in self._state_parts(own, other):
+                yield StateRoute(self.owner_ranks[index], owner_group, reader_group, parts)
         else:
             yield from self._token_routes(own, other, reader_group, owner_group)
 
@@ -431,113 +417,144 @@ class _Pair:
         starts: Int64Array = (rows[:, :, None] * num_planes + planes) * plane_bytes
         return starts.ravel()
 
-    def _state_patterns(self, own: MambaSpec, other: MambaSpec) -> Iterator[tuple[int, Pattern]]:
-        """By shard of the owner. Raises LayoutMismatch."""
-        runs: dict[int, list[tuple[int, int, int]]] = {}
+    def _state_parts(
+        self, own: StateSpec, other: StateSpec
+    ) -> Iterator[tuple[int, tuple[tuple[Pattern, Int64Array, Int64Array], ...]]]:
+        """`StateRoute.parts` by shard of the owner. Raises LayoutMismatch."""
+        alike = msgspec.structs.replace(other, shapes=own.shapes)
+        self._check_equal(
+            own,
+            alike,
+            block_size=own.block_size,
+            num_pages=own.num_pages,
+            unit_bytes=own.unit_bytes,
+        )
+        runs: dict[int, list[_Run]] = {}
         if own.shapes == other.shapes and self.num_shards == len(self.owner_ranks):
-            self._check_equal(own, other, block_size=own.block_size)
-            runs[self.shard] = [(0, 0, own.state_size_bytes)]
+            sizes = [
+                math.prod(shape) * n for shape, n in zip(own.shapes, own.dtype_bytes, strict=True)
+            ]
+            runs[self.shard] = [_Run(tensor, 0, 0, size) for tensor, size in enumerate(sizes)]
         else:
-            self._check_equal(
-                msgspec.structs.replace(own, shapes=other.shapes, padded_size_bytes=None),
-                msgspec.structs.replace(other, padded_size_bytes=None),
-                block_size=own.block_size,
-            )
-            ours, theirs = (_StateShape.of(spec, self.shared[0]) for spec in (own, other))
+            ours, theirs = _Division.of(own, self.shared[0]), _Division.of(other, self.shared[0])
             ours.check_alike(theirs, self.shared[0])
-            for index, pairs in self._holders(ours.num_heads, theirs.num_heads).items():
-                for head, own_head in pairs:
-                    runs.setdefault(index, []).extend(ours.head_runs(own_head, theirs, head))
-            for index, pairs in self._holders(ours.num_groups, theirs.num_groups).items():
-                for number, own_number in pairs:
-                    runs.setdefault(index, []).extend(ours.map_runs(own_number, theirs, number))
-        first_layers = self._layers(self.owner) * other.page_size_bytes
-        own_layers = self._layers(self.reader) * own.page_size_bytes
+            for kind in ("head", "group"):
+                holders = self._holders(ours.num_of(kind), theirs.num_of(kind))
+                for index, copies in holders.items():
+                    for their_number, number in copies:
+                        of_unit = ours.runs(kind, number, theirs, their_number)
+                        runs.setdefault(index, []).extend(of_unit)
         for index, found in runs.items():
-            offsets, own_offsets, lengths = (np.array(each) for each in zip(*found, strict=True))
-            yield (
-                index,
-                _merged(
-                    (first_layers[:, None] + offsets).ravel(),
-                    (own_layers[:, None] + own_offsets).ravel(),
-                    np.tile(lengths, len(self.shared)),
-                ),
-            )
+            yield index, self._pages(own, other, found)
+
+    def _pages(
+        self, own: StateSpec, other: StateSpec, runs: Sequence["_Run"]
+    ) -> tuple[tuple[Pattern, Int64Array, Int64Array], ...]:
+        """Runs of bytes of every shared layer, cut where a page of either side ends."""
+        sides = [
+            (self.owner, other, [run.owner_byte for run in runs]),
+            (self.reader, own, [run.reader_byte for run in runs]),
+        ]
+        firsts = [
+            (self._layers(group)[:, None] * sum(spec.tensor_units) * spec.unit_bytes)
+            + np.array([spec.first_units[run.tensor] * spec.unit_bytes for run in runs])
+            + np.array(first_bytes, np.int64)
+            for group, spec, first_bytes in sides
+        ]
+        lengths = np.tile(np.array([run.length for run in runs], np.int64), len(self.shared))
+        merged = _merged(firsts[0].ravel(), firsts[1].ravel(), lengths)
+        sizes = [spec.page_bytes(len(group.layer_names)) for group, spec, _ in sides]
+        return _cut_at_pages(merged, *sizes)
 
 
-class _StateShape(NamedTuple):
-    """The two tensors of a Mamba 2 layer's state, as MambaSpec.shapes has them: the recurrent state
-    (num_heads, head_dim, state_size), and the last inputs of the convolution, num_rows rows with x
-    of each head, B of each group and C of each group."""
+class _Run(NamedTuple):
+    """Bytes of one tensor of a layer's state, from these bytes of it on, on both sides."""
 
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_rows: int
-    num_channels: int
-    state_bytes: int
-    conv_bytes: int
+    tensor: int
+    owner_byte: int
+    reader_byte: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a state is divided among tensor parallel ranks: its first tensor by heads, and each line
+    of the second into the `channels` of heads and groups."""
+
+    spec: StateSpec
 
     @classmethod
-    def of(cls, spec: MambaSpec, about: str) -> "_StateShape":
+    def of(cls, spec: StateSpec, about: str) -> "_Division":
         """Raises LayoutMismatch for states of another form, whose division is not known."""
-        match spec.shapes, spec.dtype_bytes:
-            case ((heads, head_dim, size), (rows, channels)), (state_bytes, conv_bytes):
-                shape = cls(heads, head_dim, size, rows, channels, state_bytes, conv_bytes)
-                maps = channels - heads * head_dim
-                if maps > 0 and maps % (2 * size) == 0:
-                    return shape
+        division = cls(spec)
+        if len(spec.shapes) == 2 and len(spec.shapes[1]) == 2 and spec.channels:
+            widths = sum(width * division.num_of(kind) for kind, width in spec.channels)
+            if widths == spec.shapes[1][1]:
+                return division
         raise LayoutMismatch(
-            f"{about} has a state of shapes {spec.shapes}, which is not that of Mamba 2: how it is "
-            "divided among ranks is not known. Use the same tensor parallel size on both engines."
+            f"{about} has a state of shapes {spec.shapes}, and how it is divided among ranks is "
+            "not known. Use the same tensor parallel size on both engines."
         )
 
-    @property
-    def num_groups(self) -> int:
-        return (self.num_channels - self.num_heads * self.head_dim) // (2 * self.state_size)
+    def num_of(self, kind: str) -> int:
+        return self.spec.shapes[0][0] if kind == "head" else self.spec.num_groups
 
-    def check_alike(self, other: "_StateShape", about: str) -> None:
-        for name in ("head_dim", "state_size", "num_rows", "state_bytes", "conv_bytes"):
-            if getattr(self, name) != getattr(other, name):
-                raise LayoutMismatch(
-                    f"{about} has a state with {name}={getattr(self, name)} here and "
-                    f"{getattr(other, name)} on the owner. Start both engines with the same model."
-                )
-
-    def head_runs(
-        self, head: int, owner: "_StateShape", owner_head: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """(owner's offset, own offset, length) of what a head has in both tensors."""
-        head_bytes = self.head_dim * self.state_size * self.state_bytes
-        yield owner_head * head_bytes, head * head_bytes, head_bytes
-        yield from self._conv_runs(
-            head * self.head_dim, owner, owner_head * self.head_dim, self.head_dim
-        )
-
-    def map_runs(
-        self, group: int, owner: "_StateShape", owner_group: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """The same of B and C of a group."""
-        size = self.state_size
-        for which in range(2):
-            own_first = self.num_heads * self.head_dim + (which * self.num_groups + group) * size
-            first = owner.num_heads * owner.head_dim
-            first += (which * owner.num_groups + owner_group) * size
-            yield from self._conv_runs(own_first, owner, first, size)
-
-    def _conv_runs(
-        self, first: int, owner: "_StateShape", owner_first: int, count: int
-    ) -> Iterator[tuple[int, int, int]]:
-        for row in range(self.num_rows):
-            yield (
-                owner._conv_offset(row, owner_first),
-                self._conv_offset(row, first),
-                count * self.conv_bytes,
+    def check_alike(self, other: "_Division", about: str) -> None:
+        """Raises LayoutMismatch."""
+        own, theirs = self.spec.shapes, other.spec.shapes
+        if own[0][1:] != theirs[0][1:] or own[1][0] != theirs[1][0]:
+            raise LayoutMismatch(
+                f"{about} has a state of shapes {own} here and {theirs} on the owner. Start both "
+                "engines with the same model."
             )
 
-    def _conv_offset(self, row: int, channel: int) -> int:
-        state_bytes = self.num_heads * self.head_dim * self.state_size * self.state_bytes
-        return state_bytes + (row * self.num_channels + channel) * self.conv_bytes
+    def runs(self, kind: str, index: int, owner: "_Division", owner_index: int) -> Iterator[_Run]:
+        """What a head or group has in both tensors."""
+        state_bytes, line_bytes = self.spec.dtype_bytes
+        if kind == "head":
+            size = math.prod(self.spec.shapes[0][1:]) * state_bytes
+            yield _Run(0, owner_index * size, index * size, size)
+        for number, (of, width) in enumerate(self.spec.channels):
+            if of == kind:
+                first, owner_first = (
+                    division._channel(number) + at * width
+                    for division, at in ((self, index), (owner, owner_index))
+                )
+                for line in range(self.spec.shapes[1][0]):
+                    yield _Run(
+                        1,
+                        (line * owner.spec.shapes[1][1] + owner_first) * line_bytes,
+                        (line * self.spec.shapes[1][1] + first) * line_bytes,
+                        width * line_bytes,
+                    )
+
+    def _channel(self, number: int) -> int:
+        """The first channel of an entry of `channels`."""
+        return sum(width * self.num_of(kind) for kind, width in self.spec.channels[:number])
+
+
+def _cut_at_pages(
+    runs: Pattern, owner_size: int, reader_size: int
+) -> tuple[tuple[Pattern, Int64Array, Int64Array], ...]:
+    """Runs between states, whose pages have room for so many bytes, as runs between pages. Pairs of
+    pages with equal runs are together."""
+    by_pair: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for owner, reader, length in zip(*(each.tolist() for each in runs), strict=True):
+        while length:
+            owner_page, owner_at = divmod(owner, owner_size)
+            page, at = divmod(reader, reader_size)
+            fits = min(length, owner_size - owner_at, reader_size - at)
+            by_pair.setdefault((owner_page, page), []).append((owner_at, at, fits))
+            owner, reader, length = owner + fits, reader + fits, length - fits
+    by_runs: dict[tuple[tuple[int, int, int], ...], list[tuple[int, int]]] = {}
+    for pair, found in by_pair.items():
+        by_runs.setdefault(tuple(found), []).append(pair)
+    parts = []
+    for equal, pairs in by_runs.items():
+        starts, own_starts, lengths = (np.array(each) for each in zip(*equal, strict=True))
+        owner_pages, pages = (np.array(each) for each in zip(*pairs, strict=True))
+        parts.append((Pattern(starts, own_starts, lengths), owner_pages, pages))
+    return tuple(parts)
 
 
 def _merged(owner: Int64Array, reader: Int64Array, lengths: Int64Array) -> Pattern:

@@ -44,7 +44,7 @@ from longshore.connectors.pull.params import (
     read_params,
 )
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, MambaSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, StateSpec
 from longshore.protocol.logs.limits import LogLimit
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.statistics import PullStats
@@ -97,7 +97,7 @@ class PullConnector(SchedulerConnector):
         describe(config, self.transport)
         self._engine_id = config.engine_id
         self.num_leasable_blocks = int(self._options.max_leased_share * config.num_blocks)
-        self._has_states = any(isinstance(spec, MambaSpec) for spec in config.specs)
+        self._has_states = any(isinstance(spec, StateSpec) for spec in config.specs)
         # Whether the token after n others reads less than n tokens, in some group.
         self._frees_skipped = any(first_needed_token(spec, 1 << 40) for spec in config.specs)
         self._warnings = LogLimit(logger, max_per_second=1)
