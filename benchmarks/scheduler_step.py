@@ -54,8 +54,8 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
-    MambaSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SchedulerOutput
@@ -81,7 +81,11 @@ WINDOW = SlidingWindowSpec(workload.BLOCK_SIZE, **SIZES, sliding_window=workload
 CHUNKS = ChunkedLocalAttentionSpec(
     workload.BLOCK_SIZE, **SIZES, attention_chunk_size=workload.WINDOW
 )
-STATE = MambaSpec(workload.BLOCK_SIZE, shapes=((FULL.page_size_bytes // 4,),), dtype_bytes=(4,))
+STATE = StateSpec(
+    block_size=workload.BLOCK_SIZE,
+    shapes=((FULL.page_size_bytes // 4,),),
+    dtype_bytes=(4,),
+)
 KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "windows": (WINDOW,),
     "mixed": (WINDOW, STATE, CHUNKS),

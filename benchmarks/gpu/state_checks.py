@@ -1,4 +1,4 @@
-"""The kernels of Mamba 2 layers against float64. Blocks that no sequence reads are NaN."""
+"""The kernels of layers with states against float64. What belongs to no sequence's state is NaN."""
 
 from functools import partial
 from typing import Any, Final
@@ -8,45 +8,43 @@ from torch import Tensor
 
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
-from longshore.worker.kernels import carry_state, gated_norm, state_step
-from longshore.worker.kernels.state_step import StateWeights
-from tests.worker.kernels.test_state_step import BLOCK_SIZE, Shape, arguments
+from longshore.worker.kernels import carry_state, gated_norm
+from tests.worker.kernels import test_delta_step, test_state_step
+from tests.worker.kernels.placed_states import ANY_LENGTHS
 
 EPS: Final = 1e-5
-SHAPES: Final = (
-    Shape(num_heads=2),
-    Shape(num_heads=3, head_dim=50, num_groups=1, state_size=33, conv_width=3),
-    Shape(num_heads=128, head_dim=64, num_groups=8, state_size=128),
-)
+UNIT: Final = {"unit_bytes": 16 << 10, "num_pages": 40}
+STEPS: Final[list[tuple[Any, Any]]] = [
+    # the module of a kernel's tests, and sizes
+    (test_state_step, test_state_step.Shape(num_heads=2)),
+    (test_delta_step, test_delta_step.Shape(num_heads=2)),
+    (test_state_step, test_state_step.Shape(3, 50, 1, state_size=33, conv_width=3)),
+    (test_delta_step, test_delta_step.Shape(3, 1, 33, value_dim=50, conv_width=3)),
+    (test_state_step, test_state_step.Shape(128, 64, 8, state_size=128, **UNIT)),
+    (test_delta_step, test_delta_step.Shape(32, 16, 128, value_dim=128, **UNIT)),
+]
 
 
 def check(run: Run) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        for shape in SHAPES[:1] if run.is_dry else SHAPES:
+        for kernel, shape in STEPS[:2] if run.is_dry else STEPS:
             run.check(
-                f"one token of {shape}, {name}", partial(_check_step, run.device, shape, dtype)
+                f"one token of {kernel.__name__.rpartition('test_')[2]}, {shape}, {name}",
+                partial(_check_step, run.device, kernel, shape, dtype),
             )
         run.check(f"gated norm, {name}", partial(_check_gated_norm, run, dtype))
     run.check("states carried from piece to piece", partial(_check_carry, run))
 
 
-def _check_step(device: str, shape: Shape, dtype: torch.dtype) -> None:
-    tensors, weights = arguments(shape, [0, 1, 2, 4, 5, 13], dtype, has_bias=True)
-    inputs, dt, states, kept, *places = (tensor.to(device) for tensor in tensors)
-    weights = StateWeights(*(weight.to(device) for weight in weights))
-    settings: dict[str, Any] = {"num_groups": shape.num_groups, "block_size": BLOCK_SIZE}
-    exact_states, exact_kept = states.double(), kept.clone()
-    exact = StateWeights(*(weight.double() for weight in weights))
-    wanted = state_step.reference(inputs, dt, exact_states, exact_kept, *places, exact, **settings)
+def _check_step(device: str, kernel: Any, shape: Any, dtype: torch.dtype) -> None:
     with poisoned_memory():
-        got = state_step.state_step(inputs, dt, states, kept, *places, weights, **settings)
-    heads = (len(got), shape.num_heads, shape.head_dim)
-    assert_near(got.view(heads), wanted.view(heads), dtype)
-    for one, other in ((states, exact_states), (kept, exact_kept)):
-        written = ~other.flatten(1).isnan().any(1)
-        assert torch.equal(~one.flatten(1).isnan().any(1), written), "another block is written"
-        assert_near(one[written].flatten(1), other[written].flatten(1).double(), dtype)
+        got, wanted, states = kernel.run(shape, ANY_LENGTHS, dtype, device=device)
+    heads = (shape.num_heads, -1)
+    assert_near(got.unflatten(1, heads), wanted.unflatten(1, heads), dtype)
+    for values, exact in states.results():
+        assert_near(values.flatten(1), exact.flatten(1).double(), dtype)
+    states.check_other_bytes()
 
 
 def _check_carry(run: Run) -> None:

@@ -22,7 +22,7 @@ from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.state_backend import SLAB_BYTES, STATES, StateBackend, StepParts
 from longshore.worker.attention.state_pieces import PIECE_TOKENS, Pieces
 from longshore.worker.kernels.delta_step import DeltaWeights, delta_step, normalise
-from longshore.worker.kv_cache.buffer import PagedStates
+from longshore.worker.kv_cache.state_pages import StatePages
 
 SCAN_BYTES: Final = 256 << 20
 """Bytes of intermediate results of the chunked form; more heads are computed one part after the
@@ -55,9 +55,9 @@ class DeltaKind:
         """Elements of all value heads of a token."""
         return self.num_heads * self.value_dim
 
-    def make_backend(self, view: PagedStates) -> "DeltaBackend":
-        """view: per block and layer, (num_heads, key_dim, value_dim) float32 and (conv_width - 1,
-        channels) in the model's dtype."""
+    def make_backend(self, view: StatePages) -> "DeltaBackend":
+        """view: per layer, (num_heads, key_dim, value_dim) float32 and (conv_width - 1, channels)
+        in the model's dtype."""
         return DeltaBackend(self, view)
 
 
@@ -115,24 +115,22 @@ class Tokens(NamedTuple):
 class DeltaBackend(StateBackend[DeltaInputs]):
     """Computes the gated delta rule."""
 
-    def __init__(self, kind: DeltaKind, view: PagedStates) -> None:
+    def __init__(self, kind: DeltaKind, view: StatePages) -> None:
         super().__init__(kind, view)
         self.kind = kind
 
     def decode(self, layer: int, inputs: DeltaInputs, metadata: AttentionMetadata) -> Tensor:
-        states, kept_inputs = (each[:, layer] for each in self.view.states)
         return delta_step(
             inputs.channels,
             inputs.dt,
             inputs.beta,
-            states,
-            kept_inputs,
+            self.view,
+            layer,
             metadata.block_table,
             metadata.decode_rows,
             metadata.decode_lens,
             inputs.weights,
             num_key_heads=self.kind.num_key_heads,
-            block_size=self.view.block_size,
         )
 
     def step_in_torch(self, metadata: AttentionMetadata) -> Callable[[int, DeltaInputs], Tensor]:
@@ -142,7 +140,7 @@ class DeltaBackend(StateBackend[DeltaInputs]):
 class _DeltaStep:
     """Tokens of a step in plain torch operations."""
 
-    def __init__(self, kind: DeltaKind, view: PagedStates, metadata: AttentionMetadata) -> None:
+    def __init__(self, kind: DeltaKind, view: StatePages, metadata: AttentionMetadata) -> None:
         self._kind = kind
         self._parts = StepParts(kind.conv_width, view, metadata)
         self._slabs = list(_slabs(kind, self._parts.num_decodes, metadata.slot_mapping.device))
@@ -154,15 +152,15 @@ class _DeltaStep:
         tokens = _tokens(kind, convolved, inputs)
         out = torch.empty_like(tokens.v)
         rest, decodes = parts.rest, parts.decodes
-        state = stored.read(STATES, layer, rest)
+        at_stops = state = stored.read(STATES, layer, rest)
         if parts.pieces is not None:
-            out[rest], _ = scan(parts.pieces, state, tokens.at(rest))
+            out[rest], at_stops = scan(parts.pieces, state, tokens.at(rest))
         of_decodes = tokens.at(decodes).with_key_for_each_head()
         for heads in self._slabs:
             slab = stored.read(STATES, layer, decodes, heads)
             out[decodes, heads] = _advance(slab, of_decodes.of(heads, heads))
             stored.write(STATES, layer, slab, decodes, heads)
-        stored.write(STATES, layer, state, rest)
+        parts.write_chunks(layer, state, at_stops)
         return out.flatten(1)
 
 

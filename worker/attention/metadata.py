@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from longshore.protocol.plan import KeptState
+
 
 @dataclass(frozen=True)
 class DecodeSegment:
@@ -25,12 +27,19 @@ class PrefillChunk:
 
     first_token: index of the first of them in the step.
     seq_len:     tokens of the sequence, new ones included; the new ones are the last.
+    kept_states: states after some of them, in order.
     """
 
     row: int
     first_token: int
     num_tokens: int
     seq_len: int
+    kept_states: Sequence[KeptState] = ()
+
+    @property
+    def start(self) -> int:
+        """Tokens of the sequence before the step."""
+        return self.seq_len - self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class AttentionMetadata:
     shared_tokens: (1,) int64: the decodes have the blocks of so many leading tokens in common,
                   whole blocks, and a backend may read them once; at most the shortest length,
                   without padding. None: it should not.
+    Of a group with states, the line of a row in `block_table` is the pages of its state.
     For cross attention every token of the step is a sequence of its own, with the length of its
     row's encoder tokens and no new KV: there are no slots and no chunks.
     Tensors are on the device; the rest is plain values, so nothing waits for the device.

@@ -1,19 +1,17 @@
-"""State space layers (Mamba 2) over paged states: a block holds the state after a token.
+"""State space layers (Mamba 2) over states in pages, which a step overwrites in place.
 
-A layer stores two tensors per block: the state of its heads, and the last inputs of its
-convolution. For each sequence of a step, the state before the step's first token is read and the
-state after its last token is written; for each head, all sequences are read before any is written.
-The null block is zeros, which is the state before the first token of a sequence.
+A state is two tensors per layer: the state of its heads, and the last inputs of its convolution.
+Before the first token of a sequence both are zeros, whatever its pages hold.
 
 Single tokens take one step of the recurrence, all sequences at once. On a GPU a kernel computes
-them, which reads rows and lengths on the device, so that graphs can replay a step of decodes.
+them, which reads pages and lengths on the device, so that graphs can replay a step of decodes.
 Longer chunks are computed as in "Transformers are SSMs" (Dao and Gu, 2024, section 6): they are cut
 into pieces. Within a piece the layer is a masked product like attention, and a state carries the
 context from piece to piece.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -22,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.attention.state_pieces import Convolution, Pieces, num_pieces
-from longshore.worker.attention.state_storage import StepStates
+from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.attention.state_pieces import Convolution, Pieces, num_pieces, upload
+from longshore.worker.attention.state_storage import StepPages
 from longshore.worker.kernels.carry_state import carry_state
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kernels.state_step import StateWeights, state_step
-from longshore.worker.kv_cache.buffer import PagedStates
+from longshore.worker.kv_cache.state_pages import StatePages
 
 SLAB_BYTES: Final = 1 << 20
 """Bytes of states that a CPU updates at once in decode, so that its five passes hit the cache."""
@@ -53,9 +51,9 @@ class MambaKind:
         """Elements of all heads of a token."""
         return self.num_heads * self.head_dim
 
-    def make_backend(self, view: PagedStates) -> "MambaBackend":
-        """view: per block and layer, (num_heads, head_dim, state_size) float32 and (conv_width - 1,
-        channels) in the model's dtype."""
+    def make_backend(self, view: StatePages) -> "MambaBackend":
+        """view: per layer, (num_heads, head_dim, state_size) float32 and (conv_width - 1, channels)
+        in the model's dtype."""
         return MambaBackend(self, view)
 
 
@@ -98,10 +96,10 @@ class StateBackend(ABC, Generic[Inputs]):
     """Computes the layers of one group: on a GPU single tokens with a kernel, and everything else
     in plain torch operations."""
 
-    def __init__(self, kind: object, view: PagedStates) -> None:
+    def __init__(self, kind: object, view: StatePages) -> None:
         self._kind = kind
         self.view = view
-        self.is_replayable = uses_triton(view.states[0])
+        self.is_replayable = uses_triton(view.buffer)
 
     def __str__(self) -> str:
         decodes = "Triton for decodes, " if self.is_replayable else ""
@@ -146,23 +144,21 @@ class StateStep(Generic[Inputs]):
 class MambaBackend(StateBackend[StateInputs]):
     """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token."""
 
-    def __init__(self, kind: MambaKind, view: PagedStates) -> None:
+    def __init__(self, kind: MambaKind, view: StatePages) -> None:
         super().__init__(kind, view)
         self.kind = kind
 
     def decode(self, layer: int, inputs: StateInputs, metadata: AttentionMetadata) -> Tensor:
-        states, kept_inputs = (each[:, layer] for each in self.view.states)
         return state_step(
             inputs.channels,
             inputs.dt,
-            states,
-            kept_inputs,
+            self.view,
+            layer,
             metadata.block_table,
             metadata.decode_rows,
             metadata.decode_lens,
             inputs.weights,
             num_groups=self.kind.num_groups,
-            block_size=self.view.block_size,
         )
 
     def step_in_torch(self, metadata: AttentionMetadata) -> Callable[[int, StateInputs], Tensor]:
@@ -197,33 +193,71 @@ class StepParts:
     pieces:        of the chunks; None: there are none.
     """
 
-    def __init__(self, conv_width: int, view: PagedStates, metadata: AttentionMetadata) -> None:
+    def __init__(self, conv_width: int, view: StatePages, metadata: AttentionMetadata) -> None:
         num_decodes = len(metadata.decode_rows)
-        chunks = sorted(metadata.prefill_chunks, key=lambda chunk: -num_pieces(chunk.num_tokens))
+        chunks = sorted(
+            metadata.prefill_chunks, key=lambda chunk: -num_pieces(chunk.num_tokens, _stops(chunk))
+        )
         device = metadata.slot_mapping.device
         firsts = np.array([*range(num_decodes), *(c.first_token for c in chunks)], np.int64)
         counts = np.array([*[1] * num_decodes, *(c.num_tokens for c in chunks)], np.int64)
+        stops = [_stops(chunk) for chunk in chunks]
         self.num_decodes = num_decodes
         self.decodes, self.rest = slice(num_decodes), slice(num_decodes, None)
-        self.states = StepStates(view, metadata, chunks)
+        self.states = StepPages(view, metadata, chunks)
+        self._kept = _kept(chunks, device)
         self.pieces: Pieces | None = None
         if chunks:
             firsts_of_chunks = firsts[num_decodes:] - num_decodes
-            self.pieces = Pieces(firsts_of_chunks, counts[num_decodes:], device)
-        self._convolution = Convolution(firsts, counts, conv_width, device)
+            self.pieces = Pieces(firsts_of_chunks, counts[num_decodes:], device, stops)
+        self._convolution = Convolution(
+            firsts, counts, conv_width, device, [*[()] * num_decodes, *stops]
+        )
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See Convolution.run; stored inputs are read and written."""
         kept = self.states.read(KEPT_INPUTS, layer)
+        num_seqs = len(kept)
         convolved, kept = self._convolution.run(inputs, kept, weight, bias)
-        self.states.write(KEPT_INPUTS, layer, kept)
+        self.states.write(KEPT_INPUTS, layer, kept[:num_seqs])
+        self._keep(KEPT_INPUTS, layer, kept[self.num_decodes :])
         return convolved
+
+    def write_chunks(self, layer: int, states: Tensor, at_stops: Tensor) -> None:
+        """Store the states after all chunks, and what is kept of them and of those at the stops."""
+        self.states.write(STATES, layer, states, self.rest)
+        if self._kept is not None:
+            self._keep(STATES, layer, torch.cat((states, at_stops)))
+
+    def _keep(self, tensor: int, layer: int, states: Tensor) -> None:
+        """states: after each chunk, then at each stop."""
+        if self._kept is not None:
+            self.states.keep(tensor, layer, states.index_select(0, self._kept))
+
+
+def _stops(chunk: PrefillChunk) -> list[int]:
+    """The offsets within a chunk after which states are kept."""
+    offsets = [state.num_tokens - chunk.start for state in chunk.kept_states]
+    return [offset for offset in offsets if offset < chunk.num_tokens]
+
+
+def _kept(chunks: Sequence[PrefillChunk], device: torch.device) -> Tensor | None:
+    """(n,) int64: which of the states after each chunk, then at each stop, are kept; None: none."""
+    kept, num_stops = [], 0
+    for index, chunk in enumerate(chunks):
+        for state in chunk.kept_states:
+            if state.num_tokens == chunk.seq_len:
+                kept.append(index)
+            else:
+                kept.append(len(chunks) + num_stops)
+                num_stops += 1
+    return upload(np.array(kept, np.int64), device) if kept else None
 
 
 class _MambaStep:
     """Tokens of a step in plain torch operations."""
 
-    def __init__(self, kind: MambaKind, view: PagedStates, metadata: AttentionMetadata) -> None:
+    def __init__(self, kind: MambaKind, view: StatePages, metadata: AttentionMetadata) -> None:
         self._kind = kind
         self._parts = StepParts(kind.conv_width, view, metadata)
         self._slabs = _slabs(kind, self._parts.num_decodes, metadata.slot_mapping.device)
@@ -241,9 +275,11 @@ class _MambaStep:
         dt = F.softplus(dt.float() + weights.dt_bias)
         out = weights.skip[:, None] * x
         rest, decodes = parts.rest, parts.decodes
-        state = stored.read(STATES, layer, rest)
+        at_stops = state = stored.read(STATES, layer, rest)
         if parts.pieces is not None:
-            y, _ = scan(parts.pieces, state, x[rest], b[rest], c[rest], dt[rest], weights.decay)
+            y, at_stops = scan(
+                parts.pieces, state, x[rest], b[rest], c[rest], dt[rest], weights.decay
+            )
             out[rest] += y
         for heads, groups in self._slabs:
             slab = stored.read(STATES, layer, decodes, heads)
@@ -256,7 +292,7 @@ class _MambaStep:
                 weights.decay[heads],
             )
             stored.write(STATES, layer, slab, decodes, heads)
-        stored.write(STATES, layer, state, rest)
+        parts.write_chunks(layer, state, at_stops)
         return out.flatten(1)
 
 
@@ -324,6 +360,5 @@ def scan(
     carry_state(state, states, log[:, :, -1].float(), pieces.firsts, pieces.num_pieces)
     earlier = states.unflatten(1, (num_groups, -1)).flatten(2, 3) @ c.mT
     y += earlier.view_as(y).mul_(log.float().exp_().unsqueeze(2))
-    return y.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, pieces.places), states[
-        pieces.after_stops
-    ]
+    y = y.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, pieces.places)
+    return y, states.index_select(0, pieces.stops)

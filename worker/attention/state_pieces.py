@@ -49,6 +49,7 @@ class Pieces:
     firsts:      (rounds,) int64, the first of them alone.
     num_pieces:  (num_chunks,) int64, of each chunk.
     after_stops: the piece that begins at each stop, chunk by chunk.
+    stops:       (num_stops,) int64, the same on the device.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pieces:
             for chunk, of_chunk in enumerate(stops)
             for stop in of_chunk
         ]
+        self.stops = upload(np.array(self.after_stops, np.int64), device)
         self.firsts = upload(of_rounds, device)
         self.num_pieces = upload(numbers, device)
         self.tokens = upload(tokens, device)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.state_step import placement, read_state, write_state
+from longshore.worker.kv_cache.state_pages import StatePages
 
 NORM_EPS: Final = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
@@ -28,57 +30,46 @@ def delta_step(
     inputs: Tensor,
     dt: Tensor,
     beta: Tensor,
-    states: Tensor,
-    kept_inputs: Tensor,
+    pages: StatePages,
+    layer: int,
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
     weights: DeltaWeights,
     *,
     num_key_heads: int,
-    block_size: int,
 ) -> Tensor:
-    """Advance each sequence by one token, as `state_step` does for Mamba 2; blocks, rows and lens
-    are as there.
+    """Advance each sequence by one token, as `state_step` does for Mamba 2; layer, table, rows and
+    lens are as there.
 
     inputs:   (n, channels): queries, keys and values before the convolution, concatenated. Value
               heads with one key head are adjacent.
     dt, beta: (n, num_heads), before bias and softplus, and before the sigmoid; all contiguous
               within a token. num_heads: number of value heads.
-    states:   (num_blocks, num_heads, key_dim, value_dim) float32, contiguous in a block.
-    kept_inputs: (num_blocks, conv_width - 1, channels), in the dtype of inputs; the same.
+    pages:    of states (num_heads, key_dim, value_dim) float32, and kept inputs (conv_width - 1,
+              channels) in the dtype of `inputs`.
     Returns (n, num_heads * value_dim) float32.
     """
     if uses_triton(inputs):
         from longshore.worker.kernels.gpu import delta_step as gpu
 
+        placed = placement(pages, layer, inputs.dtype)
+        sequences = (block_table, rows, lens)
         out: Tensor = gpu.delta_step(
-            inputs,
-            dt,
-            beta,
-            states,
-            kept_inputs,
-            block_table,
-            rows,
-            lens,
-            *weights,
-            num_key_heads,
-            block_size,
-            NORM_EPS,
+            inputs, dt, beta, *placed, *sequences, *weights, num_key_heads, NORM_EPS
         )
         return out
     return reference(
         inputs,
         dt,
         beta,
-        states,
-        kept_inputs,
+        pages,
+        layer,
         block_table,
         rows,
         lens,
         weights,
         num_key_heads=num_key_heads,
-        block_size=block_size,
     )
 
 
@@ -86,24 +77,21 @@ def reference(
     inputs: Tensor,
     dt: Tensor,
     beta: Tensor,
-    states: Tensor,
-    kept_inputs: Tensor,
+    pages: StatePages,
+    layer: int,
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
     weights: DeltaWeights,
     *,
     num_key_heads: int,
-    block_size: int,
 ) -> Tensor:
     """Compute the same in plain torch, one sequence at a time, in the dtype of the states."""
-    dtype, (num_heads, key_dim, value_dim) = states.dtype, states.shape[1:]
-    out = states.new_zeros(len(inputs), num_heads, value_dim)
+    (num_heads, key_dim, value_dim), dtype = pages.spec.shapes[0], pages.dtypes[0]
+    out = inputs.new_zeros(len(inputs), num_heads, value_dim, dtype=dtype)
     for index, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
-        block_ids = block_table[row].tolist()
-        read, written = (block_ids[max(length - n, 0) // block_size] for n in (2, 1))
-        kept = kept_inputs[read] if length > 1 else torch.zeros_like(kept_inputs[0])
-        state = states[read] if length > 1 else torch.zeros_like(states[0])
+        table = block_table[row : row + 1].long()
+        state, kept = read_state(pages, layer, table, length)
         window = torch.cat((kept, inputs[index : index + 1]))
         convolved = (window.to(dtype) * weights.conv_weight).sum(0)
         convolved = F.silu(convolved.to(inputs.dtype)).to(dtype)
@@ -123,7 +111,7 @@ def reference(
         state = state + k.unsqueeze(2) * delta.unsqueeze(1)
         out[index] = (state * q.unsqueeze(2)).sum(1) * key_dim**-0.5
         if length > 0:
-            states[written], kept_inputs[written] = state, window[1:]
+            write_state(pages, layer, table, state, window[1:])
     return out.flatten(1)
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kv_cache.state_pages import StatePages
 
 
 class StateWeights(NamedTuple):
@@ -26,85 +27,87 @@ class StateWeights(NamedTuple):
 def state_step(
     inputs: Tensor,
     dt: Tensor,
-    states: Tensor,
-    kept_inputs: Tensor,
+    pages: StatePages,
+    layer: int,
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
     weights: StateWeights,
     *,
     num_groups: int,
-    block_size: int,
 ) -> Tensor:
-    """Advance each sequence by one token, from the state in the block of the token before it to
-    that in its own block, which may be the same one. No other sequence may write to a block that
-    one reads.
+    """Advance each sequence by one token, its state in place. No two sequences share a page.
 
     inputs:      (n, channels): x, B and C before the convolution, concatenated.
     dt:          (n, num_heads), before bias and softplus; both contiguous within a token.
-    states:      (num_blocks, num_heads, head_dim, state_size) float32, contiguous in a block.
-    kept_inputs: (num_blocks, conv_width - 1, channels), in the dtype of inputs; the same.
-    block_table: (max_num_seqs, max_blocks) int32; block_size: tokens that a block covers.
+    pages:       of states (num_heads, head_dim, state_size) float32, and kept inputs (conv_width -
+                 1, channels) in the dtype of `inputs`. layer: index among the layers of the group.
+    block_table: (max_num_seqs, max_blocks) int32, at least as wide as a state has pages.
     rows, lens:  (n,) int64, the line of the table and the number of tokens of each sequence. A
-                 sequence of 0 tokens reads and writes no block.
+                 sequence of 1 token has no state before it, whatever is in its pages. One of 0
+                 tokens reads and writes no page.
     Returns (n, num_heads * head_dim) float32.
     """
     if uses_triton(inputs):
         from longshore.worker.kernels.gpu import state_step as gpu
 
+        placed = placement(pages, layer, inputs.dtype)
         out: Tensor = gpu.state_step(
-            inputs,
-            dt,
-            states,
-            kept_inputs,
-            block_table,
-            rows,
-            lens,
-            *weights,
-            num_groups,
-            block_size,
+            inputs, dt, *placed, block_table, rows, lens, *weights, num_groups
         )
         return out
     return reference(
-        inputs,
-        dt,
-        states,
-        kept_inputs,
-        block_table,
-        rows,
-        lens,
-        weights,
-        num_groups=num_groups,
-        block_size=block_size,
+        inputs, dt, pages, layer, block_table, rows, lens, weights, num_groups=num_groups
+    )
+
+
+class Placement(NamedTuple):
+    """A layer's states in the pool, as the Triton operators take it. shape: of the first tensor.
+    first_units: of each tensor."""
+
+    buffer: Tensor
+    shape: tuple[int, ...]
+    first_units: list[int]
+    unit_bytes: int
+    page_units: int
+
+
+def placement(pages: StatePages, layer: int, dtype: torch.dtype) -> Placement:
+    """dtype: of the layer's inputs."""
+    assert pages.dtypes == (torch.float32, dtype)
+    begin = layer * pages.layer_units
+    return Placement(
+        pages.buffer,
+        pages.spec.shapes[0],
+        [begin + first for first in pages.first_units],
+        pages.spec.unit_bytes,
+        pages.page_units,
     )
 
 
 def reference(
     inputs: Tensor,
     dt: Tensor,
-    states: Tensor,
-    kept_inputs: Tensor,
+    pages: StatePages,
+    layer: int,
     block_table: Tensor,
     rows: Tensor,
     lens: Tensor,
     weights: StateWeights,
     *,
     num_groups: int,
-    block_size: int,
 ) -> Tensor:
     """Compute the same in plain torch, one sequence at a time, in the dtype of the states."""
-    num_heads, head_dim, state_size = states.shape[1:]
-    out = states.new_zeros(len(inputs), num_heads * head_dim)
+    (num_heads, head_dim, state_size), dtype = pages.spec.shapes[0], pages.dtypes[0]
+    out = inputs.new_zeros(len(inputs), num_heads * head_dim, dtype=dtype)
     for index, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
-        block_ids = block_table[row].tolist()
-        read, written = (block_ids[max(length - n, 0) // block_size] for n in (2, 1))
-        kept = kept_inputs[read] if length > 1 else torch.zeros_like(kept_inputs[0])
-        state = states[read] if length > 1 else torch.zeros_like(states[0])
+        table = block_table[row : row + 1].long()
+        state, kept = read_state(pages, layer, table, length)
         window = torch.cat((kept, inputs[index : index + 1]))
-        convolved = (window.to(states.dtype) * weights.conv_weight).sum(0)
+        convolved = (window.to(dtype) * weights.conv_weight).sum(0)
         if weights.conv_bias is not None:
             convolved += weights.conv_bias
-        convolved = F.silu(convolved.to(inputs.dtype)).to(states.dtype)
+        convolved = F.silu(convolved.to(inputs.dtype)).to(dtype)
         maps = num_groups * state_size
         x, b, c = convolved.split((num_heads * head_dim, maps, maps))
         x = x.view(num_heads, head_dim)
@@ -112,10 +115,23 @@ def reference(
             each.view(num_groups, state_size).repeat_interleave(num_heads // num_groups, 0)
             for each in (b, c)
         )
-        steps = F.softplus(dt[index].to(states.dtype) + weights.dt_bias)
+        steps = F.softplus(dt[index].to(dtype) + weights.dt_bias)
         state = state * (steps * weights.decay).exp()[:, None, None]
         state = state + (steps[:, None] * x)[:, :, None] * b[:, None, :]
         out[index] = ((state * c[:, None, :]).sum(2) + weights.skip[:, None] * x).flatten()
         if length > 0:
-            states[written], kept_inputs[written] = state, window[1:]
+            write_state(pages, layer, table, state, window[1:])
     return out
+
+
+def read_state(pages: StatePages, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The state and the kept inputs of a sequence of `length` tokens before its last one. table:
+    (1, num_pages) int64."""
+    state, kept = (pages.read(tensor, layer, table)[0] for tensor in range(2))
+    return (state, kept) if length > 1 else (torch.zeros_like(state), torch.zeros_like(kept))
+
+
+def write_state(pages: StatePages, layer: int, table: Tensor, *state: Tensor) -> None:
+    """Store the state and the kept inputs of a sequence."""
+    for tensor, values in enumerate(state):
+        pages.write(tensor, layer, table, values.unsqueeze(0))

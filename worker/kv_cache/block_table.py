@@ -167,6 +167,25 @@ class BlockTable:
         return (block_ids[:, None].astype(np.int32) * self._blocks_per_id + offsets).reshape(-1)
 
 
+class StateTable(BlockTable):
+    """The pages of each row's state, which are not tied to its tokens. All are given when the row
+    starts. `max_model_len` is the tokens of as many blocks."""
+
+    def truncate_row(self, row: int, num_tokens: int) -> None:
+        """A rewound row computes its state again, in the same pages."""
+
+    def capacity(self) -> npt.NDArray[np.int64]:
+        return np.where(self.num_blocks == self.max_blocks, np.iinfo(np.int64).max, 0)
+
+    def step_slots(
+        self,
+        rows: npt.NDArray[np.int64],
+        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    ) -> npt.NDArray[np.int64]:
+        """Tokens have no slots of their own."""
+        return np.zeros(len(rows), np.int64)
+
+
 class TableUpload:
     """Changed rows to copy to the device. `guard` it with the operation that runs it.
 
@@ -195,13 +214,19 @@ class TableUpload:
 
 
 class MultiGroupBlockTable:
-    """The block tables of all KV cache groups."""
+    """The block tables of all KV cache groups.
+
+    states:     that of the states, if there are any.
+    max_copies: blocks that are copied for one row at most.
+    """
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
         self.block_sizes = tuple(table.block_size for table in tables)
         self.device_tables = tuple(table.device_table for table in tables)
         self.share = tables[0].share if tables else WHOLE_CONTEXT
+        self.states = next((table for table in tables if isinstance(table, StateTable)), None)
+        self.max_copies = len(tables) + (0 if self.states is None else self.states.max_blocks)
 
     def append_rows(self, group: int, rows: IntArray, block_ids: IntArray) -> None:
         """Append blocks to rows of one group. Raises PlanMismatch if there is no such group."""

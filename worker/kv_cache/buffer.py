@@ -11,7 +11,7 @@ Layout of a block, by the kind of its group:
   that any range of them, over all layers, is one run of bytes: a rank of an engine with another
   tensor parallel size takes its heads of a block with one copy.
 - latents: (num_layers, block_size, head_size). There is one head, which every rank has.
-- states: per layer, the tensors of `MambaSpec.shapes` one after the other, then the spec's padding.
+- states: see `state_pages`.
 - kinds of other packages: per layer, a page of `page_size_bytes`.
 
 The scales of an fp8 cache are not in the blocks: there are two per layer, one for keys and one for
@@ -38,8 +38,8 @@ from longshore.protocol.kv_cache_spec import (
     CustomSpec,
     KVCacheConfig,
     KVCacheGroup,
-    MambaSpec,
     MLAAttentionSpec,
+    StateSpec,
 )
 from longshore.worker.kv_cache.fp8 import (
     FP8,
@@ -47,6 +47,7 @@ from longshore.worker.kv_cache.fp8 import (
     KVScales,
 )
 from longshore.worker.kv_cache.plan import block_bytes
+from longshore.worker.kv_cache.state_pages import StatePages
 from longshore.worker.process.device import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -181,34 +182,6 @@ class PagedLatents:
 
 
 @dataclass(frozen=True, eq=False)
-class PagedStates:
-    """States of a group's layers.
-
-    states:     per tensor of the spec's `shapes`, (num_blocks, num_layers, *shape); contiguous
-                within a layer's state, with any stride between them.
-    block_size: tokens that a block covers.
-    """
-
-    states: tuple[Tensor, ...]
-    block_size: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.states[0].shape[0]
-
-    @property
-    def num_layers(self) -> int:
-        return self.states[0].shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.states[0].device
-
-    def zero_after(self, num_tokens: Tensor) -> None:
-        """Does nothing: a state is not divided by tokens."""
-
-
-@dataclass(frozen=True, eq=False)
 class PagedBytes:
     """What layers of a kind from another package store.
 
@@ -222,7 +195,7 @@ class PagedBytes:
         """Does nothing: the layout of a page is unknown."""
 
 
-BlockView: TypeAlias = PagedKV | PagedLatents | PagedStates | PagedBytes
+BlockView: TypeAlias = PagedKV | PagedLatents | StatePages | PagedBytes
 
 
 class KVCache:
@@ -329,15 +302,9 @@ def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> Bloc
     used = buffer[:, : group.block_size_bytes]
     if isinstance(spec, CustomSpec):
         return PagedBytes(used.unflatten(1, (num_layers, -1)), spec.block_size)
-    if isinstance(spec, MambaSpec):
-        pages = used.unflatten(1, (num_layers, -1))
-        states, first = [], 0
-        for shape, size in zip(spec.shapes, spec.dtype_bytes, strict=True):
-            element = dtype if size == dtype.itemsize else _STATE_DTYPES[size]
-            end = first + math.prod(shape) * size
-            states.append(pages[:, :, first:end].view(element).unflatten(2, shape))
-            first = end
-        return PagedStates(tuple(states), spec.block_size)
+    if isinstance(spec, StateSpec):
+        dtypes = [dtype if n == dtype.itemsize else _STATE_DTYPES[n] for n in spec.dtype_bytes]
+        return StatePages(buffer, spec, num_layers, tuple(dtypes))
     assert spec.dtype_bytes == dtype.itemsize
     elements = used.view(dtype)
     if isinstance(spec, MLAAttentionSpec):

@@ -5,10 +5,15 @@ All groups take blocks from one pool, so a block has the bytes that the largest 
 smaller groups the rest is padding. Padding is small if layers of one kind are divided into groups
 of about equal size: 20 layers with a window and 4 without make 5 groups and 1 group of 4 layers
 each. If a layer of one kind needs less than a layer of another, its blocks hold more tokens.
+
+States are not divided by tokens: all layers with states make one group, in which a request has as
+many blocks as its state fills. Only the last one has padding.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -22,9 +27,9 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from longshore.worker.errors import UnsupportedModel
 
@@ -37,6 +42,12 @@ MAX_GROUPS: Final = 8
 TOLERANCE: Final = 1.05
 """Among plans that need at most this factor times the least memory, the one with the smallest
 blocks is chosen, because prefix hits end at block borders, then the one with the fewest groups."""
+
+MAX_UNIT_BYTES: Final = 16 << 10
+"""Of states; see StateSpec."""
+
+MAX_STATE_PADDING: Final = 0.01
+"""Units are smaller if more of a state's pages would be padding."""
 
 MAX_EXPANDED_ELEMENTS: Final = 1 << 25
 """Size of the buffer, in addition to the cache, in which keys and values are expanded from latents:
@@ -100,6 +111,14 @@ def plan_groups(
 
     Layers are assigned to groups in turn, so that every pipeline stage has a part of each group.
     """
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, StateSpec)}
+    if states:
+        others = {name: spec for name, spec in specs.items() if name not in states}
+        groups: tuple[KVCacheGroup, ...] = ()
+        if others:
+            lengths = {"max_model_len": max_model_len}
+            groups = plan_groups(others, **lengths, max_num_batched_tokens=max_num_batched_tokens)
+        return (*groups, _state_group(states, groups))
     names: list[tuple[KVCacheSpec, list[str]]] = []  # a custom spec cannot be hashed
     for name, spec in specs.items():
         layers = next((layers for known, layers in names if known == spec), None)
@@ -122,6 +141,48 @@ def plan_groups(
     )
 
 
+def _state_group(specs: Mapping[str, StateSpec], others: Sequence[KVCacheGroup]) -> KVCacheGroup:
+    """The group of all layers with states, in pages as large as the blocks of the `others`. Without
+    others, a state is one page. Raises UnsupportedModel for states of several shapes."""
+    names, spec = tuple(specs), next(iter(specs.values()))
+    if any(each != spec for each in specs.values()):
+        raise UnsupportedModel(
+            "the layers with states of this model have states of different shapes, which is not "
+            "supported"
+        )
+    state_bytes, page_bytes = len(names) * spec.state_size_bytes, None
+    if others:
+        spec = msgspec.structs.replace(spec, block_size=others[0].spec.block_size)
+        page_bytes = max(group.block_size_bytes for group in others)
+    sized = []
+    for unit_bytes in _unit_sizes(spec):
+        spec = _paged(spec, len(names), page_bytes, unit_bytes)
+        group = KVCacheGroup(names, spec)
+        sized.append((block_bytes((*others, group)) * spec.num_pages, group))
+    limit = (1 + MAX_STATE_PADDING) * state_bytes
+    fitting = (group for size, group in sized if size <= limit)
+    return next(fitting, min(sized, key=itemgetter(0))[1])
+
+
+def _unit_sizes(spec: StateSpec) -> Iterator[int]:
+    """Powers of two, largest first, that divide each head's part of the first tensor."""
+    head_bytes = math.prod(spec.shapes[0][1:]) * spec.dtype_bytes[0]
+    unit_bytes = MAX_UNIT_BYTES
+    while unit_bytes >= spec.dtype_bytes[0]:
+        if head_bytes % unit_bytes == 0:
+            yield unit_bytes
+        unit_bytes //= 2
+
+
+def _paged(spec: StateSpec, num_layers: int, page_bytes: int | None, unit_bytes: int) -> StateSpec:
+    """The spec with these units. page_bytes: of a page; None: a state is one page."""
+    spec = msgspec.structs.replace(spec, unit_bytes=unit_bytes, num_pages=1)
+    if page_bytes is None:
+        return spec
+    num_pages = -(-num_layers * sum(spec.tensor_units) // -(-page_bytes // unit_bytes))
+    return msgspec.structs.replace(spec, num_pages=num_pages)
+
+
 @dataclass(frozen=True)
 class _Kind:
     spec: KVCacheSpec
@@ -130,7 +191,7 @@ class _Kind:
     @property
     def is_scalable(self) -> bool:
         """Whether the size of a block is proportional to its tokens."""
-        return not isinstance(self.spec, (MambaSpec, CustomSpec))
+        return not isinstance(self.spec, CustomSpec)
 
     def group_bytes(self, num_groups: int) -> int:
         """Block bytes of the largest group if the layers are divided into `num_groups`."""
@@ -191,15 +252,11 @@ def _fit(
 
     def times(kind: _Kind, num_fitting: int) -> int:
         """Factor for the block size if `num_fitting` of the smallest blocks fit. It is a power of
-        two, so that the block borders of groups coincide. In models with states, which have no
-        block borders of their own, it can be any number."""
+        two, so that the block borders of groups coincide."""
         if not kind.is_scalable:
             return 1
-        if has_states:
-            return min(num_fitting, -(-max_model_len // kind.spec.block_size))
         return 1 << (min(num_fitting, _max_times(kind, kinds)).bit_length() - 1)
 
-    has_states = any(isinstance(kind.spec, MambaSpec) for kind in kinds)
     parts = []
     for kind in kinds:
         fitting = [
@@ -210,12 +267,6 @@ def _fit(
         if not fitting:
             return None
         parts.append(min(fitting, key=lambda part: (cost(part), part.num_groups)))
-    if has_states:
-        # One block size for all groups, so that every common block border is a state's border too.
-        scalable = [part for part, kind in zip(parts, kinds, strict=True) if kind.is_scalable]
-        block_size = min((part.spec.block_size for part in scalable), default=None)
-        if block_size is not None:
-            parts = [_Part(_sized(part.spec, block_size), part.num_groups) for part in parts]
     plan = _Plan(tuple(parts), sum(map(cost, parts)))
     return plan if plan.num_groups <= max(MAX_GROUPS, len(kinds)) else None
 
@@ -246,4 +297,6 @@ def groups_of_rank(
 def block_bytes(groups: Sequence[KVCacheGroup]) -> int:
     """Bytes from one block of the pool to the next."""
     largest = max(group.block_size_bytes for group in groups)
-    return -(-largest // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
+    units = [group.spec.unit_bytes for group in groups if isinstance(group.spec, StateSpec)]
+    alignment = max([BLOCK_ALIGNMENT_BYTES, *units])
+    return -(-largest // alignment) * alignment

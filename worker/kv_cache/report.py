@@ -14,10 +14,10 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
     max_blocks,
     num_reserved_blocks,
     tokens_that_fit,
@@ -122,7 +122,7 @@ def kind_of(spec: KVCacheSpec) -> str:
             return f"sliding window of {spec.sliding_window:,}"
         case ChunkedLocalAttentionSpec():
             return f"chunks of {spec.attention_chunk_size:,}"
-        case MambaSpec():
+        case StateSpec():
             return "states"
         case MLAAttentionSpec():
             return "latents"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from longshore.protocol.kv_cache_spec import MambaSpec
+from longshore.protocol.kv_cache_spec import Channels, StateSpec
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.json_fields import JsonFields
@@ -80,11 +80,13 @@ class DeltaShape:
                 "multiple of them."
             )
 
-    def spec(self, sizes: CacheSizes) -> MambaSpec:
+    def spec(self, sizes: CacheSizes) -> StateSpec:
         """What a rank caches of one layer: the state, and the last inputs of the convolution."""
         own = self.shard(sizes.num_shards)
         state = (own.num_heads, own.key_dim, own.value_dim)
-        return state_spec(state, (own.conv_width - 1, own.conv_channels), sizes)
+        keys: Channels = ("group", own.key_dim)
+        channels: tuple[Channels, ...] = (keys, keys, ("head", own.value_dim))
+        return state_spec(state, (own.conv_width - 1, own.conv_channels), channels, sizes)
 
 
 def read_delta_shape(fields: JsonFields, *, is_fused: bool) -> DeltaShape:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 from longshore.protocol.errors import shortened
-from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import Channels, KVCacheSpec, StateSpec
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import (
@@ -23,10 +23,6 @@ STATE_BYTES: Final = 4
 
 DEFAULT_MAX_LEN: Final = 2048
 """Default of max_model_len; config files do not give the trained length."""
-
-DEFAULT_BLOCK_SIZE: Final = 256
-"""Default tokens per block. The size of a state does not depend on it, so small blocks would fill
-the pool with the states of one request."""
 
 MAX_LEN: Final = 1 << 24
 """Maximum of max_model_len. States have no positions, but the width of block tables is limited."""
@@ -95,26 +91,28 @@ class MambaShape:
                 "heads, and divides the groups or is a multiple of them."
             )
 
-    def spec(self, sizes: CacheSizes) -> MambaSpec:
+    def spec(self, sizes: CacheSizes) -> StateSpec:
         """What a rank caches of one layer: the state, and the last inputs of the convolution."""
         own = self.shard(sizes.num_shards)
         state = (own.num_heads, own.head_dim, own.state_size)
-        return state_spec(state, (own.conv_width - 1, own.conv_channels), sizes)
+        maps: Channels = ("group", own.state_size)
+        channels: tuple[Channels, ...] = (("head", own.head_dim), maps, maps)
+        return state_spec(state, (own.conv_width - 1, own.conv_channels), channels, sizes)
 
 
 def state_spec(
-    state: tuple[int, ...], kept_inputs: tuple[int, int], sizes: CacheSizes
-) -> MambaSpec:
+    state: tuple[int, ...],
+    kept_inputs: tuple[int, int],
+    channels: tuple[Channels, ...],
+    sizes: CacheSizes,
+) -> StateSpec:
     """What a rank caches of a layer with these shapes of its state, and of the last inputs of its
-    convolution."""
-    shapes = (state, kept_inputs)
-    dtype_bytes = (STATE_BYTES, sizes.dtype_bytes)
-    size = sum(math.prod(shape) * n for shape, n in zip(shapes, dtype_bytes, strict=True))
-    return MambaSpec(
+    convolution. channels: see StateSpec."""
+    return StateSpec(
         block_size=sizes.block_size,
-        shapes=shapes,
-        dtype_bytes=dtype_bytes,
-        padded_size_bytes=-(-size // STATE_BYTES) * STATE_BYTES,
+        shapes=(state, kept_inputs),
+        dtype_bytes=(STATE_BYTES, sizes.dtype_bytes),
+        channels=channels,
     )
 
 
@@ -127,7 +125,6 @@ class Mamba2Config(DecoderConfig):
 
     model_type = "mamba2"
     model = "longshore.worker.models.mamba2:Mamba2"
-    default_block_size = DEFAULT_BLOCK_SIZE
     stored_names: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens.": "backbone.embeddings.",
         "model.layers.": "backbone.layers.",

@@ -236,6 +236,7 @@ class ModelRunner:
             sampled_positions=table.num_computed[sampled_rows],
             fed_back=self._fed_back(plan, num_scheduled),
             copies=copies,
+            kept_states=self._rows.kept_states(plan, num_scheduled),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             common_prefix_blocks=self._rows.common_prefix_blocks,
             started=started,

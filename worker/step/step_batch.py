@@ -1,11 +1,13 @@
 """The sequences of one step and their tokens, in the order in which the device computes them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from longshore.protocol.plan import KeptState
 from longshore.worker.attention.metadata import PrefillChunk
 from longshore.worker.attention.segments import length_classes
 
@@ -65,10 +67,17 @@ class StepBatch:
         shortest = int(self.ends[: self.num_decodes].min(initial=num_common * block_size))
         return min(num_common, shortest // block_size)
 
-    def prefill_chunks(self) -> list[PrefillChunk]:
+    def prefill_chunks(
+        self, kept_states: Mapping[int, Sequence[KeptState]] | None = None
+    ) -> list[PrefillChunk]:
+        """kept_states: by row."""
+        kept_states = kept_states or {}
         columns = (self.rows, self.first_tokens, self.counts, self.ends)
         lists = (column[self.num_decodes :].tolist() for column in columns)
-        return [PrefillChunk(*values) for values in zip(*lists, strict=True)]
+        return [
+            PrefillChunk(row, first_token, num_tokens, seq_len, kept_states.get(row, ()))
+            for row, first_token, num_tokens, seq_len in zip(*lists, strict=True)
+        ]
 
 
 def make_batch(num_scheduled: Int64s, num_computed: Int64s, block_size: int) -> StepBatch:

@@ -189,6 +189,7 @@ class StepInputsBuilder:
     """Packs the inputs of steps into a ring of staging sets.
 
     token_width: token ids per row of the token table.
+    num_state_pages: blocks of a row's state.
     staged:      host memory of further results in each set: shape and dtype, by name.
     device:      keeps the integers of every step at one address, for graphs; None: it need not.
     """
@@ -201,6 +202,7 @@ class StepInputsBuilder:
         token_width: int,
         num_blocks: int,
         num_groups: int,
+        num_state_pages: int,
         vocab_size: int,
         pin_memory: bool,
         staged: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
@@ -212,10 +214,11 @@ class StepInputsBuilder:
         self._token_width = token_width
         # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
         # and length, last token, destination, four integers of the draw, and per group a cleared
-        # block and a copied block with its target and number of tokens. In addition a plan may
-        # clear every block. Each array may begin one integer later than the one before it ends.
+        # block and a copied block with its target and number of tokens; a state is copied whole. In
+        # addition a plan may clear every block. Each array may begin one integer later than the one
+        # before it ends.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
-        num_ints += (8 + 4 * num_groups) * max_num_seqs + num_groups
+        num_ints += (8 + 4 * num_groups + 3 * num_state_pages) * max_num_seqs + num_groups
         num_ints += 15 + num_groups
         self._ring = StagingRing(
             {

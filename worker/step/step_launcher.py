@@ -11,12 +11,17 @@ from typing import Final
 import numpy as np
 import torch
 
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import (
+    NULL_BLOCK,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    StateSpec,
+)
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kernels.cascade_attention import pays
-from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
+from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable, StateTable
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
 from longshore.worker.models.decoder_model import DecoderModel
@@ -133,7 +138,7 @@ class StepLauncher:
         self._cleared_tables = [
             table
             for table, group in zip(self.tables.tables, cache.groups, strict=True)
-            if not isinstance(group.spec, (MambaSpec, CrossAttentionSpec))
+            if not isinstance(group.spec, (StateSpec, CrossAttentionSpec))
         ]
         self.encoder = EncoderRows(
             self.tables.tables,
@@ -177,6 +182,9 @@ class StepLauncher:
             token_width=tokens.width,
             num_blocks=cache.num_blocks,
             num_groups=len(cache.groups),
+            num_state_pages=sum(
+                group.spec.num_pages for group in cache.groups if isinstance(group.spec, StateSpec)
+            ),
             vocab_size=model.config.vocab_size,
             pin_memory=self.pin_memory,
             staged=None if experts is None else experts.staged,
@@ -222,7 +230,7 @@ class StepLauncher:
             inputs=inputs,
             task=task,
             segments=self._segments(batch, cross_lens),
-            chunks=batch.prefill_chunks(),
+            chunks=batch.prefill_chunks(task.kept_states),
             uploads=tables.commit(),
             shares_blocks=shares_blocks,
         )
@@ -290,6 +298,8 @@ def _block_table(
     kind = BlockTable
     if isinstance(spec, CrossAttentionSpec):
         kind, max_model_len = CrossBlockTable, spec.max_encoder_tokens
+    elif isinstance(spec, StateSpec):
+        kind, max_model_len = StateTable, spec.num_pages * spec.block_size
     return kind(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

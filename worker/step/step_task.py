@@ -3,13 +3,14 @@
 The host's part reads all of it; the device's part keeps it until the step has run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from longshore.protocol.plan import KeptState
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.sampling.columns import SamplingColumns
@@ -32,6 +33,7 @@ class StepTask:
     sampled_rows, sampled_positions: rows that sample, ascending, and the position of the token
               that each of them computes last.
     copies:   blocks copied before the step.
+    kept_states: states of rows that are also written to blocks of their own, by row.
     zero_block_ids: blocks cleared before the step, besides those that its tokens begin.
     common_prefix_blocks: leading blocks that all rows share, per group; empty: none.
     started:  (row, token ids on the host) of added rows.
@@ -49,6 +51,7 @@ class StepTask:
     sampled_rows: Int64s
     sampled_positions: Int64s
     copies: BlockCopies = NO_COPIES
+    kept_states: Mapping[int, Sequence[KeptState]] = field(default_factory=dict)
     zero_block_ids: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     common_prefix_blocks: Sequence[int] = ()
     started: Sequence[tuple[int, Tensor]] = ()

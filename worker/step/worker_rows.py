@@ -15,7 +15,7 @@ import numpy.typing as npt
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.protocol.plan import RowStart, SchedulerOutput
+from longshore.protocol.plan import KeptState, RowStart, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.worker.kv_cache.block_table import MultiGroupBlockTable
 from longshore.worker.sampling.columns import SamplingColumns
@@ -142,6 +142,30 @@ class WorkerRows:
             [int(is_in.sum()) for is_in in in_group],
         )
 
+    def kept_states(
+        self, plan: SchedulerOutput, num_scheduled: Int64Array
+    ) -> dict[int, list[KeptState]]:
+        """The states that the plan applied last keeps, by row."""
+        kept: dict[int, list[KeptState]] = {}
+        num_pages = 0 if self.tables.states is None else self.tables.states.max_blocks
+        for state in plan.kept_states:
+            row, num_tokens = state.row, state.num_tokens
+            self._check_range("row", np.array([row]), self.rows.max_num_seqs)
+            self._check_block_ids(state.block_ids)
+            end = int(self.rows.num_computed[row])
+            earlier = kept.setdefault(row, [])
+            first = earlier[-1].num_tokens if earlier else end - int(num_scheduled[row])
+            if not (num_scheduled[row] > 1 and first < num_tokens <= end) or (
+                len(state.block_ids) != num_pages
+            ):
+                raise PlanMismatch(
+                    f"step {plan.step} keeps the state of row {row} after {num_tokens} tokens in "
+                    f"{len(state.block_ids)} blocks; it computes {num_scheduled[row]} tokens up to "
+                    f"{end}, and a state has {num_pages} blocks"
+                )
+            earlier.append(state)
+        return kept
+
     def _start_row(self, start: RowStart) -> None:
         row = start.row
         if start.num_known_tokens > self._max_model_len:
@@ -190,7 +214,7 @@ class WorkerRows:
         self._check_block_ids(targets)
         max_tokens = max(table.block_size for table in self.tables.tables)
         self._check_range("number of copied tokens", counts, max_tokens + 1)
-        if len(targets) > self.rows.max_num_seqs * len(self.tables.tables):
+        if len(targets) > self.rows.max_num_seqs * self.tables.max_copies:
             raise PlanMismatch(
                 f"step {plan.step} copies {len(targets)} blocks for {self.rows.max_num_seqs} rows"
             )

@@ -24,7 +24,8 @@ from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.plan import SchedulerOutput
-from longshore.worker.kv_cache.buffer import KVCache, PagedBytes, PagedKV, PagedLatents, PagedStates
+from longshore.worker.kv_cache.buffer import KVCache, PagedBytes, PagedKV, PagedLatents
+from longshore.worker.kv_cache.state_pages import StatePages
 from longshore.worker.queues.transfer_queues import WorkerQueues
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ def _layer_blocks(cache: KVCache, group: int) -> Callable[[int], LayerBlocks]:
             return lambda layer: planes[:, :, layer]
         case PagedLatents(latents=latents):
             return lambda layer: latents[:, layer]
-        case PagedStates(states=states):
-            return lambda layer: tuple(state[:, layer] for state in states)
+        case StatePages():
+            return lambda layer: ()  # in units, which are scattered over the pages
         case PagedBytes(pages=pages):
             return lambda layer: pages[:, layer]
