@@ -46,7 +46,7 @@ def test_tokens_depend_only_on_the_request_and_the_options(kind: str, model_of: 
     assert again == first[::-1]
     with bench(model) as engine:
         assert engine.run(PROMPTS[0] + first[0]) == longer
-    num_blocks = 12 if kind == "states" else 34
+    num_blocks = 22 if kind == "states" else 34
     with bench(model, num_blocks=num_blocks, max_num_batched_tokens=32, max_num_seqs=8) as engine:
         preempted = engine.run(*PROMPTS, max_tokens=60, is_together=True)
         assert engine.stats.num_preemptions > 0

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from longshore.connectors.base import ConnectorConfig
@@ -12,9 +13,18 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
     CustomSpec,
     KVCacheSpec,
-    MambaSpec,
+    StateSpec,
+    page_hashes,
 )
-from tests.harness.kv_groups import chunked, cross, first_seen, full, latent, state, window
+from tests.harness.kv_groups import (
+    chunked,
+    cross,
+    first_seen,
+    full,
+    latent,
+    state,
+    window,
+)
 
 GROUPS: dict[str, Sequence[KVCacheSpec]] = {
     "full": [full(4)],
@@ -29,8 +39,9 @@ GROUPS: dict[str, Sequence[KVCacheSpec]] = {
     "window, larger full": [window(11, 4), full(8)],
     "full, chunks": [full(4), chunked(8, 4)],
     "chunks across blocks": [chunked(6, 4), full(4)],
-    "full, state": [full(4), state(12)],
     "latent, state": [latent(8), state(8)],
+    "full, state": [full(4), state(3, 4)],
+    "window, state": [window(6, 4), full(8), state(2, 8)],
     "sizes without a common one": [full(6), window(5, 4)],
     "all": [full(8), window(6, 4), chunked(8, 4), state(8), latent(4)],
     "partial ones alone": [window(6, 4), chunked(8, 4), state(8)],
@@ -38,7 +49,7 @@ GROUPS: dict[str, Sequence[KVCacheSpec]] = {
 
 
 def hashes_of(num_tokens: int, step: int) -> list[bytes]:
-    return [index.to_bytes(2, "big") for index in range(num_tokens // step)]
+    return [index.to_bytes(2, "big") + bytes(2) for index in range(num_tokens // step)]
 
 
 def can_serve(
@@ -49,7 +60,7 @@ def can_serve(
     block, if not that of the spec."""
     for group, spec in enumerate(specs):
         step = size or spec.block_size
-        first_read = end - 1 if isinstance(spec, MambaSpec) else first_seen(spec, end)
+        first_read = end - 1 if isinstance(spec, StateSpec) else first_seen(spec, end)
         for start in range(0, end, step):
             is_read = start + step > first_read
             is_local = start + step <= num_computed
@@ -87,9 +98,22 @@ def test_the_longest_hit_is_the_longest_that_every_group_can_serve(
             if chance.random() < share
         }
         keys = {
-            hashes[(start + group.block_size) // hash_step - 1] + bytes((group.number,))
+            key
             for number, start in has
             if (group := groups.groups[number])
+            for key in group.keys(hashes, start // group.block_size, start // group.block_size + 1)
+        }
+        pages = [key for key in keys if groups.groups[key[-1]].num_pages]
+        for key in pages if chance.random() < 0.3 else ():  # some page of each state is missing
+            if chance.random() < 0.1:
+                keys.discard(key)
+        has = {
+            (number, start)
+            for number, start in has
+            if (group := groups.groups[number])
+            and keys.issuperset(
+                group.keys(hashes, start // group.block_size, start // group.block_size + 1)
+            )
         }
 
         def count_leading(wanted: list[bytes], keys: set[bytes] = keys) -> int:
@@ -144,8 +168,22 @@ def test_an_offloaded_block_of_several_blocks_has_the_hash_of_the_last_one() -> 
     assert group.keys(hashes, 1, 3) == [hashes[15] + b"\0", hashes[23] + b"\0"]
 
 
+@pytest.mark.req("OFF-10", "STM-10")
+def test_a_state_in_pages_has_a_key_per_page_at_the_end_of_a_hit() -> None:
+    config = ConnectorConfig(specs=(full(4), state(3, 4)), hash_block_size=2)
+    states = StoredGroups(config, None).groups[1]
+    hashes = hashes_of(64, 2)
+    pages = [page + b"\1" for page in page_hashes(hashes[5], 3)]
+    assert len(set(pages)) == 3
+    assert pages[0] == hashes[5] + b"\1"
+    assert states.keys(hashes, 2, 3) == pages
+    assert states.block_range(4, 12) == (2, 3)
+    assert states.block_range(4, 13) == (3, 4), "within a block, as of a swapped request"
+    assert states.rows(np.array([7, 5, 9], np.int32), 2, 3, 12).tolist() == [[7], [5], [9]]
+
+
 @pytest.mark.req("OFF-10")
-@pytest.mark.parametrize("spec", [window(6, 4), chunked(8, 4), state(4)], ids=str)
+@pytest.mark.parametrize("spec", [window(6, 4), chunked(8, 4), state(4), state(2)], ids=str)
 def test_several_blocks_are_one_offloaded_block_only_where_all_are_kept(spec: KVCacheSpec) -> None:
     config = ConnectorConfig(specs=(spec,), hash_block_size=4)
     with pytest.raises(ConfigError, match="block_size=16"):

@@ -29,12 +29,14 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
     SlidingWindowSpec,
+    StateSpec,
+    page_hashes,
 )
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.coordinator import make_coordinator
+from longshore.scheduler.kv_cache.states import KeptStates, StateManager
 from longshore.testing.engines import settle
 from tests.connectors.conftest import KINDS
 from tests.connectors.engine import Engine, prompts_of
@@ -47,7 +49,7 @@ SMALL = {
     "max_num_batched_tokens": 32,
     "max_loading_blocks": 33,
 }  # the prompts do not fit at once
-FEWEST = {"states": {"num_blocks": 16}}  # by kind, for preemptions
+FEWEST = {"states": {"num_blocks": 20}}  # by kind, for preemptions
 
 
 def on_host(model: Path, size: int | str = "16MiB", **settings: Any) -> Engine:
@@ -166,7 +168,7 @@ def plan(connector: SimpleCPUConnector, step: StepView) -> Commands:
 
 
 def hash_of(name: object) -> bytes:
-    return str(name).encode()
+    return str(name).encode() + bytes(2)
 
 
 def storable(names: Sequence[object], block_ids: Sequence[int], group: int = 0) -> StorableBlocks:
@@ -180,8 +182,12 @@ def view(names: Sequence[object], num_tokens: int, request_id: str = "r") -> Req
 
 def store(connector: SimpleCPUConnector, names: Sequence[object], group: int = 0) -> list[int]:
     """Store blocks at once; returns their slots."""
-    block_ids = range(1, 1 + len(names))
-    stores = plan(connector, StepView(2, 1, storable=[storable(names, block_ids, group)])).stores
+    return store_hashes(connector, [hash_of(name) for name in names], group)
+
+
+def store_hashes(connector: SimpleCPUConnector, hashes: list[bytes], group: int) -> list[int]:
+    blocks = StorableBlocks(1, "r", group, range(1, 1 + len(hashes)), hashes)
+    stores = plan(connector, StepView(2, 1, storable=[blocks])).stores
     report(connector, Report(stored=[each.hold_id for each in stores]))
     return [slot for each in stores for _, _, slot in each.slots]
 
@@ -257,6 +263,7 @@ def test_in_a_new_epoch_nothing_is_stored() -> None:
     assert set(store(connector, "ab")) == set(slots)
 
 
+STATE = StateSpec(block_size=4, shapes=((2,),), dtype_bytes=(4,), num_pages=3)
 SPECS: list[tuple[KVCacheSpec, ...]] = [
     (FULL,),
     (SlidingWindowSpec(4, 1, 8, 4, sliding_window=9),),
@@ -270,11 +277,11 @@ SPECS: list[tuple[KVCacheSpec, ...]] = [
         SlidingWindowSpec(4, 1, 8, 4, sliding_window=4),
         ChunkedLocalAttentionSpec(8, 1, 8, 4, attention_chunk_size=16),
     ),
-    (FULL, MambaSpec(4, ((2,),), (4,))),
+    (FULL, STATE),
     (
         FullAttentionSpec(8, 1, 8, 4),
-        MambaSpec(8, ((2,),), (4,)),
         SlidingWindowSpec(8, 1, 8, 4, sliding_window=12),
+        msgspec.structs.replace(STATE, block_size=8),
     ),
 ]
 
@@ -293,6 +300,7 @@ def test_a_hit_is_the_longest_prefix_that_the_prefix_cache_would_accept(
         chance = random.Random(seed)
         share = chance.choice([0.5, 0.8, 0.95, 1.0])
         connector, _ = half_of(*specs)
+        states = [spec for spec in specs if isinstance(spec, StateSpec)]
         pool = BlockPool(200, len(specs))
         groups = tuple(KVCacheGroup(("layer",), spec) for spec in specs)
         coordinator = make_coordinator(
@@ -306,13 +314,21 @@ def test_a_hit_is_the_longest_prefix_that_the_prefix_cache_would_accept(
         for group, spec in enumerate(specs):
             per_block = spec.block_size // 4
             ends = names[per_block - 1 :: per_block]
-            kept = [name for name in ends if chance.random() < share]
-            pool.cache_blocks(
-                pool.get_new_blocks(len(kept)), [hash_of(name) for name in kept], group
-            )
-            store(connector, kept, group)
+            hashes = [hash_of(name) for name in ends if chance.random() < share]
+            if isinstance(spec, StateSpec):  # of some states, a page is missing
+                pages = [each for name in hashes for each in page_hashes(name, spec.num_pages)]
+                hashes = [each for each in pages if chance.random() < 0.97]
+            pool.cache_blocks(pool.get_new_blocks(len(hashes)), hashes, group)
+            store_hashes(connector, hashes, group)
         request = view(names, chance.randrange(1, num_tokens + 1))
-        _, num_hit = coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        hashes, num_hit = request.block_hashes, request.num_tokens - 1
+        _, num_hit = coordinator.find_longest_hit(hashes, num_hit)
+        while states and num_hit:
+            (manager,) = (each for each in coordinator.managers if isinstance(each, StateManager))
+            _, with_state = KeptStates(manager, pool, 4).find_last(hashes, num_hit)
+            if with_state == num_hit:
+                break
+            _, num_hit = coordinator.find_longest_hit(hashes, with_state)
         match = connector.get_num_new_matched_tokens(request, 0)
         assert match == Matched(num_hit, is_async=True), seed
 

@@ -9,7 +9,7 @@ from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
     CrossAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
+    StateSpec,
 )
 from tests.harness.kv_groups import first_seen
 from tests.harness.memory import RankMemory
@@ -20,16 +20,23 @@ Place: TypeAlias = tuple[int, int, int]
 """Block id, offset, and the position whose KV is there."""
 
 
+def tokens_per_entry(spec: KVCacheSpec) -> int:
+    """Tokens of an entry of a block table; no entry of a state's belongs to some of its tokens."""
+    return 1 << 30 if isinstance(spec, StateSpec) else spec.block_size
+
+
 @dataclass(frozen=True)
 class RowWork:
     """What one row computes in a step: positions [first, end). tables: block ids by group.
-    prefixes: the KV of its positions, `end` at least."""
+    prefixes: the KV of its positions, `end` at least. kept: numbers of tokens, and the blocks to
+    which the states after them are written."""
 
     request_id: str
     first: int
     end: int
     tables: Sequence[Sequence[int]]
     prefixes: Sequence[int]
+    kept: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 class FakeKVCache:
@@ -41,7 +48,7 @@ class FakeKVCache:
 
     def __init__(self, specs: Sequence[KVCacheSpec], num_ranks: int) -> None:
         self.specs = tuple(specs)
-        self.block_sizes = tuple(spec.block_size for spec in specs)
+        self.block_sizes = tuple(tokens_per_entry(spec) for spec in specs)
         self.memory = [RankMemory() for _ in range(num_ranks)]
 
     def begin(self, step: int) -> None:
@@ -94,12 +101,16 @@ class FakeKVCache:
         for row in rows.values():
             for block_id, offset, position in self._written(row):
                 run.write(block_id, offset, row.prefixes[position])
+            for block_id, position in self._kept(row):
+                run.write(block_id, 0, row.prefixes[position], is_held=False)
         before: dict[Key, int] | None = None
         while since != before:
             before = dict(since)
             for key in since.keys() & rows.keys():
                 for block_id, offset, _ in self._written(rows[key]):
                     run.write(block_id, offset, -since[key])
+                for block_id, _ in self._kept(rows[key]):
+                    run.write(block_id, 0, -since[key], is_held=False)
             for key, row in rows.items():
                 run.read(row, self._read(row), key, since)
         return set(since)
@@ -107,17 +118,27 @@ class FakeKVCache:
     def _states_read(self, row: RowWork) -> Iterator[Place]:
         """The states that the row continues from."""
         for spec, table in zip(self.specs, row.tables, strict=True):
-            if isinstance(spec, MambaSpec) and row.first:
-                yield table[(row.first - 1) // spec.block_size], 0, row.first - 1
+            if isinstance(spec, StateSpec) and row.first:
+                for block_id in table:
+                    yield block_id, 0, row.first - 1
+
+    def _kept(self, row: RowWork) -> Iterator[tuple[int, int]]:
+        """Blocks to which states are written, and the position after which each is the state."""
+        for num_tokens, block_ids in row.kept:
+            (spec,) = (spec for spec in self.specs if isinstance(spec, StateSpec))
+            assert len(block_ids) == spec.num_pages
+            assert row.first < num_tokens <= row.end > row.first + 1
+            for block_id in block_ids:
+                yield block_id, num_tokens - 1
 
     def _written(self, row: RowWork) -> Iterator[Place]:
         first, end = row.first, row.end
         for spec, table in zip(self.specs, row.tables, strict=True):
             size = spec.block_size
-            if isinstance(spec, MambaSpec):
-                is_within = first // size == (end - 1) // size
-                assert is_within or (first % size == 0 and end % size == 0)
-                yield table[(end - 1) // size], 0, end - 1
+            if isinstance(spec, StateSpec):
+                assert len(table) == spec.num_pages
+                for block_id in table:
+                    yield block_id, 0, end - 1
             elif not isinstance(spec, CrossAttentionSpec):
                 for position in range(first, end):
                     yield table[position // size], position % size, position
@@ -125,7 +146,7 @@ class FakeKVCache:
     def _read(self, row: RowWork) -> Iterator[Place]:
         for spec, table in zip(self.specs, row.tables, strict=True):
             size = spec.block_size
-            if not isinstance(spec, MambaSpec | CrossAttentionSpec):
+            if not isinstance(spec, StateSpec | CrossAttentionSpec):
                 for position in range(first_seen(spec, row.first), row.end):
                     yield table[position // size], position % size, position
 
@@ -139,8 +160,9 @@ class _Run:
     answered_step: int
     references: Int64Array | None
 
-    def write(self, block_id: int, offset: int, content: int) -> None:
-        self._check_held(block_id, "written")
+    def write(self, block_id: int, offset: int, content: int, *, is_held: bool = True) -> None:
+        if is_held:
+            self._check_held(block_id, "written")
         for memory in self.kv_cache.memory:
             memory.write(block_id, offset, content)
 

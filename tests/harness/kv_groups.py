@@ -9,9 +9,9 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 
 BLOCK_SIZE: Final = 4
@@ -34,8 +34,8 @@ def chunked(size: int, block_size: int = BLOCK_SIZE) -> ChunkedLocalAttentionSpe
     return ChunkedLocalAttentionSpec(block_size, 1, 8, 4, attention_chunk_size=size)
 
 
-def state(block_size: int = BLOCK_SIZE) -> MambaSpec:
-    return MambaSpec(block_size, ((2, 8), (8, 4)), (4, 4))
+def state(num_pages: int = 3, block_size: int = BLOCK_SIZE) -> StateSpec:
+    return StateSpec(block_size=block_size, shapes=((2, 8),), dtype_bytes=(4,), num_pages=num_pages)
 
 
 def cross(max_encoder_tokens: int = 12, block_size: int = BLOCK_SIZE) -> CrossAttentionSpec:

@@ -28,10 +28,10 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCapacity,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from longshore.protocol.outputs import (
     AdmissionChanged,
@@ -218,7 +218,15 @@ specs = st.one_of(
     st.builds(ChunkedLocalAttentionSpec, *attention, attention_chunk_size=sizes),
     st.builds(MLAAttentionSpec, sizes, sizes, sizes),
     st.builds(CrossAttentionSpec, *attention, max_encoder_tokens=sizes),
-    st.builds(MambaSpec, sizes, st.just(((2, 3), (4,))), st.just((2, 4))),
+    st.builds(
+        StateSpec,
+        block_size=sizes,
+        shapes=st.just(((2, 3), (4, 5))),
+        dtype_bytes=st.just((2, 4)),
+        channels=st.sampled_from([(), (("head", 1), ("group", 3))]),
+        num_pages=st.integers(1, 2**16 - 1),
+        unit_bytes=sizes,
+    ),
     st.builds(CustomSpec, sizes, sizes, texts, st.dictionaries(texts, counts, max_size=2)),
 )
 caches = st.builds(

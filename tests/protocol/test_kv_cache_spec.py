@@ -17,13 +17,14 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
     check_holds_one_request,
     max_blocks,
     num_blocks_needed,
+    page_hashes,
     sink_block_ids,
     tokens_that_fit,
 )
@@ -35,7 +36,12 @@ SPECS: tuple[KVCacheSpec, ...] = (
     SlidingWindowSpec(16, 8, 128, 2, sliding_window=64),
     ChunkedLocalAttentionSpec(16, 8, 128, 2, attention_chunk_size=64),
     MLAAttentionSpec(16, 576, 2),
-    MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4)),
+    StateSpec(
+        block_size=16,
+        shapes=((8, 32, 16), (3, 320)),
+        dtype_bytes=(4, 2),
+        channels=(("head", 32), ("group", 16), ("group", 16)),
+    ),
     CrossAttentionSpec(16, 8, 128, 2, max_encoder_tokens=100),
     CustomSpec(16, 1024, manager="package.module:Class", settings={"ratio": 0.5}),
 )
@@ -80,15 +86,35 @@ def test_a_latent_vector_replaces_keys_and_values_of_all_heads() -> None:
     assert MLAAttentionSpec(16, 512 + 64, 2).page_size_bytes == 16 * 576 * 2
 
 
-def test_a_state_takes_one_block_and_may_be_padded_to_the_block_size_of_other_groups() -> None:
-    spec = MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4))
-    assert spec.page_size_bytes == 3 * 256 * 2 + 8 * 32 * 16 * 4
-    assert MambaSpec(64, ((4,),), (4,), padded_size_bytes=100).page_size_bytes == 100
-    assert [spec.max_blocks(LongestRequest(n)) for n in (10, 16, 17, 10_000)] == [1, 1, 2, 2]
-    with pytest.raises(ConfigError, match="padded_size_bytes=15 is less than the 16"):
-        MambaSpec(64, ((4,),), (4,), padded_size_bytes=15)
+def test_a_state_takes_pages_of_whole_units_however_long_a_request_is() -> None:
+    spec = StateSpec(
+        block_size=16,
+        shapes=((8, 32, 16), (3, 320)),
+        dtype_bytes=(4, 2),
+        channels=(("head", 32), ("group", 16), ("group", 16)),
+        num_pages=5,
+        unit_bytes=1024,
+    )
+    assert spec.state_size_bytes == 8 * 32 * 16 * 4 + 3 * 320 * 2
+    assert spec.tensor_units == (16, 2)
+    assert spec.first_units == (0, 16)
+    assert spec.num_groups == 2
+    assert spec.page_bytes(3) == 11 * 1024, "3 layers of 18 units on 5 pages"
+    assert [spec.max_blocks(LongestRequest(n)) for n in (10, 10_000)] == [5, 5]
+    group = KVCacheGroup(("a", "b", "c"), spec)
+    assert group.block_size_bytes == 11 * 1024
     with pytest.raises(ConfigError, match="2 shapes but 1 element sizes"):
-        MambaSpec(64, ((4,), (4,)), (4,))
+        StateSpec(block_size=64, shapes=((4,), (4,)), dtype_bytes=(4,))
+    with pytest.raises(ConfigError, match="at most 65535 pages"):
+        msgspec.structs.replace(spec, num_pages=1 << 16)
+
+
+def test_the_pages_of_a_state_have_names_of_their_own() -> None:
+    block_hash = bytes(range(32))
+    names = page_hashes(block_hash, 1000)
+    assert names[0] == block_hash
+    assert len(set(names)) == 1000
+    assert {len(name) for name in names} == {32}
 
 
 def test_a_size_of_0_is_rejected_with_the_name_of_the_field() -> None:

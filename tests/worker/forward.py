@@ -2,12 +2,18 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheSpec
+from longshore.protocol.kv_cache_spec import (
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    StateSpec,
+)
 from longshore.worker.attention.grouped import GroupedAttention, GroupedStep
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
@@ -39,10 +45,13 @@ class PagedSequence:
         block_ids = list(range(1, cache.num_blocks))
         random.Random(0).shuffle(block_ids)
         self._tables = [
-            np.array(
-                [[block_ids.pop() for _ in range(0, max_model_len, group.spec.block_size)]]
-            ).astype(np.int32)
-            for group in config.groups
+            np.array([[block_ids.pop() for _ in range(num_entries)]]).astype(np.int32)
+            for num_entries in (
+                group.spec.num_pages
+                if isinstance(group.spec, StateSpec)
+                else -(-max_model_len // group.spec.block_size)
+                for group in config.groups
+            )
         ]
 
     def begin_step(self, start: int, count: int) -> tuple[Tensor, GroupedStep]:
@@ -98,7 +107,15 @@ def _group_metadata(batch: StepBatch, table: np.ndarray, spec: KVCacheSpec) -> A
     if isinstance(spec, CrossAttentionSpec):
         lens = np.full(batch.counts.sum(), spec.max_encoder_tokens)
         return cross_metadata(batch, table, spec.block_size, lens)
+    if isinstance(spec, StateSpec):
+        return state_metadata(batch, table)
     return metadata(batch, table, spec.block_size)
+
+
+def state_metadata(batch: StepBatch, table: np.ndarray) -> AttentionMetadata:
+    """The same for a group of states. table: pages by row."""
+    no_slots = np.zeros((len(table), 1), np.int32)
+    return replace(metadata(batch, no_slots, 1 << 30), block_table=torch.from_numpy(table))
 
 
 def metadata(

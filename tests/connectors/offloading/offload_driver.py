@@ -37,7 +37,7 @@ from longshore.connectors.offloading.tiers import (
     TierMessage,
     TierTask,
 )
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, StateSpec
 from longshore.protocol.plan import SchedulerOutput
 from tests.harness import transfers
 from tests.harness.driver import Driver
@@ -219,7 +219,7 @@ class OffloadDriver(Driver):
 
     def _num_offsets(self, group: int) -> int:
         spec = self.specs[group]
-        return 1 if isinstance(spec, MambaSpec) else spec.block_size
+        return 1 if isinstance(spec, StateSpec) else spec.block_size
 
     def _end_store(self, store: StoreJob, rank: int, failing: Sequence[int]) -> None:
         memory, host = self.workers.kv_cache.memory[rank], self.tiers[rank].host

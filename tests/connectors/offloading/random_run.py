@@ -20,8 +20,9 @@ GROUPS: Final[dict[str, tuple[KVCacheSpec, ...]]] = {
     "hybrid window": (full(), window(6)),
     "large window": (window(9), full(8)),
     "chunks": (chunked(8), full()),
-    "state": (full(), state(8)),
-    "state alone": (state(8),),
+    "state": (full(), state(3)),
+    "large state": (full(), state(9)),
+    "state alone": (state(1),),
 }
 
 

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -33,13 +34,15 @@ from longshore.protocol.kv_cache_spec import (
     HeadShare,
     KVCacheGroup,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
-from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents, PagedStates, view_blocks
+from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents, view_blocks
 from longshore.worker.kv_cache.plan import CacheSizes, block_bytes
+from longshore.worker.kv_cache.state_pages import StatePages
+from longshore.worker.models.delta_shape import DeltaShape
 from longshore.worker.models.mamba2_config import MambaShape
 
 HEAD_SIZE: Final = 3
@@ -65,8 +68,25 @@ def mamba(num_heads: int, num_groups: int) -> MambaShape:
     )
 
 
-def state_spec(shape: MambaShape, num_shards: int, block_size: int) -> KVCacheSpec:
-    return shape.spec(CacheSizes(block_size=block_size, dtype_bytes=4, num_shards=num_shards))
+def delta(num_heads: int, num_key_heads: int) -> DeltaShape:
+    return DeltaShape(
+        num_heads=num_heads,
+        num_key_heads=num_key_heads,
+        key_dim=3,
+        value_dim=2,
+        conv_width=4,
+        is_fused=False,
+    )
+
+
+PAGES: Final = {16: (3, 8), 32: (2, 16), 8: (5, 8), 24: (1, 32)}
+"""Pages of a state and bytes of a unit, by block size."""
+
+
+def state_spec(shape: MambaShape | DeltaShape, num_shards: int, block_size: int) -> KVCacheSpec:
+    num_pages, unit_bytes = PAGES[block_size]
+    sizes = CacheSizes(block_size=block_size, dtype_bytes=4, num_shards=num_shards)
+    return msgspec.structs.replace(shape.spec(sizes), num_pages=num_pages, unit_bytes=unit_bytes)
 
 
 KINDS: Final[dict[str, SpecOf]] = {
@@ -83,9 +103,13 @@ KINDS: Final[dict[str, SpecOf]] = {
     "states": lambda tp, size: state_spec(mamba(8, 4), tp, size),
     "states of one group": lambda tp, size: state_spec(mamba(8, 1), tp, size),
     "states of two groups": lambda tp, size: state_spec(mamba(4, 2), tp, size),
+    "delta rule": lambda tp, size: state_spec(delta(8, 4), tp, size),
+    "delta rule of two keys": lambda tp, size: state_spec(delta(4, 2), tp, size),
 }
 
-MAMBA: Final = {
+STATES: Final[dict[str, MambaShape | DeltaShape]] = {
+    "delta rule": delta(8, 4),
+    "delta rule of two keys": delta(4, 2),
     "states": mamba(8, 4),
     "states of one group": mamba(8, 1),
     "states of two groups": mamba(4, 2),
@@ -139,6 +163,8 @@ class FakeEngine:
         for _, _, spec in self.groups:
             first = first_needed_token(spec, num_tokens) // spec.block_size
             size = math.ceil((num_tokens + 1) / spec.block_size)
+            if isinstance(spec, StateSpec):
+                first, size = 0, spec.num_pages
             table = [ids.pop() if at >= first else 0 for at in range(size)]
             tables.append(int32_array(table))
         return tables
@@ -164,12 +190,11 @@ class FakeEngine:
         view, size = view_blocks(buffer, group, torch.float32), group.spec.block_size
         for place, name in enumerate(group.layer_names):
             layer = int(name.removeprefix("layer."))
-            if isinstance(view, PagedStates):
-                block_id = table[(num_tokens - 1) // size]
-                for tensor, value in zip(
-                    view.states, states_of(MAMBA[kind], layer, shard, self.num_shards), strict=True
-                ):
-                    tensor[block_id, place] = value
+            if isinstance(view, StatePages):
+                pages = torch.from_numpy(table.astype(np.int64))[None]
+                values_of = states_of(STATES[kind], layer, shard, self.num_shards)
+                for tensor, value in enumerate(values_of):
+                    view.write(tensor, place, pages, value[None])
                 continue
             values = tokens_of(kind, layer, shard, self.num_shards)
             for token in range(num_tokens):
@@ -192,23 +217,27 @@ def tokens_of(kind: str, layer: int, shard: int, num_shards: int) -> torch.Tenso
 
 
 def states_of(
-    shape: MambaShape, layer: int, shard: int, num_shards: int
+    shape: MambaShape | DeltaShape, layer: int, shard: int, num_shards: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    own = shape.shard(num_shards)
-    state_shape = shape.num_heads, shape.head_dim, shape.state_size
-    states = torch.arange(1, math.prod(state_shape) + 1).float().reshape(state_shape)
-    states += layer * 1000
-    first = shard * own.num_heads
-    group = shard * shape.num_groups // num_shards
-    conv_shape = shape.conv_width - 1, shape.conv_channels
-    conv = -torch.arange(1, math.prod(conv_shape) + 1).float().reshape(conv_shape) - layer * 1000
-    x, b, c = conv.split([shape.width, *[shape.num_groups * shape.state_size] * 2], dim=1)
-    heads = slice(first * shape.head_dim, (first + own.num_heads) * shape.head_dim)
-    maps = slice(group * shape.state_size, (group + own.num_groups) * shape.state_size)
-    return (
-        states[first : first + own.num_heads],
-        torch.cat([x[:, heads], b[:, maps], c[:, maps]], dim=1),
+    """The tensors of a shard; every element of the model's has a value of its own."""
+    whole = shape.spec(CacheSizes(block_size=16, dtype_bytes=4))
+    assert isinstance(whole, StateSpec)
+    states, conv = (
+        torch.arange(1, math.prod(of) + 1).float().reshape(of) + layer * 1000 for of in whole.shapes
     )
+    own = shape.shard(num_shards)
+    num_heads = states.shape[0]
+    num_groups = shape.num_groups if isinstance(shape, MambaShape) else shape.num_key_heads
+    own_groups = own.num_groups if isinstance(own, MambaShape) else own.num_key_heads
+    first, group = shard * own.num_heads, shard * num_groups // num_shards
+    columns, parts = 0, []
+    for kind, width in whole.channels:
+        begin, count, total = (
+            (first, own.num_heads, num_heads) if kind == "head" else (group, own_groups, num_groups)
+        )
+        parts.append(-conv[:, columns + begin * width : columns + (begin + count) * width])
+        columns += total * width
+    return states[first : first + own.num_heads], torch.cat(parts, dim=1)
 
 
 def pull(
@@ -259,11 +288,13 @@ def compare(
 ) -> None:
     views = [view_blocks(buffer, group, torch.float32) for buffer in (target, wanted)]
     size = group.spec.block_size
-    if isinstance(group.spec, MambaSpec):
-        block_id = table[(num_tokens - 1) // size]
-        for found, state in zip(*(view.states for view in views), strict=True):  # type: ignore[union-attr]
-            assert torch.equal(found[block_id], state[block_id])
-            assert state[block_id].all()
+    if isinstance(group.spec, StateSpec):
+        pages = torch.from_numpy(table.astype(np.int64))[None]
+        for tensor in range(2):
+            for layer in range(len(group.layer_names)):
+                found, state = (view.read(tensor, layer, pages) for view in views)  # type: ignore[union-attr]
+                assert torch.equal(found, state)
+                assert state.all()
         return
     first = max(first_needed_token(group.spec, num_tokens), first_token)
     for token in range(first, num_tokens):
@@ -345,14 +376,12 @@ def test_a_state_is_pulled_only_after_the_tokens_that_it_is_the_state_of() -> No
 
     def missing(num_tokens: int) -> list[int]:
         tables = owner.tables(1, 77)
-        tables[0][48 // 16 - 1] = 5  # a snapshot after 48 tokens
         own = reader.tables(2, num_tokens)
         sizes = {"first_token": 0, "num_tokens": num_tokens, "num_owner_tokens": 77}
         return plan_pull(routes, tables, own, **sizes).missing
 
     assert missing(77) == []
-    assert missing(48) == []
-    assert len(missing(76)) == len(missing(64)) == len(missing(80)) == 1
+    assert all(len(missing(num_tokens)) == 2 for num_tokens in (76, 64, 80)), "both pages"
 
 
 def test_a_block_is_one_run_of_bytes_where_both_sides_allow_it() -> None:
@@ -368,7 +397,8 @@ def test_a_block_is_one_run_of_bytes_where_both_sides_allow_it() -> None:
     assert num_runs(FakeEngine(layers, 2), same) == [1]
     assert num_runs(same, FakeEngine(layers, 2)) == [1, 1]
     assert num_runs(FakeEngine(layers, 1, 32), same) == [24, 24]  # 4 heads, 3 layers, keys, values
-    assert num_runs(FakeEngine(["states"] * 3), FakeEngine(["states"] * 3)) == [1]
+    states = FakeEngine(["states"] * 3)
+    assert num_runs(states, states) == [1], "of each page"
 
 
 def test_pulls_with_copies_on_several_ranks_are_spread() -> None:
@@ -385,6 +415,12 @@ def test_pulls_with_copies_on_several_ranks_are_spread() -> None:
 
 
 FULL: Final = FullAttentionSpec(16, 2, 8, 4)
+STATE: Final = StateSpec(
+    block_size=16,
+    shapes=((4, 2, 3), (3, 20)),
+    dtype_bytes=(4, 4),
+    channels=(("head", 2), ("group", 6), ("group", 6)),
+)
 
 
 def layout_of(*specs: KVCacheSpec, num_ranks: int = 1) -> EngineLayout:
@@ -427,19 +463,16 @@ def layout_of(*specs: KVCacheSpec, num_ranks: int = 1) -> EngineLayout:
             "a CustomSpec, whose blocks cannot be pulled",
         ),
         (
-            MambaSpec(16, ((4, 2, 3), (3, 20)), (4, 4)),
-            MambaSpec(16, ((4, 2, 3), (4, 20)), (4, 4)),
-            "num_rows=3 here and 4",
+            STATE,
+            msgspec.structs.replace(STATE, shapes=((4, 2, 3), (4, 20))),
+            "shapes .* on the owner",
         ),
+        (STATE, msgspec.structs.replace(STATE, dtype_bytes=(4, 2)), "dtype_bytes="),
+        (STATE, msgspec.structs.replace(STATE, channels=(("head", 5),)), "channels="),
         (
-            MambaSpec(16, ((4, 2, 3), (3, 20)), (4, 4)),
-            MambaSpec(16, ((4, 2, 3), (3, 20)), (4, 2)),
-            "dtype_bytes=",
-        ),
-        (
-            MambaSpec(16, ((4, 7),), (4,)),
-            MambaSpec(16, ((2, 7),), (4,)),
-            "not that of Mamba 2",
+            msgspec.structs.replace(STATE, channels=()),
+            msgspec.structs.replace(STATE, channels=(), shapes=((2, 2, 3), (3, 16))),
+            "how it is divided among ranks is not known",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else None,

@@ -546,7 +546,7 @@ def test_a_few_states_are_enough_for_a_request_of_any_length(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("changes", "settings", "block_size"),
-    [({}, {}, 16), (STATES, {}, 256), (STATES, {"block_size": 32}, 32)],
+    [({}, {}, 16), (STATES, {}, 16), (STATES, {"block_size": 32}, 32)],
     ids=["attention", "states", "as asked for"],
 )
 def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
@@ -560,10 +560,7 @@ def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        ({"enable_chunked_prefill": False}, "keeps states.*enable_chunked_prefill=false"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'.*MambaSpec"),
-    ],
+    [({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'.*StateSpec")],
 )
 def test_what_a_model_of_states_cannot_do_is_rejected_before_it_is_loaded(
     tmp_path: Path, settings: dict[str, Any], words: str

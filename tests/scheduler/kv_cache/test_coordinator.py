@@ -16,7 +16,6 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
 )
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache.block_pool import BlockIds, BlockPool
@@ -26,7 +25,7 @@ from longshore.scheduler.kv_cache.coordinator import (
     UnitaryCoordinator,
     make_coordinator,
 )
-from tests.harness.kv_groups import chunked, first_seen, latent, state, window
+from tests.harness.kv_groups import chunked, first_seen, latent, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 CROSS = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=16)
@@ -154,10 +153,7 @@ def test_blocks_that_are_no_whole_number_of_hash_blocks_are_rejected() -> None:
 def needed(spec: KVCacheSpec, num_tokens: int, num_served: int) -> set[int]:
     """Blocks that must be there for a hit of `num_tokens`, to continue after `num_served` of them:
     all that the next token looks at, and those that are computed again."""
-    if isinstance(spec, MambaSpec):
-        seen = range(max(num_served - 1, 0), num_tokens)
-    else:
-        seen = range(first_seen(spec, num_served), num_tokens)
+    seen = range(first_seen(spec, num_served), num_tokens)
     return {position // spec.block_size for position in seen}
 
 
@@ -166,7 +162,6 @@ kinds = st.one_of(
     st.builds(latent, st.sampled_from([2, 4])),
     st.builds(window, st.integers(1, 40), st.sampled_from([2, 4, 8])),
     st.builds(chunked, st.integers(1, 40), st.sampled_from([2, 4, 8])),
-    st.builds(state, st.sampled_from([2, 4, 8])),
 )
 NUM_TOKENS = 64
 
@@ -247,7 +242,6 @@ def test_a_block_is_cached_if_and_only_if_some_hit_needs_it(
         ((window(5), full(16)), False, 0, [0, 0, 0, 1, 0, 0, 0, 1]),
         ((window(6), full(16)), False, 0, [0, 0, 1, 1, 0, 0, 1, 1]),
         ((window(17), full(16)), False, 0, [1, 1, 1, 1, 1, 1, 1, 1]),
-        ((state(), full(16)), False, 0, [0, 0, 0, 1, 0, 0, 0, 1]),
         # The drafter's recomputed blocks must be found, too: all but some of the first 16 tokens.
         ((window(5), full(16)), True, 0, [0, 0, 0, 1, 1, 1, 1, 1]),
         # Nothing before a chunk's start is needed there.

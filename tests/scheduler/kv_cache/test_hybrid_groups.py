@@ -23,8 +23,8 @@ from longshore.protocol.kv_cache_spec import (
     CustomSpec,
     KVCacheSpec,
     LongestRequest,
-    MambaSpec,
     SinkFullAttentionSpec,
+    StateSpec,
 )
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
@@ -74,7 +74,7 @@ class HybridMachine(RuleBasedStateMachine):
                 st.builds(latent),
                 st.builds(window, st.integers(1, 14), st.sampled_from([2, 4])),
                 st.builds(chunked, st.integers(1, 14), st.sampled_from([2, 4])),
-                st.builds(state, st.sampled_from([4, 8])),
+                st.builds(state, st.integers(1, 3)),
             ),
             min_size=1,
             max_size=4,
@@ -82,7 +82,8 @@ class HybridMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
     )
     def begin(self, specs: list[KVCacheSpec], caching: bool) -> None:
-        self.specs = specs
+        states = [spec for spec in specs if isinstance(spec, StateSpec)]
+        self.specs = specs = [spec for spec in specs if spec not in states] + states[:1]
         self.num_blocks = 1 + 14 * len(specs)
         self.manager = make_manager(
             *specs, num_blocks=self.num_blocks, enable_prefix_caching=caching
@@ -105,10 +106,12 @@ class HybridMachine(RuleBasedStateMachine):
             zip(self.specs, self.manager.block_ids(row), strict=True)
         ):
             size = spec.block_size
-            if isinstance(spec, MambaSpec):
-                if first:
-                    self.check_content(group, table[(first - 1) // size], request, first)
-                self.write(group, table[(last - 1) // size], request, last)
+            if isinstance(spec, StateSpec):
+                for page in table if first else ():
+                    self.check_content(group, page, request, first)
+                for page in table:
+                    self.write(group, page, request, last)
+                self.keep_state(row, group, request, first, last)
                 continue
             for entry in range(first_seen(spec, first) // size, -(-first // size)):
                 self.check_content(group, table[entry], request, min((entry + 1) * size, first))
@@ -116,6 +119,21 @@ class HybridMachine(RuleBasedStateMachine):
                 self.write(group, table[entry], request, min((entry + 1) * size, last))
         self.rows[row] = request, last
         self.manager.full_blocks.cache_row(row, request, request.token_ids, last, self.step)
+
+    def keep_state(self, row: int, group: int, request: Request, first: int, last: int) -> None:
+        """The state at the last border that the tokens pass."""
+        kept, end = self.manager.kept_states, last - last % self.manager.state_border
+        if kept is None or group != kept.group or end <= first:
+            return
+        block_hash = request.block_hashes[end // kept.tokens_per_hash - 1]
+        if kept.has(block_hash):
+            return
+        pages = kept.keep(block_hash, end, generation=int(self.generation[row]), step=self.step)
+        for page in pages or ():
+            self.write(group, page, request, end)
+        if pages:
+            self.manager.pool.free_blocks(pages, self.step)
+            assert kept.has(block_hash)
 
     def check_content(self, group: int, block_id: int, request: Request, end: int) -> None:
         assert block_id != NULL_BLOCK
@@ -136,8 +154,7 @@ class HybridMachine(RuleBasedStateMachine):
         request = request_of(([7] * shared + own)[:MAX_LEN])
         computed = self.manager.get_computed_blocks(request)
         first = computed.num_tokens
-        count = self.manager.states.aligned_chunk(first, min(chunk, request.num_tokens - first))
-        assert count >= 1
+        count = min(chunk, request.num_tokens - first)
         row = next(row for row in range(NUM_ROWS) if row not in self.rows)
         demand = self.manager.demand(computed, first + count)
         needed, num_free = demand.num_needed, self.manager.num_free_blocks
@@ -146,6 +163,8 @@ class HybridMachine(RuleBasedStateMachine):
         if needed <= num_free:
             assert self.manager.num_free_blocks == num_free - needed
             self.generation[row] = self.step
+            for copy in self.manager.state_copies(computed, tables, step=self.step):
+                self.content[copy.target_id] = self.content[copy.source_id]
             self.compute(row, request, first, first + count)
 
     @precondition(lambda self: self.rows)
@@ -156,9 +175,7 @@ class HybridMachine(RuleBasedStateMachine):
         request, first = self.rows[row]
         if first == request.num_tokens:
             return
-        last = first + self.manager.states.aligned_chunk(
-            first, min(chunk, request.num_tokens - first)
-        )
+        last = first + min(chunk, request.num_tokens - first)
         if together:
             num_tokens = np.zeros(NUM_ROWS, np.int64)
             num_tokens[row] = last
@@ -221,7 +238,11 @@ class HybridMachine(RuleBasedStateMachine):
                 zip(self.specs, self.manager.block_ids(row), strict=True)
             ):
                 size = spec.block_size
-                first = count - 1 if isinstance(spec, MambaSpec) else first_seen(spec, count)
+                if isinstance(spec, StateSpec):
+                    for page in table:
+                        self.check_content(group, page, request, count)
+                    continue
+                first = first_seen(spec, count)
                 for entry in range(first // size, -(-count // size)):
                     self.check_content(group, table[entry], request, min((entry + 1) * size, count))
 

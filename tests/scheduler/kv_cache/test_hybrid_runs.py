@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, LongestRequest
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import CacheHint, CachePrefix
 from tests.harness.connector import AdversarialConnector, has_leading, has_stored
 from tests.harness.driver import Driver
 from tests.harness.kv_groups import chunked, first_seen, full, latent, state, window
@@ -22,10 +22,12 @@ specs = st.lists(
         st.builds(latent, st.sampled_from([4, 8])),
         st.builds(window, st.integers(1, 20), st.sampled_from([2, 4, 8])),
         st.builds(chunked, st.integers(1, 20), st.sampled_from([2, 4, 8])),
-        st.builds(state, st.sampled_from([4, 8])),
     ),
     min_size=1,
     max_size=4,
+)
+with_state = st.builds(
+    lambda others, num_pages: [*others[1:], state(num_pages, 2)], specs, st.integers(1, 5)
 )
 engines = st.fixed_dictionaries(
     {
@@ -42,7 +44,7 @@ engines = st.fixed_dictionaries(
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-@given(specs, engines, events)
+@given(st.one_of(specs, with_state), engines, events)
 @pytest.mark.req("SYS-05", "KVM-07", "SCH-24")
 def test_whatever_groups_there_are_every_request_ends_once_with_its_own_tokens(
     groups: list[KVCacheSpec], engine: dict[str, Any], happenings: list[Any]
@@ -62,13 +64,13 @@ def test_whatever_groups_there_are_every_request_ends_once_with_its_own_tokens(
 MIXES: dict[str, list[KVCacheSpec]] = {
     "window": [window(6)],
     "chunked": [chunked(8)],
-    "state": [state()],
     "full, window": [full(), window(6)],
     "full, windows of two sizes": [full(), window(6), window(9, 8)],
     "full, chunked": [full(8), chunked(8)],
-    "full, state": [full(), state(8)],
-    "states of two block sizes": [state(8), latent(), state(4)],
-    "everything": [window(7), full(), state(8), chunked(6), latent(8)],
+    "full, state": [full(), state()],
+    "state alone": [state(1)],
+    "windows, state": [window(6), full(8), state(2)],
+    "everything": [window(7), full(), chunked(6), latent(8), state(4)],
 }
 
 
@@ -234,19 +236,26 @@ def test_a_long_prompt_holds_no_more_of_a_window_than_a_short_one() -> None:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.req("SCH-24")
-def test_a_prefix_hit_restores_the_state_at_a_block_border(steps_in_flight: int) -> None:
-    driver = Driver(
-        full(), state(8), max_steps_in_flight=steps_in_flight, cache={"hash_block_size": 4}
-    )
-    first = driver.add("first", prompt_of(21), max_tokens=2)
+def test_a_prefix_hit_begins_with_a_copy_of_the_state_at_the_end_of_an_earlier_prompt(
+    steps_in_flight: int,
+) -> None:
+    driver = Driver(full(), state(), max_steps_in_flight=steps_in_flight)
+    first = driver.add("first", prompt_of(22), max_tokens=2)
     driver.run()
-    chunks = [plan.num_scheduled_tokens for plan in driver.plans]
-    assert chunks[:2] == [16, 5]
-    again = driver.add("again", prompt_of(21), max_tokens=2)
+    assert driver.plans[0].num_scheduled_tokens == 22, "the prompt is one chunk"
+    assert kept(driver) == [20]
+    again = driver.add("again", prompt_of(22), max_tokens=2)
+    longer = driver.add("longer", [*prompt_of(22), 70, 71, 72], max_tokens=2)
     driver.run()
-    assert driver.received[first] == expected_output("first", 2)
-    assert driver.received[again] == expected_output("again", 2)
-    assert driver.finished[again].num_cached_tokens == 16
+    for name, key in {"first": first, "again": again, "longer": longer}.items():
+        assert driver.received[key] == expected_output(name, 2)
+    assert [driver.finished[key].num_cached_tokens for key in (again, longer)] == [20, 20]
+    assert kept(driver) == [20, 24], "what is kept already is not kept again"
+
+
+def kept(driver: Driver) -> list[int]:
+    """The numbers of tokens after which states were kept, in order."""
+    return [state.num_tokens for plan in driver.plans for state in plan.kept_states]
 
 
 def test_a_state_is_not_found_in_the_step_that_computes_it_while_kv_is() -> None:
@@ -256,6 +265,54 @@ def test_a_state_is_not_found_in_the_step_that_computes_it_while_kv_is() -> None
         twin = driver.add("two", prompt_of(17), max_tokens=2)
         driver.run()
         assert driver.finished[twin].num_cached_tokens == num_cached
+
+
+@pytest.mark.req("SCH-24")
+def test_states_are_kept_at_the_prefixes_that_a_request_names() -> None:
+    driver = Driver(full(), state())
+    hint = CacheHint(60.0, prefixes=(CachePrefix(9, 60.0), CachePrefix(18, 60.0)))
+    driver.add("first", prompt_of(30), max_tokens=1, cache_hint=hint)
+    driver.run()
+    assert kept(driver) == [8, 16, 28]
+    other = driver.add("other", [*prompt_of(30)[:19], *[70] * 9], max_tokens=1)
+    driver.run()
+    assert driver.finished[other].num_cached_tokens == 16
+
+
+def test_a_state_of_which_a_page_was_evicted_is_not_found() -> None:
+    driver = Driver(full(), state())
+    driver.add("first", prompt_of(22), max_tokens=1)
+    driver.run()
+    (plan,) = (plan for plan in driver.plans if plan.kept_states)
+    driver.scheduler.kv_cache.uncache_blocks(plan.kept_states[0].block_ids[1:2])
+    again = driver.add("again", prompt_of(22), max_tokens=1)
+    driver.run()
+    assert driver.finished[again].num_cached_tokens == 0
+    assert kept(driver) == [20, 20], "it is kept once more"
+
+
+def test_where_blocks_are_short_no_state_is_kept_and_none_is_lost() -> None:
+    """The pool holds one row, and nothing else."""
+    driver = Driver(full(), state(9), num_blocks=1 + 6 + 9, max_model_len=24)
+    key = driver.add("r", prompt_of(22), max_tokens=2)
+    driver.run()
+    assert driver.received[key] == expected_output("r", 2)
+    assert kept(driver) == []
+
+
+def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
+    driver = Driver(full(), state(), max_steps_in_flight=2)
+    bad = driver.add("bad", prompt_of(22), max_tokens=4)
+    driver.plan()
+    late = driver.add("late", [*prompt_of(22), 70, 71], max_tokens=4)
+    driver.plan()
+    assert [start.num_computed_tokens for start in driver.plans[-1].added] == [20]
+    driver.answer(nan_rows=[0])
+    driver.plan()
+    assert [rewind.num_computed_tokens for rewind in driver.plans[-1].rewound] == [0]
+    driver.run()
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert driver.received[late] == expected_output("late", 4)
 
 
 def test_a_window_frees_no_block_that_an_unanswered_step_computes() -> None:
@@ -348,45 +405,31 @@ def test_bad_blocks_spread_through_a_request_that_has_ended_to_one_that_found_it
 
 
 def junction_driver(*groups: KVCacheSpec, **settings: Any) -> Driver:
-    """`first` has computed 40 tokens in one chunk, so there is one state, after all of them."""
-    driver = Driver(*(groups or (full(), state(8))), cache={"hash_block_size": 4}, **settings)
+    """`first` has computed 40 tokens, and left the state after 36."""
+    driver = Driver(*(groups or (full(), state())), **settings)
     driver.add("first", prompt_of(40), max_tokens=1)
     driver.run()
     return driver
 
 
-def chunks(driver: Driver, name: str, prompt: list[int]) -> list[int]:
-    """Run a request; returns cached tokens, then the tokens of each step up to its first output."""
-    key = driver.add(name, prompt, max_tokens=1)
-    counts = []
-    while key not in driver.finished:
-        driver.step()
-        counts.append(driver.scheduled.get(name, 0))
+def num_cached(driver: Driver, name: str, prompt: list[int], **fields: Any) -> int:
+    """Run a request; returns its cached tokens."""
+    key = driver.add(name, prompt, max_tokens=1, **fields)
+    driver.run()
     driver.check_complete(key)
-    return [driver.finished[key].num_cached_tokens, *[count for count in counts if count]]
+    return driver.finished[key].num_cached_tokens
 
 
 @pytest.mark.req("SCH-24")
-def test_a_chunk_ends_where_a_prefix_that_another_request_computed_ends() -> None:
-    driver = junction_driver()
+@pytest.mark.parametrize("budget", [7, 28, 100])
+def test_a_state_is_kept_where_a_prefix_that_another_request_computed_ends(budget: int) -> None:
+    driver = junction_driver(max_num_batched_tokens=budget)
+    assert kept(driver) == [36]
     shared = prompt_of(40)[:22]
-    # 20 tokens are cached, a state is kept every 8, and the partial last block is a chunk.
-    assert chunks(driver, "second", shared + [60] * 20) == [0, 16, 24, 2]
-    assert chunks(driver, "third", shared + [61] * 20) == [16, 24, 2]
-    assert chunks(driver, "other", [62] * 42) == [0, 40, 2]
-
-
-@pytest.mark.parametrize("under_pressure", [False, True])
-def test_a_junction_that_lies_beyond_the_first_chunk_ends_a_later_one(under_pressure: bool) -> None:
-    driver = junction_driver(num_blocks=40, max_num_scheduled_tokens=28)
-    kv_cache = driver.scheduler.kv_cache
-    for block_hash in driver.requests["first"].block_hashes:  # the states are evicted
-        kv_cache.uncache_blocks(int32_array(kv_cache.pool.get_cached_block(block_hash, [1]) or []))
-    if under_pressure:  # each allocation for all rows fails, so rows get their blocks one by one
-        kv_cache.grow = lambda *args: None  # type: ignore[method-assign]
-    shared = prompt_of(40)[:34]
-    assert chunks(driver, "second", shared + [60] * 20) == [0, 24, 8, 16, 6]
-    assert chunks(driver, "third", shared + [61] * 20) == [32, 16, 6]
+    assert num_cached(driver, "second", shared + [60] * 20) == 0
+    assert kept(driver)[1:] == [20, 40]
+    assert num_cached(driver, "third", shared + [61] * 20) == 20
+    assert num_cached(driver, "other", [62] * 42) == 0
 
 
 @pytest.mark.parametrize("groups", [(full(),), (state(),), (full(), window(6))])
@@ -394,34 +437,36 @@ def test_without_both_states_and_groups_that_keep_every_block_there_is_no_juncti
     groups: tuple[KVCacheSpec, ...],
 ) -> None:
     driver = junction_driver(*groups)
-    counts = chunks(driver, "second", prompt_of(40)[:22] + [60] * 20)
-    num_cached = 0 if state() in groups else 20
-    assert counts[:2] == [num_cached, 42 - num_cached - 2 * (state() in groups)]
-
-
-def test_a_request_that_reads_no_cache_is_not_cut_at_a_junction() -> None:
-    driver = junction_driver()
-    key = driver.add(
-        "r", prompt_of(40)[:22] + [60] * 20, max_tokens=1, skip_reading_prefix_cache=True
+    before = kept(driver)
+    assert num_cached(driver, "second", prompt_of(40)[:22] + [60] * 20) == (
+        0 if state() in groups else 20
     )
-    driver.step()
-    assert driver.scheduled == {"r": 40}
-    driver.run()
-    driver.check_complete(key)
+    assert kept(driver) == [*before, *([40] if state() in groups else [])]
+
+
+def test_a_request_that_reads_no_cache_leaves_no_state() -> None:
+    driver = junction_driver()
+    prompt = prompt_of(40)[:22] + [60] * 20
+    assert num_cached(driver, "r", prompt, skip_reading_prefix_cache=True) == 0
+    assert kept(driver) == [36]
 
 
 def test_requests_that_arrive_together_leave_a_state_at_their_junction() -> None:
-    driver = Driver(full(), state(8), cache={"hash_block_size": 4}, max_num_batched_tokens=200)
+    driver = Driver(full(), state(), max_num_batched_tokens=200)
     shared = prompt_of(24)
     for index, name in enumerate("ab"):
         driver.add(name, shared + [60 + index] * 20, max_tokens=1)
     driver.step()
-    assert driver.scheduled == {"a": 40, "b": 24}
+    assert driver.scheduled == {"a": 44, "b": 44}
     driver.run()
-    assert chunks(driver, "c", shared + [70] * 20) == [24, 16, 4]
+    assert kept(driver) == [40, 24, 40]
+    assert num_cached(driver, "c", shared + [70] * 20) == 24
 
 
-def test_a_new_occupant_of_a_row_has_no_junction_of_the_one_before() -> None:
-    driver = junction_driver(max_num_seqs=1)
-    chunks(driver, "second", prompt_of(40)[:22] + [60] * 20)
-    assert chunks(driver, "other", [63] * 42) == [0, 40, 2]
+def test_a_new_occupant_of_a_row_keeps_no_state_of_the_one_before() -> None:
+    driver = junction_driver(max_num_seqs=1, max_num_batched_tokens=16)
+    key = driver.add("second", prompt_of(40)[:34] + [60] * 20, max_tokens=1)
+    driver.step()
+    driver.abort(key)
+    assert num_cached(driver, "other", [63] * 42) == 0
+    assert kept(driver) == [36, 40]

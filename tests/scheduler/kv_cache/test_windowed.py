@@ -11,7 +11,7 @@ from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest
 from longshore.scheduler.config import SchedulerConfig, check_states
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.coordinator import manager_class
-from longshore.scheduler.kv_cache.states import MambaManager
+from longshore.scheduler.kv_cache.states import StateManager
 from longshore.scheduler.kv_cache.windowed import (
     ChunkedLocalManager,
     SlidingWindowManager,
@@ -43,7 +43,7 @@ def free_skipped(manager: WindowedManager, *settled: int, only_cached: bool = Fa
 def test_each_kind_that_frees_skipped_blocks_has_its_manager() -> None:
     assert manager_class(window(4)) is SlidingWindowManager
     assert manager_class(chunked(4)) is ChunkedLocalManager
-    assert manager_class(state()) is MambaManager
+    assert manager_class(state()) is StateManager
 
 
 @pytest.mark.req("NUM-08", "STM-09")
@@ -66,18 +66,14 @@ def test_a_window_of_eight_after_twelve_tokens_frees_its_first_block() -> None:
 
 
 @pytest.mark.req("STM-10")
-def test_chunked_attention_keeps_the_current_chunk_and_a_state_group_the_last_state() -> None:
-    for spec, kept in (
-        (chunked(8), {8: [3, 4, 5], 15: [3, 4, 5], 16: [5]}),
-        (state(), {8: [2, 3, 4, 5], 9: [3, 4, 5], 16: [4, 5], 17: [5]}),
-    ):
-        manager, pool = make(spec)
-        manager.start(0, [], pool.get_new_blocks(5))
-        for settled, block_ids in kept.items():
-            free_skipped(manager, settled)
-            table = manager.block_ids(0)
-            assert table[table > 0].tolist() == block_ids
-            assert len(table) == 5
+def test_chunked_attention_keeps_the_current_chunk() -> None:
+    manager, pool = make(chunked(8))
+    manager.start(0, [], pool.get_new_blocks(5))
+    for settled, block_ids in {8: [3, 4, 5], 15: [3, 4, 5], 16: [5]}.items():
+        free_skipped(manager, settled)
+        table = manager.block_ids(0)
+        assert table[table > 0].tolist() == block_ids
+        assert len(table) == 5
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -142,50 +138,15 @@ def test_rows_of_a_windowed_group_have_no_blocks_in_common() -> None:
 
 
 @pytest.mark.req("STM-10")
-def test_a_state_takes_one_block_per_step_however_long_the_step_is() -> None:
-    manager, pool = make(state())
-    assert list(manager.positions(0, 5, 0)) == [4]
-    manager.start(0, [], [0, 0, 0, 0, *pool.get_new_blocks(1)])
-    rows, counts, num_new = manager.rows_short(np.array([32, 0, 3, 0]))
-    assert (rows.tolist(), counts.tolist()) == ([0, 2], [3, 1])
-    assert num_new == 2
-    entries = manager.lay_out(counts, pool.get_new_blocks(2))
-    assert entries.tolist() == [0, 0, 2, 3]
-    manager.append(rows, counts, entries)
-    assert manager.block_ids(0).tolist() == [0, 0, 0, 0, 1, 0, 0, 2]
-    assert free_skipped(manager, 32).tolist() == [1]
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.integers(0, 60), st.integers(1, 40), st.sampled_from([4, 8, 12]))
-@pytest.mark.req("SCH-24")
-def test_a_step_ends_in_its_first_block_or_at_a_border_and_fills_a_block_it_is_in(
-    num_computed: int, num_new: int, block_size: int
-) -> None:
-    manager, _ = make(state(block_size))
-    assert isinstance(manager, MambaManager)
-
-    def is_allowed(count: int) -> bool:
-        end = num_computed + count
-        ends_in_first = (end - 1) // block_size == num_computed // block_size
-        return ends_in_first or (num_computed % block_size == 0 and end % block_size == 0)
-
-    allowed = manager.aligned_chunk(num_computed, num_new)
-    assert allowed == max(count for count in range(1, num_new + 1) if is_allowed(count))
-    columns = manager.aligned_chunks(np.array([num_computed, 0]), np.array([num_new, 0]))
-    assert columns.tolist() == [allowed, 0]
-
-
-def test_a_state_cached_in_a_step_is_found_from_the_next_one_on() -> None:
-    manager, pool = make(state())
-    assert isinstance(manager, MambaManager)
+def test_a_row_has_all_pages_of_its_state_from_its_start_on() -> None:
+    pool = BlockPool(40)
+    manager = StateManager(state(3), pool, group=0, max_num_seqs=4, longest=LongestRequest(64))
+    assert list(manager.positions(0, manager.num_positions(1), 0)) == [0, 1, 2]
     manager.start(0, [], pool.get_new_blocks(3))
-    manager.cache_row(0, NAMES, 2)
-    manager.step_begins()
-    manager.cache_row(0, NAMES, 3)
-    assert list(manager.find(NAMES[:3])) == [1, 2]
-    manager.step_begins()
-    assert list(manager.find(NAMES[:3])) == [1, 2, 3]
+    assert manager.rows_short(np.array([32, 0, 3, 0]))[2] == 0
+    assert manager.truncate(0, 0).tolist() == []
+    assert manager.block_ids(0).tolist() == [1, 2, 3]
+    assert manager.num_blocks_for(1) == manager.num_blocks_for(10_000) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,7 +154,6 @@ def test_a_state_cached_in_a_step_is_found_from_the_next_one_on() -> None:
     [
         ({"num_speculative_tokens": 2}, "num_speculative_tokens"),
         ({"num_lookahead_tokens": 2}, "num_speculative_tokens"),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
     ],
 )
 def test_settings_that_states_do_not_support_are_rejected_with_a_reason(

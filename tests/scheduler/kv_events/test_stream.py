@@ -185,7 +185,7 @@ def test_blocks_in_other_media_are_repeated_after_a_medium_is_cleared() -> None:
         (window(6, 8), "sliding_window", 6),
         (chunked(16, 8), "chunked_local_attention", None),
         (latent(8), "mla_attention", None),
-        (state(8), "mamba", None),
+        (state(block_size=8), "mamba", None),
         (cross(block_size=8), "cross_attention", None),
         (
             SinkFullAttentionSpec(

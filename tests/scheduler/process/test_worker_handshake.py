@@ -20,7 +20,7 @@ from longshore.protocol.kv_cache_spec import (
     HeadShare,
     KVCacheConfig,
     KVCacheGroup,
-    MambaSpec,
+    StateSpec,
 )
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.transport.channel import Channel, Endpoint
@@ -111,7 +111,7 @@ def test_ranks_with_their_own_layers_and_kv_heads_are_accepted() -> None:
         workers=tuple(Endpoint(f"ipc://w{rank}") for rank in range(8)),
         sampling_rank=4,
     )
-    state = MambaSpec(16, shapes=((2, 3),), dtype_bytes=(4,))
+    state = StateSpec(block_size=16, shapes=((2, 3),), dtype_bytes=(4,))
     layers = [((f"{stage}.a", f"{stage}.b"), (f"{stage}.c",)) for stage in (0, 1)]
     groups = [(KVCacheGroup(kv, ATTENTION), KVCacheGroup(states, state)) for kv, states in layers]
     ends = []

@@ -1,9 +1,9 @@
 """Random layers with states, and sequences that a backend computes in steps, against the
 recurrence, token by token, in float64."""
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.protocol.kv_cache_spec import StateSpec
+from longshore.protocol.plan import KeptState
 from longshore.worker.attention.delta_backend import DeltaInputs, DeltaKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.attention.state_backend import MambaKind, StateInputs
 from longshore.worker.kernels.delta_step import NORM_EPS, DeltaWeights
 from longshore.worker.kernels.state_step import StateWeights
-from longshore.worker.kv_cache.buffer import PagedStates
+from longshore.worker.kv_cache.state_pages import StatePages
 
-BLOCK_SIZE = 16
 SCALES = (1.0, 0.5)
 """Of what goes into each of the layers."""
-NUM_BLOCKS = 64
-NOT_OURS = NUM_BLOCKS - 1
-"""A block that others have: it stands in the tables wherever no state of the row's own is."""
+NUM_BLOCKS = 256
 MAMBA = MambaKind(num_heads=6, head_dim=4, num_groups=2, state_size=5, conv_width=4)
 DELTA = DeltaKind(num_heads=6, num_key_heads=2, key_dim=5, value_dim=4, conv_width=4)
 
@@ -164,16 +163,28 @@ class DeltaLayer(StateLayer):
         return x.repeat_interleave(kind.num_heads // kind.num_key_heads, 0)
 
 
-def make_states(shapes: Sequence[tuple[int, ...]]) -> PagedStates:
-    """The group's view of blocks in a wider pool. Unwritten blocks are NaN, so that reading them is
-    noticed; the null block is zeros."""
-    tensors = []
-    for shape in shapes:
-        size = math.prod(shape)
-        pool = torch.full((NUM_BLOCKS, len(SCALES) * size + 7), float("nan"))
-        pool[0] = 0
-        tensors.append(pool[:, : len(SCALES) * size].view(NUM_BLOCKS, len(SCALES), *shape))
-    return PagedStates(tuple(tensors), BLOCK_SIZE)
+@dataclass(frozen=True)
+class Paging:
+    """unit_bytes: at most a head's part of a state."""
+
+    unit_bytes: int = 16
+    num_pages: int = 3
+
+
+def make_states(shapes: tuple[tuple[int, ...], ...], paging: Paging) -> StatePages:
+    """The view of a pool whose blocks are larger than a page. Unwritten blocks are NaN, so that
+    reading them is noticed; the null block is zeros."""
+    spec = StateSpec(
+        block_size=16,
+        shapes=shapes,
+        dtype_bytes=(4, 4),
+        num_pages=paging.num_pages,
+        unit_bytes=paging.unit_bytes,
+    )
+    num_bytes = spec.page_bytes(len(SCALES)) + 2 * paging.unit_bytes
+    buffer = torch.full((NUM_BLOCKS, num_bytes), 0xFF, dtype=torch.uint8)
+    buffer[0] = 0
+    return StatePages(buffer, spec, len(SCALES), (torch.float32, torch.float32))
 
 
 def scaled(of_tokens: Sequence[Tensor], scale: float) -> list[Tensor]:
@@ -183,32 +194,59 @@ def scaled(of_tokens: Sequence[Tensor], scale: float) -> list[Tensor]:
 
 
 class Serving:
-    """Sequences on the rows of a block table, computed in steps of any of their tokens."""
+    """Sequences on the rows of a block table, computed in steps of any of their tokens.
 
-    def __init__(self, layer: StateLayer, lengths: list[int], seed: int = 0) -> None:
+    table: the pages of each row's state. kept: those of kept states, by row and number of tokens.
+    """
+
+    def __init__(
+        self, layer: StateLayer, lengths: list[int], paging: Paging = Paging(), seed: int = 0
+    ) -> None:
         self.layer = layer
-        self.view = make_states(layer.shapes)
+        self.view = make_states(layer.shapes, paging)
         self.backend = layer.kind.make_backend(self.view)
         self.sequences: list[Sequence[Tensor]] = [layer.inputs(length) for length in lengths]
         self.computed = [0] * len(lengths)
         self.outputs: list[list[Tensor]] = [[] for _ in lengths]
-        self.table = np.full((max(len(lengths), 1), 16), NOT_OURS, np.int32)
-        self.free = list(np.random.default_rng(seed).permutation(np.arange(1, NOT_OURS)))
+        self.free = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS)).tolist()
+        self.table = np.array([self.allocate() for _ in lengths], np.int32).reshape(
+            -1, paging.num_pages
+        )
+        self.kept: dict[tuple[int, int], Any] = {}
 
-    def step(self, scheduled: dict[int, int]) -> None:
-        """scheduled: tokens by row; single ones first, as the runner orders them."""
+    def allocate(self) -> Any:
+        """Pages for a state, (num_pages,) int32, which others have left as they were."""
+        pages = [self.free.pop() for _ in range(self.view.spec.num_pages)]
+        return np.array(pages, np.int32)
+
+    def release(self, pages: Any) -> None:
+        """What they hold is NaN from now on."""
+        self.view.buffer[pages] = 0xFF
+        self.free[:0] = pages.tolist()
+
+    def begin_with(self, row: int, num_tokens: int, pages: Any) -> None:
+        """The row begins with a copy of the state after so many tokens."""
+        self.view.buffer[self.table[row]] = self.view.buffer[pages]
+        self.computed[row] = num_tokens
+
+    def step(
+        self, scheduled: dict[int, int], kept: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """scheduled: tokens by row; single ones first, as the runner orders them. kept: by row, the
+        numbers of tokens after which the state is kept."""
         rows = sorted(scheduled, key=lambda row: scheduled[row] > 1)
-        slots, chunks, decodes = [], [], []
+        num_tokens, chunks, decodes = 0, [], []
         for row in rows:
-            start, count = self.computed[row], scheduled[row]
-            end = start + count
-            self._append(row, start, end)
+            count = scheduled[row]
+            self.computed[row] += count
+            end = self.computed[row]
             if count > 1:
-                chunks.append(PrefillChunk(row, len(slots), count, end))
+                states = [KeptState(row, n, self.allocate()) for n in (kept or {}).get(row, ())]
+                chunks.append(PrefillChunk(row, num_tokens, count, end, states))
+                self.kept |= {(row, state.num_tokens): state.block_ids for state in states}
             else:
                 decodes.append((row, end))
-            slots += [0] * count  # a token's own slot is never used
-            self.computed[row] = end
+            num_tokens += count
         spans = [slice(self.computed[row] - scheduled[row], self.computed[row]) for row in rows]
         places = list(zip(rows, spans, strict=True))
         of_tokens = [
@@ -217,7 +255,7 @@ class Serving:
         ]
         step = self.backend.begin_step(
             AttentionMetadata(
-                slot_mapping=torch.tensor(slots, dtype=torch.int64),
+                slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
                 block_table=torch.from_numpy(self.table),
                 decode_rows=torch.tensor([row for row, _ in decodes], dtype=torch.int64),
                 decode_lens=torch.tensor([end for _, end in decodes], dtype=torch.int64),
@@ -233,32 +271,33 @@ class Serving:
         for row, part in zip(rows, torch.stack(outputs).split(counts, dim=1), strict=True):
             self.outputs[row].append(part)
 
-    def _append(self, row: int, start: int, end: int) -> None:
-        """Like the scheduler: allocates only the block of the last token, and keeps the one last
-        read."""
-        column = (end - 1) // BLOCK_SIZE
-        if self.table[row, column] == NOT_OURS:
-            self.table[row, column] = self.free.pop()
-        self.table[row, : max(start - 1, 0) // BLOCK_SIZE] = NOT_OURS
-
-    def block(self, row: int) -> int:
-        """The block of the state after the row's last token."""
-        return int(self.table[row, (self.computed[row] - 1) // BLOCK_SIZE])
-
-    def state(self, row: int, layer: int = 0) -> list[Tensor]:
-        return [states[self.block(row), layer] for states in self.view.states]
+    def state(self, pages: Any, layer: int = 0) -> list[Tensor]:
+        table = torch.from_numpy(pages).long().unsqueeze(0)
+        return [self.view.read(tensor, layer, table)[0] for tensor in range(2)]
 
 
 def check(serving: Serving, rows: list[int] | None = None) -> None:
-    """Outputs and states of all layers equal those of the recurrence."""
+    """Outputs and states of all layers, kept ones too, equal those of the recurrence, and nothing
+    else has been written."""
     for row in range(len(serving.sequences)) if rows is None else rows:
-        sequence = [of_token[: serving.computed[row]] for of_token in serving.sequences[row]]
         outputs = torch.cat(serving.outputs[row], dim=1)
+        states = {
+            num_tokens: pages for (of, num_tokens), pages in serving.kept.items() if of == row
+        }
+        states[serving.computed[row]] = serving.table[row]
         for layer, scale in enumerate(SCALES):
-            y, *states = serving.layer.recurrence(*scaled(sequence, scale))
-            assert_close(outputs[layer], y)
-            for got, wanted in zip(serving.state(row, layer), states, strict=True):
-                assert_close(got, wanted)
+            for num_tokens, pages in states.items():
+                sequence = [of_token[:num_tokens] for of_token in serving.sequences[row]]
+                y, *wanted = serving.layer.recurrence(*scaled(sequence, scale))
+                assert_close(outputs[layer, :num_tokens], y)
+                for got, exact in zip(serving.state(pages, layer), wanted, strict=True):
+                    assert_close(got, exact)
+    check_free_blocks(serving)
+
+
+def check_free_blocks(serving: Serving) -> None:
+    assert not serving.view.buffer[0].any()
+    assert (serving.view.buffer[serving.free] == 0xFF).all()
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:

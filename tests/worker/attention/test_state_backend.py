@@ -1,4 +1,4 @@
-"""Layers with states, over stored states, against the recurrence, token by token, in float64."""
+"""Layers with states, over states in pages, against the recurrence, token by token, in float64."""
 
 import math
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from longshore.worker.attention.delta_backend import DeltaKind
 from longshore.worker.attention.state_backend import MambaKind
 from longshore.worker.attention.state_pieces import PIECE_TOKENS
 from tests.worker.attention.state_layers import (
-    BLOCK_SIZE,
-    NOT_OURS,
     SCALES,
     DeltaLayer,
     MambaLayer,
+    Paging,
     Serving,
+    StateLayer,
     assert_close,
     check,
+    check_free_blocks,
     scaled,
 )
 from tests.worker.kernels.variants import TRITON, using
@@ -46,20 +47,32 @@ def test_a_prompt_of_any_length_is_computed_as_token_by_token(new: New, length: 
     check(serving)
 
 
-@pytest.mark.parametrize("kind", [
-    MambaKind(num_heads=4, head_dim=8, num_groups=1, state_size=16, conv_width=2),
-    MambaKind(num_heads=3, head_dim=2, num_groups=3, state_size=1, conv_width=5),
-    DeltaKind(num_heads=4, num_key_heads=1, key_dim=16, value_dim=8, conv_width=2),
-    DeltaKind(num_heads=3, num_key_heads=3, key_dim=1, value_dim=2, conv_width=5),
+@with_and_without_the_kernel
+@pytest.mark.parametrize(("kind", "paging"), [
+    (MambaKind(num_heads=4, head_dim=8, num_groups=1, state_size=16, conv_width=2),
+     Paging(unit_bytes=128, num_pages=4)),
+    (MambaKind(num_heads=3, head_dim=2, num_groups=3, state_size=1, conv_width=5),
+     Paging(unit_bytes=8, num_pages=7)),
+    (DeltaKind(num_heads=4, num_key_heads=1, key_dim=16, value_dim=8, conv_width=2),
+     Paging(unit_bytes=512, num_pages=1)),
+    (DeltaKind(num_heads=3, num_key_heads=3, key_dim=1, value_dim=2, conv_width=5),
+     Paging(unit_bytes=8, num_pages=5)),
 ], ids=["mamba, one group", "mamba, a group per head", "delta, one key", "delta, a key per head"],
 )  # fmt: skip
-def test_groups_and_widths_of_all_kinds(kind: MambaKind | DeltaKind) -> None:
-    if isinstance(kind, MambaKind):
-        serving = Serving(MambaLayer(kind, seed=1, conv_bias=False), [70, 30])
-    else:
-        serving = Serving(DeltaLayer(kind, seed=1), [70, 30])
-    serving.step({0: 64, 1: 16})
-    serving.step({0: 6, 1: 14})
+def test_groups_widths_and_units_of_all_kinds(
+    kind: MambaKind | DeltaKind, paging: Paging, variant: str
+) -> None:
+    """Units of one row of a state or several; tests of other names have smaller ones."""
+    layer: StateLayer = (
+        MambaLayer(kind, seed=1, conv_bias=False)
+        if isinstance(kind, MambaKind)
+        else DeltaLayer(kind, seed=1)
+    )
+    with using(variant):
+        serving = Serving(layer, [70, 30], paging)
+        serving.step({0: 64, 1: 16}, {0: [16, 40]})
+        serving.step({0: 1, 1: 13}, {1: [29]})
+        serving.step({0: 5, 1: 1})
     check(serving)
 
 
@@ -96,7 +109,7 @@ def test_decodes_and_chunks_share_steps_and_continue_each_other(new: New, varian
         serving.step({0: 16, 1: 80})
         serving.step({0: 16, 1: 1, 2: 1})
         serving.step({0: 1, 1: 15, 2: 1, 3: 64})
-        serving.step({0: 7, 1: 1, 2: 3, 3: 16})
+        serving.step({0: 7, 1: 1, 2: 3, 3: 16}, {0: [40], 3: [65, 80]})
         serving.step({1: 3, 3: 10})
     check(serving)
 
@@ -109,50 +122,52 @@ def test_chunked_and_unchunked_prefill_agree(new: New) -> None:
     whole.step({0: 208})
     for count in (16, 64, 16, 80, 32):
         chunked.step({0: count})
-    for got, wanted in zip(chunked.state(0), whole.state(0), strict=True):
+    states = (serving.state(serving.table[0]) for serving in (chunked, whole))
+    for got, wanted in zip(*states, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     got, wanted = torch.cat(chunked.outputs[0], dim=1), torch.cat(whole.outputs[0], dim=1)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+@of_every_layer
+def test_states_are_kept_within_a_chunk_and_at_its_end(new: New) -> None:
+    """Also after the first and before the last token, next to the borders of pieces, and of some
+    sequences only."""
+    serving = Serving(new(seed=12), [150, 150, 9, 100, 2])
+    serving.step(
+        {0: 150, 1: 130, 2: 1, 3: 64, 4: 2},
+        {0: [1, 2, 63, 64, 65, 149], 3: [64], 4: [1, 2]},
+    )
+    serving.step({1: 20, 2: 8, 3: 36}, {1: [131, 150]})
+    check(serving)
+    assert len(serving.kept) == 11
+
+
 @with_and_without_the_kernel
 @of_every_layer
-def test_a_full_block_is_a_snapshot_that_others_continue_from(new: New, variant: str) -> None:
+def test_others_continue_from_a_kept_state_which_stays_as_it_is(new: New, variant: str) -> None:
+    serving = Serving(new(seed=5), [60, 60, 60])
+    for row in (1, 2):
+        for inputs, shared in zip(serving.sequences[row], serving.sequences[0], strict=True):
+            inputs[:32] = shared[:32]
     with using(variant):
-        continue_from_a_snapshot(new)
-
-
-def continue_from_a_snapshot(new: New) -> None:
-    serving = Serving(new(seed=5), [60, 60])
-    for inputs, shared in zip(serving.sequences[1], serving.sequences[0], strict=True):
-        inputs[:32] = shared[:32]
-    serving.step({0: 32})
-    snapshot = [state.clone() for state in serving.state(0)]
-    block = serving.table[0, 1]
-    serving.table[1, 1] = block
-    serving.computed[1] = 32
-    serving.outputs[1].append(serving.outputs[0][0])
-    serving.step({0: 1, 1: 16})
-    serving.step({0: 15, 1: 1})
+        serving.step({0: 40}, {0: [20, 32]})
+        for row, num_tokens in ((1, 32), (2, 20)):
+            serving.begin_with(row, num_tokens, serving.kept[0, num_tokens])
+            serving.outputs[row].append(serving.outputs[0][0][:, :num_tokens])
+        serving.step({0: 1, 1: 16, 2: 1})
+        serving.step({0: 15, 1: 1, 2: 7})
     check(serving)
-    for states, kept in zip(serving.view.states, snapshot, strict=True):
-        torch.testing.assert_close(states[block, 0], kept, atol=0, rtol=0)
 
 
+@with_and_without_the_kernel
 @of_every_layer
-def test_in_torch_every_state_of_a_step_is_read_before_any_is_written(new: New) -> None:
-    """A block that one sequence frees may receive another one's state in the same step, for single
-    tokens and for chunks. MambaManager keeps such a block until the step has been answered, which
-    the kernel needs."""
-    leaving = {0: 1, 2: 16, 4: 16, 6: 1}
-    coming = {1: 1, 3: 16, 5: 1, 7: 16}
-    counts = leaving | coming
-    lengths = [counts[row] + (16 if row in leaving else 0) for row in range(8)]
-    serving = Serving(new(seed=6), lengths)
-    serving.step(dict.fromkeys(leaving, 16))
-    for old, new in zip(leaving, coming, strict=True):
-        serving.table[new, 0] = serving.table[old, 0]
-    serving.step(counts)
+def test_a_sequence_begins_with_zeros_whatever_its_pages_hold(new: New, variant: str) -> None:
+    with using(variant):
+        serving = Serving(new(seed=6), [3, 40, 1, 2])
+        serving.view.buffer[serving.table[2:]] = 0x47
+        serving.step({0: 1, 1: 33, 2: 1, 3: 2})
+        serving.step({0: 1, 1: 1})
     check(serving)
 
 
@@ -182,22 +197,22 @@ def test_strong_decay_after_weak_loses_no_precision(new: New) -> None:
 
 @dataclass
 class Snapshot:
-    """A block that holds the state after the tokens of `sequence`."""
+    """The pages of the state after the tokens of `sequence`."""
 
     sequence: list[Tensor]
-    block: int
+    pages: Any
 
 
 class Rows(RuleBasedStateMachine):
-    """Requests that start, hit snapshots, are computed in steps like the scheduler's, and
-    finish."""
+    """Requests that start, begin with kept states, are computed in steps, and finish."""
 
     NUM_ROWS = 5
     new: ClassVar[New]
+    paging: ClassVar[Paging]
 
     def __init__(self) -> None:
         super().__init__()
-        self.serving = Serving(self.new(seed=10), [0] * self.NUM_ROWS)
+        self.serving = Serving(self.new(seed=10), [0] * self.NUM_ROWS, self.paging)
         self.wanted: list[Tensor | None] = [None] * self.NUM_ROWS
         self.snapshots: list[Snapshot] = []
 
@@ -209,12 +224,10 @@ class Rows(RuleBasedStateMachine):
         row = self.wanted.index(None)
         sequence = list(serving.layer.inputs(length))
         serving.computed[row] = 0
-        serving.table[row] = NOT_OURS
         if hits and self.snapshots:
             hit = data.draw(st.sampled_from(self.snapshots))
             sequence = [torch.cat(pair) for pair in zip(hit.sequence, sequence, strict=True)]
-            serving.computed[row] = num_hit = len(hit.sequence[0])
-            serving.table[row, num_hit // BLOCK_SIZE - 1] = hit.block
+            serving.begin_with(row, len(hit.sequence[0]), hit.pages)
         serving.sequences[row] = sequence
         self.wanted[row] = torch.stack(
             [serving.layer.recurrence(*scaled(sequence, scale))[0] for scale in SCALES]
@@ -222,73 +235,55 @@ class Rows(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        serving, scheduled = self.serving, {}
+        serving, scheduled, kept = self.serving, {}, {}
         for row, wanted in enumerate(self.wanted):
-            left = 0 if wanted is None else wanted.shape[1] - serving.computed[row]
-            count = data.draw(st.integers(0, left))
-            if count := aligned(serving.computed[row], count):
+            start = serving.computed[row]
+            left = 0 if wanted is None else wanted.shape[1] - start
+            if count := data.draw(st.integers(0, left)):
                 scheduled[row] = count
+            if count > 1:
+                ends = st.integers(start + 1, start + count)
+                kept[row] = sorted(data.draw(st.sets(ends, max_size=3)))
         if not scheduled:
             return
-        before = {row: serving.block(row) for row in scheduled if serving.computed[row]}
-        serving.step(scheduled)
+        serving.step(scheduled, kept)
         for row, count in scheduled.items():
-            end, block = serving.computed[row], serving.block(row)
+            end = serving.computed[row]
             assert_close(serving.outputs[row][-1], self.wanted[row][:, end - count : end])
-            if row in before and before[row] != block and not self.is_kept(before[row]):
-                self.release(before[row])
-            if end % BLOCK_SIZE == 0:
-                sequence = [of_token[:end] for of_token in serving.sequences[row]]
-                self.snapshots.append(Snapshot(sequence, block))
+        for (row, num_tokens), pages in serving.kept.items():
+            sequence = [of_token[:num_tokens] for of_token in serving.sequences[row]]
+            self.snapshots.append(Snapshot(sequence, pages))
+        serving.kept.clear()
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
+        serving = self.serving
         running = [row for row, wanted in enumerate(self.wanted) if wanted is not None]
         if not running:
             return
         row = data.draw(st.sampled_from(running))
-        block = self.serving.block(row) if self.serving.computed[row] else NOT_OURS
         self.wanted[row] = None
-        if block != NOT_OURS and not self.is_kept(block):
-            self.release(block)
+        serving.release(serving.table[row])
+        serving.table[row] = serving.allocate()
 
     @precondition(lambda self: len(self.snapshots) > 12)
     @rule()
     def evict(self) -> None:
         while len(self.snapshots) > 6:
-            block = self.snapshots.pop(0).block
-            if not self.is_kept(block):
-                self.release(block)
+            self.serving.release(self.snapshots.pop(0).pages)
 
-    def is_kept(self, block: int) -> bool:
-        """Whether a snapshot holds the block, or a row whose next step reads it."""
-        serving = self.serving
-        return any(snapshot.block == block for snapshot in self.snapshots) or any(
-            wanted is not None and serving.computed[row] and serving.block(row) == block
-            for row, wanted in enumerate(self.wanted)
-        )
-
-    def release(self, block: int) -> None:
-        for states in self.serving.view.states:
-            states[block] = float("nan")
-        self.serving.free.append(block)
-
-
-def aligned(num_computed: int, num_new: int) -> int:
-    """Whether a step ends in the block in which it begins, or at a block boundary: see
-    MambaManager."""
-    offset = num_computed % BLOCK_SIZE
-    if offset + num_new <= BLOCK_SIZE:
-        return num_new
-    return BLOCK_SIZE - offset if offset else num_new - num_new % BLOCK_SIZE
+    def teardown(self) -> None:
+        check_free_blocks(self.serving)
 
 
 class MambaRows(Rows):
     new = MambaLayer
+    paging = Paging(unit_bytes=16, num_pages=3)
 
 
 class DeltaRows(Rows):
     new = DeltaLayer
+    paging = Paging(unit_bytes=8, num_pages=5)
 
 
 SETTINGS = settings(max_examples=12, stateful_step_count=15, deadline=None)

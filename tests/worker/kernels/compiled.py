@@ -134,7 +134,7 @@ def compiling() -> Iterator[dict[str, Launch]]:
 
 SHOWN: Final = (
     "SIZE", "V_SIZE", "GROUP", "BLOCK_SIZE", "TILE_H", "TILE_Q", "TILE", "WINDOW", "CHUNK",
-    "HAS_TAIL", "BLOCK_M", "BLOCK_N", "BLOCK_K", "HAS_SEEN", "HAS_SHARED",
+    "UNIT", "HAS_TAIL", "BLOCK_M", "BLOCK_N", "BLOCK_K", "HAS_SEEN", "HAS_SHARED",
     "IS_FP8", "num_warps", "num_stages",
 )  # fmt: skip
 
@@ -326,38 +326,48 @@ def compile_heads_of_any_size() -> None:
         write_kv(k, k, *cache.unbind(2), slots, 1.0, 1.0, *nothing)
 
 
+def _placed(
+    shape: tuple[int, ...], unit_bytes: int
+) -> tuple[torch.Tensor, tuple[int, ...], list[int], int, int]:
+    """Three blocks of two units."""
+    buffer = torch.zeros(3, 2 * unit_bytes, dtype=torch.uint8)
+    return buffer, shape, [0, 1], unit_bytes, 2
+
+
 def compile_state_step() -> None:
     for dtype in DTYPES:
-        for num_heads, head_dim, num_groups, state_size in ((8, 64, 1, 128), (6, 20, 2, 12)):
+        for num_heads, head_dim, num_groups, state_size, unit_bytes in (
+            (8, 64, 1, 128, 16 << 10),
+            (6, 20, 2, 12, 64),
+        ):
             num_channels = num_heads * head_dim + 2 * num_groups * state_size
-            states = torch.zeros(3, 2, num_heads, head_dim, state_size)[:, 1]
-            kept = torch.zeros(3, 2, 3, num_channels, dtype=dtype)[:, 1]
+            placed = _placed((num_heads, head_dim, state_size), unit_bytes)
             weight, of_heads = torch.zeros(4, num_channels), torch.zeros(num_heads)
             ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
             for bias in (None, weight[0]):
                 state_step(
                     torch.zeros(2, num_channels, dtype=dtype),
                     torch.zeros(2, num_heads, dtype=dtype),
-                    *(states, kept, table, ints, ints, weight, bias, of_heads, of_heads, of_heads),
+                    *(*placed, table, ints, ints, weight, bias, of_heads, of_heads, of_heads),
                     num_groups,
-                    256,
                 )
 
 
 def compile_delta_step() -> None:
     for dtype in DTYPES:
-        for num_heads, num_key_heads, key_dim, value_dim in ((32, 16, 128, 128), (6, 2, 20, 12)):
+        for num_heads, num_key_heads, key_dim, value_dim, unit_bytes in (
+            (32, 16, 128, 128, 16 << 10),
+            (6, 2, 20, 12, 64),
+        ):
             num_channels = 2 * num_key_heads * key_dim + num_heads * value_dim
-            states = torch.zeros(3, 2, num_heads, key_dim, value_dim)[:, 1]
-            kept = torch.zeros(3, 2, 3, num_channels, dtype=dtype)[:, 1]
+            placed = _placed((num_heads, key_dim, value_dim), unit_bytes)
             weight, of_heads = torch.zeros(4, num_channels), torch.zeros(num_heads)
             ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
             gates = torch.zeros(2, num_heads, dtype=dtype)
             delta_step(
                 torch.zeros(2, num_channels, dtype=dtype),
-                *(gates, gates, states, kept, table, ints, ints, weight, of_heads, of_heads),
+                *(gates, gates, *placed, table, ints, ints, weight, of_heads, of_heads),
                 num_key_heads,
-                256,
                 1e-6,
             )
 
@@ -424,6 +434,7 @@ def main() -> None:
         for kernel in options.kernels or compilers:
             compilers[kernel]()
     check_attention(launches)
+    check_states(launches)
     print(*sorted(launches), sep="\n")
     if options.write and not options.kernels:
         record = {"inputs": digest_of_inputs(), "launches": sorted(launches)}
@@ -439,6 +450,17 @@ def check_attention(launches: dict[str, Launch]) -> None:
         assert re.search(r"cp\.async\.cg\.shared\.global .*, (0x10|16)", launch.ptx), launch
         has_large_tiles = re.search(r"TILE_Q=(64|128)|TILE_H=64", launch.sizes) is not None
         assert ("wgmma.mma_async" in launch.ptx) is has_large_tiles, launch
+
+
+def check_states(launches: dict[str, Launch]) -> None:
+    """Where a unit is several rows of a state, parts of a row are read and written 16 bytes at a
+    time, although their pages are looked up."""
+    for launch in launches.values():
+        if "step._update" in launch.name and "UNIT=4096" in launch.sizes:
+            num_reads, num_writes = (
+                len(re.findall(rf"{kind}\.global\.v4\.b32", launch.ptx)) for kind in ("ld", "st")
+            )
+            assert num_reads >= num_writes >= 4, launch
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 touch."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from longshore.worker.kernels.delta_step import DeltaWeights, delta_step, reference
 from longshore.worker.kernels.operators import num_launches
+from tests.worker.kernels.placed_states import ANY_LENGTHS, LAYER, PlacedStates
 from tests.worker.kernels.variants import in_triton
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 16
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -23,83 +22,77 @@ class Shape:
     key_dim: int = 5
     value_dim: int = 17
     conv_width: int = 4
+    unit_bytes: int = 16
+    num_pages: int = 7
 
     @property
     def num_channels(self) -> int:
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
 
-def arguments(shape: Shape, lens: list[int], dtype: torch.dtype) -> Any:
-    """Inputs of `delta_step`. Blocks that no sequence reads are NaN; the null block is zeros. The
-    tensors of the step are parts of wider ones."""
+def run(
+    shape: Shape, lens: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, PlacedStates]:
+    """The outputs, those of float64, and the states after both. The tensors of the step are parts
+    of wider ones."""
     generator = torch.Generator().manual_seed(len(lens))
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator).to(device)
 
     n, channels = len(lens), shape.num_channels
-    sizes = (shape.num_heads, shape.key_dim, shape.value_dim)
-    states = torch.full((NUM_BLOCKS, 2, *sizes), float("nan"))[:, 1]
-    kept = torch.full((NUM_BLOCKS, 2, shape.conv_width - 1, channels), float("nan")).to(dtype)[:, 1]
-    states[0], kept[0] = 0, 0
-    table = torch.zeros((n, 4), dtype=torch.int32)
-    for row, length in enumerate(lens):
-        for column in {max(length - 2, 0) // BLOCK_SIZE, max(length - 1, 0) // BLOCK_SIZE}:
-            table[row, column] = 1 + 2 * row + column % 2
-        if length > 1:
-            read = table[row, (length - 2) // BLOCK_SIZE]
-            states[read] = normal(*sizes)
-            kept[read] = normal(*kept.shape[1:]).to(dtype)
-    rows = torch.randperm(n, generator=generator)
     weights = DeltaWeights(
         conv_weight=normal(shape.conv_width, channels),
         decay=-normal(shape.num_heads).exp(),
         dt_bias=8 * normal(shape.num_heads),
     )
+    states = PlacedStates(
+        ((shape.num_heads, shape.key_dim, shape.value_dim), (shape.conv_width - 1, channels)),
+        lens,
+        dtype,
+        unit_bytes=shape.unit_bytes,
+        num_pages=shape.num_pages,
+        device=device,
+    )
     inputs = normal(n, channels + 3).to(dtype)[:, :channels]
     dt, beta = (normal(n, shape.num_heads + 1).to(dtype)[:, 1:] for _ in range(2))
-    places = (table, rows, torch.tensor(lens, dtype=torch.int64)[rows])
-    return (inputs, dt, 8 * beta, states, kept, *places), weights
-
-
-def check(shape: Shape, lens: list[int], dtype: torch.dtype) -> None:
-    (inputs, dt, beta, states, kept, *places), weights = arguments(shape, lens, dtype)
-    exact_states, exact_kept = states.double(), kept.clone()
-    settings = {"num_key_heads": shape.num_key_heads, "block_size": BLOCK_SIZE}
+    tokens, keys = (inputs, dt, 8 * beta), {"num_key_heads": shape.num_key_heads}
     exact = DeltaWeights(*(each.double() for each in weights))
-    wanted = reference(inputs, dt, beta, exact_states, exact_kept, *places, exact, **settings)
+    wanted = reference(*tokens, states.exact, LAYER, *states.of_kernel, exact, **keys)
+    got = delta_step(*tokens, states.pages, LAYER, *states.of_kernel, weights, **keys)
+    return got, wanted, states
+
+
+def check(shape: Shape, lens: tuple[int, ...], dtype: torch.dtype) -> None:
     with in_triton():
-        got = delta_step(inputs, dt, beta, states, kept, *places, weights, **settings)
+        got, wanted, states = run(shape, lens, dtype)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
-    assert torch.equal(kept.isnan(), exact_kept.isnan())
-    assert torch.equal(kept.nan_to_num(), exact_kept.nan_to_num())
-    torch.testing.assert_close(
-        states.double(), exact_states, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
+    states.check(tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_sequences_of_any_length_advance_by_one_token(dtype: torch.dtype) -> None:
-    """Some read and write the same block, some another one, and that of length 0 none."""
-    check(Shape(num_heads=2), [0, 1, 2, 4, 5, 13], dtype)
+    check(Shape(num_heads=2), ANY_LENGTHS, dtype)
 
 
 @pytest.mark.parametrize("shape", [
-    Shape(num_heads=3, num_key_heads=3, key_dim=1, value_dim=2, conv_width=5),
-    Shape(num_heads=4, num_key_heads=1, key_dim=16, value_dim=16, conv_width=2),
+    Shape(num_heads=3, num_key_heads=3, key_dim=1, value_dim=2, conv_width=5, unit_bytes=8),
+    Shape(num_heads=4, num_key_heads=1, key_dim=16, value_dim=16, conv_width=2, unit_bytes=64,
+          num_pages=1),
     Shape(num_heads=3, num_key_heads=1, key_dim=33, value_dim=50, conv_width=3),
+    Shape(num_heads=2, num_key_heads=1, key_dim=20, value_dim=12, unit_bytes=64, num_pages=13),
+    Shape(num_heads=2, num_key_heads=1, key_dim=20, value_dim=32, unit_bytes=512, num_pages=20),
+    Shape(num_heads=2, num_key_heads=2, key_dim=8, value_dim=64, unit_bytes=2048, num_pages=5),
 ], ids=str)  # fmt: skip
-def test_sizes_cross_every_border_of_a_program(shape: Shape) -> None:
-    check(shape, [1, 2, 5, 0], torch.float32)
+def test_sizes_cross_every_border_of_a_program_a_unit_and_a_page(shape: Shape) -> None:
+    """Units are parts of a row of a state, one, several, or a whole head."""
+    check(shape, (1, 2, 5, 0, 3), torch.float32)
 
 
 def test_a_step_without_sequences_launches_nothing() -> None:
-    (*tensors, table, rows, lens), weights = arguments(Shape(), [], torch.float32)
     with in_triton():
-        out = delta_step(
-            *tensors, table, rows, lens, weights, num_key_heads=2, block_size=BLOCK_SIZE
-        )
+        out, *_ = run(Shape(), (), torch.float32)
     assert out.shape == (0, 6 * 17)
 
 

@@ -18,13 +18,14 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
     LongestRequest,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kv_cache import buffer as kv_cache
 from longshore.worker.kv_cache.fp8 import Fp8Layers, KVScales
+from longshore.worker.kv_cache.state_pages import StatePages
 from longshore.worker.worker import Worker
 from tests.worker.caches import attention_group
 
@@ -226,7 +227,7 @@ WINDOW = SlidingWindowSpec(
     block_size=32, num_kv_heads=1, head_size=4, dtype_bytes=2, sliding_window=40
 )
 LATENT = MLAAttentionSpec(block_size=16, head_size=10, dtype_bytes=2)
-STATE = MambaSpec(16, shapes=((2, 3), (5,)), dtype_bytes=(4, 2), padded_size_bytes=40)
+STATE = StateSpec(block_size=16, shapes=((2, 3), (5, 1)), dtype_bytes=(4, 2), num_pages=2)
 CUSTOM = CustomSpec(16, page_size_bytes=24, manager="package.module:Class")
 
 
@@ -252,10 +253,11 @@ def test_every_group_has_its_own_view_of_the_same_blocks() -> None:
     assert window.planes[3].is_contiguous()
     assert latent.latents.shape == (5, 2, 16, 10)
     assert (latent.num_layers, latent.block_size, latent.head_size) == (2, 16, 10)
-    assert [tensor.shape for tensor in state.states] == [(5, 2, 2, 3), (5, 2, 5)]
-    assert [tensor.dtype for tensor in state.states] == [torch.float32, torch.float16]
+    assert isinstance(state, StatePages)
+    assert state.dtypes == (torch.float32, torch.float16)
+    assert state.buffer.data_ptr() == cache.buffer.data_ptr()
     assert custom.pages.shape == (5, 1, 24)
-    tensors = [full.planes, window.planes, latent.latents, *state.states, custom.pages]
+    tensors = [full.planes, window.planes, latent.latents, custom.pages]
     for tensor in tensors:
         assert tensor.stride(0) * tensor.element_size() == cache.block_size_bytes
         before = cache.buffer.clone()
@@ -274,8 +276,8 @@ def test_the_parts_of_a_block_that_layers_have_do_not_overlap() -> None:
                 parts = [view.planes.transpose(1, 2)]
             case kv_cache.PagedLatents():
                 parts = [view.latents]
-            case kv_cache.PagedStates():
-                parts = list(view.states)
+            case StatePages():
+                continue  # see test_state_pages
             case kv_cache.PagedBytes():
                 parts = [view.pages]
         num_bytes = 0

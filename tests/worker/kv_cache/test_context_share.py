@@ -13,9 +13,9 @@ from longshore.protocol.kv_cache_spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    StateSpec,
 )
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
@@ -188,7 +188,7 @@ def test_ranks_that_fit_are_accepted() -> None:
         SlidingWindowSpec(16, 1, 8, 2, sliding_window=4),
         FullAttentionSpec(16, 1, 8, 2, sliding_window=4),
         FullAttentionSpec(16, 1, 8, 2, attention_chunk_size=4),
-        MambaSpec(16, shapes=((2, 2),), dtype_bytes=(4,)),
+        StateSpec(block_size=16, shapes=((2, 2),), dtype_bytes=(4,)),
         CrossAttentionSpec(16, 1, 8, 2, max_encoder_tokens=4),
     ],
 )

@@ -34,9 +34,9 @@ sequence's tokens and the whole vocabulary, and at most."""
 KEPT = ["Llama", "Qwen2", "Qwen3, alternating", "Phi-3, windowed", "Gemma 2", "Gemma 3", "OLMo 2"]
 NOT_KEPT = {
     "DeepSeek-V2": "MLAAttentionSpec",
-    "Mamba 2": "MambaSpec",
-    "Bamba": "MambaSpec",
-    "Qwen3.5": "MambaSpec",
+    "Mamba 2": "StateSpec",
+    "Bamba": "StateSpec",
+    "Qwen3.5": "StateSpec",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, StateSpec
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.families import read_model_config
@@ -35,20 +35,13 @@ def test_a_state_is_float32_and_the_convolution_keeps_the_models_dtype(tmp_path:
     config = read(tmp_path, "Mamba2", conv_kernel=3)
     spec = config.cache_spec(0, CacheSizes(block_size=32, dtype_bytes=2))
     channels = 8 * 16 + 2 * 2 * 16
-    assert spec == MambaSpec(
+    assert spec == StateSpec(
         block_size=32,
         shapes=((8, 16, 16), (2, channels)),
         dtype_bytes=(4, 2),
-        padded_size_bytes=4 * 8 * 16 * 16 + 2 * 2 * channels,
+        channels=(("head", 16), ("group", 16), ("group", 16)),
     )
-
-
-def test_what_a_layer_keeps_ends_where_the_next_state_can_begin(tmp_path: Path) -> None:
-    config = read(tmp_path, "Mamba2", hidden_size=9, num_heads=3, head_dim=3, n_groups=3,
-                  state_size=1, conv_kernel=2)  # fmt: skip
-    spec = config.cache_spec(0, CacheSizes(block_size=16, dtype_bytes=2))
-    assert spec.state_size_bytes == 4 * 3 * 3 + 2 * (9 + 6) == 66
-    assert spec.page_size_bytes == 68
+    assert spec.num_groups == 2
 
 
 def test_shards_cut_heads_and_groups_or_copy_a_group(tmp_path: Path) -> None:
@@ -126,13 +119,13 @@ def test_layers_are_of_the_kind_that_the_file_says(tmp_path: Path) -> None:
     def kinds(config: Any) -> list[type]:
         return [type(spec) for spec in config.cache_specs(sizes).values()]
 
-    wanted = [MambaSpec, FullAttentionSpec, MambaSpec, MambaSpec]
+    wanted = [StateSpec, FullAttentionSpec, StateSpec, StateSpec]
     assert kinds(read(tmp_path, "Bamba", attn_layer_indices=[1])) == wanted
     for mamba, attention in (("mamba", "attention"), ("linear_attention", "full_attention")):
         types = [mamba, attention, mamba, mamba]
         assert kinds(read(tmp_path, "GraniteMoeHybrid", layer_types=types)) == wanted
     old = read(tmp_path, "GraniteMoeHybrid", layers_block_type=["mamba"] * 3 + ["attention"])
-    assert kinds(old) == [MambaSpec] * 3 + [FullAttentionSpec]
+    assert kinds(old) == [StateSpec] * 3 + [FullAttentionSpec]
 
 
 def test_states_do_not_limit_the_length_of_a_request(tmp_path: Path) -> None:

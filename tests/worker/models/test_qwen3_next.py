@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, StateSpec
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.families import read_model_config
@@ -176,11 +176,11 @@ def test_a_published_file_of_qwen3_next(tmp_path: Path) -> None:
     assert config.max_supported_len == 262_144
     specs = config.cache_specs(SIZES)
     assert isinstance(specs["model.layers.3"], FullAttentionSpec)
-    assert specs["model.layers.4"] == MambaSpec(
+    assert specs["model.layers.4"] == StateSpec(
         block_size=16,
         shapes=((32, 128, 128), (3, 8192)),
         dtype_bytes=(4, 2),
-        padded_size_bytes=4 * 32 * 128 * 128 + 2 * 3 * 8192,
+        channels=(("group", 128), ("group", 128), ("head", 128)),
     )
     shapes = config.tensor_shapes()
     assert shapes["model.layers.0.linear_attn.in_proj_qkvz.weight"] == (12_288, 2048)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from longshore.connectors.base import FinishAction, RequestView
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.kv_cache_spec import KVCacheSpec, KVCapacity, MambaSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, KVCapacity, StateSpec
 from longshore.protocol.outputs import FinishReason
 from tests.connectors.pull.test_scheduler_half import half_of
 from tests.deploy.gateway.engines.test_split_requests import Split
@@ -57,7 +57,7 @@ def is_sent(capacity: KVCapacity, prompt: list[int]) -> bool:
 
 GROUPS: dict[str, list[KVCacheSpec]] = {
     "full": [full()],
-    "hybrid": [full(), state(8), state(8)],
+    "hybrid": [full(), state(5)],
     "windows": [full(), window(9), window(9)],
 }
 
@@ -86,16 +86,18 @@ specs = st.lists(
         st.builds(latent, st.sampled_from([4, 8])),
         st.builds(window, st.integers(1, 20), st.sampled_from([2, 4, 8])),
         st.builds(chunked, st.integers(1, 20), st.sampled_from([2, 4, 8])),
-        st.builds(state, st.sampled_from([4, 8])),
     ),
     min_size=1,
     max_size=4,
+)
+with_state = st.builds(
+    lambda others, num_pages: [*others, state(num_pages, 2)], specs, st.integers(1, 4)
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    specs,
+    st.one_of(specs, with_state),
     st.floats(0.05, 0.5),
     st.lists(st.tuples(st.integers(1, MAX_PROMPT), st.integers(0, 2)), min_size=1, max_size=5),
     st.fixed_dictionaries(
@@ -115,7 +117,7 @@ def test_whatever_groups_there_are_a_prompt_that_is_sent_is_offered(
 ) -> None:
     """Prompts of the same kind share their prefixes. A prompt that needs all blocks of its length
     is offered only if it is sent."""
-    if any(isinstance(spec, MambaSpec) for spec in groups):
+    if any(isinstance(spec, StateSpec) for spec in groups):
         engine |= {"num_lookahead_tokens": 0}
     connector = Offers(groups, share)
     cache = {"hash_block_size": 2}
