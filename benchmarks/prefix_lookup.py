@@ -98,9 +98,12 @@ class Cache:
         self.samples_us: dict[str, list[float]] = {part: [] for part in PARTS}
         request, num_cached = request_of(token_ids), self.num_tokens - 1
         computed = self._manager.get_computed_blocks(request)
-        # Up to the block boundary first, because a state is kept where a step ends.
         assert self._manager.start(0, self._manager.demand(computed, num_cached))
         self._manager.full_blocks.cache_row(0, request, token_ids, num_cached)
+        if (kept := self._manager.kept_states) is not None:
+            pages = kept.keep(request.block_hashes[-1], num_cached, generation=1, step=1)
+            assert pages is not None
+            self._manager.pool.free_blocks(pages)
         assert self._manager.grow_row(0, self.num_tokens) is not None
         self._manager.free(0)
 

@@ -60,7 +60,6 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AddRequest
-from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Encoder, Frame
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
@@ -144,9 +143,6 @@ class Load:
         self._messages: Encoder[ToClient] = Encoder()
         self._unanswered: deque[SchedulerOutput] = deque()
         self._num_samples: deque[int] = deque()  # of each unanswered plan
-        # With a state group, prompts are cut at block boundaries, so some rows sample nothing.
-        cuts_prompts = STATE in [group.spec for group in kv_cache.groups]
-        self._follower = PlanFollower(RowTable(num_running), epoch=1) if cuts_prompts else None
         self._tokens = np.random.default_rng(1).integers(
             3, workload.VOCAB_SIZE, 2 * num_running, np.int32
         )
@@ -166,12 +162,6 @@ class Load:
 
     def _later(self, messages: list[AddRequest]) -> Iterator[AddRequest]:
         return iter(messages)
-
-    def _num_sampled(self, plan: SchedulerOutput) -> int:
-        if self._follower is None:
-            return num_sampled(plan)
-        num_scheduled = self._follower.apply(plan)
-        return int(np.count_nonzero(self._follower.rows.samples(num_scheduled)))
 
     def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """The answer to the oldest plan. Call it once per plan."""
@@ -213,7 +203,7 @@ class Load:
         planned = time.perf_counter_ns()
         self.plan_bytes.append(sum(map(len, frames)))
         self.num_preempted += len(unanswered[-1].preempted_rows) if frames else 0
-        self._num_samples += map(self._num_sampled, islice(unanswered, num_known, None))
+        self._num_samples += map(num_sampled, islice(unanswered, num_known, None))
         output = self._answer(unanswered.popleft())
         reports = self._end_stores()
         answering = time.perf_counter_ns()
