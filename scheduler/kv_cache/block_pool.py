@@ -267,7 +267,7 @@ class BlockPool:
 
     def cached_in(self, group: int) -> Callable[[bytes], bool]:
         """Tells of a hash whether some block of the group has it."""
-        return self._prefixes[group].__contains__
+        return self._prefixes[group].contains
 
     def uncache_blocks(self, block_ids: BlockIds) -> None:
         """Remove these blocks from the prefix cache; others with the same hashes stay."""

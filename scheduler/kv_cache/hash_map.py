@@ -5,7 +5,7 @@ They are not merged, because ids in block tables never change. One dict has the 
 cached first, which is nearly always the only one; a second, small dict has the others in order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class BlockHashMap:
@@ -21,6 +21,11 @@ class BlockHashMap:
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._first
+
+    @property
+    def contains(self) -> Callable[[bytes], bool]:
+        """`in`, for many hashes; valid until the next call."""
+        return self._first.__contains__
 
     def get_one_block(self, block_hash: bytes) -> int | None:
         """The block with this hash that was cached first."""
