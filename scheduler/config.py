@@ -330,14 +330,10 @@ class CacheConfig(CacheSettings):
 
 
 def check_states(config: SchedulerConfig, specs: Iterable[KVCacheSpec]) -> None:
-    """Raise ConfigError for settings that a model with states does not support, and for several
-    groups with states."""
-    num_groups = sum(isinstance(spec, StateSpec) for spec in specs)
-    if num_groups == 0:
-        return
-    if num_groups > 1:
-        raise ConfigError(f"{num_groups} KV cache groups have states; a model can have one")
-    if config.num_speculative_tokens or config.num_lookahead_tokens:
+    """Raise ConfigError for settings that a model with states does not support. specs: of its
+    layers or groups."""
+    has_states = any(isinstance(spec, StateSpec) for spec in specs)
+    if has_states and (config.num_speculative_tokens or config.num_lookahead_tokens):
         raise ConfigError(
             "this model keeps states and cannot run with num_speculative_tokens: a state cannot be "
             "rewound after a rejected draft"

@@ -267,9 +267,11 @@ def make_coordinator(
     max_num_seqs: int,
     longest: LongestRequest,
 ) -> KVCacheCoordinator:
-    """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager
-    or a block does not consist of whole hash blocks."""
+    """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager,
+    a block does not consist of whole hash blocks, or several groups have states."""
     classes = [manager_class(group.spec) for group in kv_cache.groups]
+    if classes.count(StateManager) > 1:
+        raise ConfigError("several KV cache groups have states; a model can have one such group")
     alignment = math.lcm(
         *(
             of_all_ranks(group.spec, longest.context_parallel_size).block_size

@@ -25,7 +25,7 @@ from longshore.scheduler.kv_cache.coordinator import (
     UnitaryCoordinator,
     make_coordinator,
 )
-from tests.harness.kv_groups import chunked, first_seen, latent, window
+from tests.harness.kv_groups import chunked, first_seen, latent, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 CROSS = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=16)
@@ -139,6 +139,11 @@ def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
         length = max(length - 8, 0)
     expected = [tables[0][: length // 4], tables[1][: length // 8], tables[2][: length // 4]]
     assert found(coordinator, max_tokens) == (expected, length)
+
+
+def test_several_groups_with_states_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="several KV cache groups have states"):
+        make(full(), state(), state())
 
 
 @pytest.mark.req("HSH-08")
