@@ -182,6 +182,9 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 NO_TENANT: Final = Tenant()
 
 
+MAX_TURN_ENDS: Final = 2
+
+
 class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What a request asks for beside its prompt, its sampling and its place among other requests.
     It travels whole, from what reads a client's request to the scheduler's `Request`.
@@ -190,6 +193,9 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     tenant:            whose request it is, for the fair policy and for cache hints.
     cache_salt:        only requests with the same salt share prefix blocks.
     cache_hint:        how long its KV is worth keeping.
+    turn_ends:         numbers of leading prompt tokens with which later requests are expected to
+                       begin: those that the next turns of a chat repeat. Only models with states
+                       need them. Empty: all of the prompt.
     no_store:          its KV is not stored by a connector, and is cached only until it ends, for
                        other such requests of its salt.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
@@ -211,6 +217,7 @@ class RequestOptions(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     tenant: Tenant = NO_TENANT
     cache_salt: str | None = None
     cache_hint: CacheHint | None = None
+    turn_ends: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TURN_ENDS)] = ()
     no_store: bool = False
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None

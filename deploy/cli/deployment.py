@@ -373,6 +373,7 @@ class Deployment:
             embedding=model.embedding,
             classifier=model.classifier,
             audio=model.audio,
+            keeps_states=plan.keeps_states,
             routing=self._routing(place),
             settings=part_of(GatewaySettings, options),
         )

@@ -28,6 +28,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     embedding:      how the model pools embeddings; None: it has none.
     classifier:     labels of a model for sequence classification; None: it is another one.
     audio:          audio input of a speech model; None: the model takes text.
+    keeps_states:   layers have recurrent states, of which some are kept for later requests.
     routing:        which engine gets a prompt.
     settings:       what users have set for this model.
     """
@@ -46,6 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     embedding: EmbeddingModel | None = None
     classifier: ClassifierModel | None = None
     audio: AudioInput | None = None
+    keeps_states: bool = False
     routing: RoutingConfig = RoutingConfig()
     settings: GatewaySettings = GatewaySettings()
 

@@ -164,6 +164,7 @@ class ServedModel:
             eos_token_ids=model.eos_token_ids,
             nonces=PromptNonces(settings.prompt_nonces or ()),
             template_variables=settings.template_variables,
+            keeps_states=model.keeps_states,
         )
         routing = model.routing
         by_session = routing.routing_policy == "session_affinity"

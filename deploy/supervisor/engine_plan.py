@@ -43,6 +43,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     LongestRequest,
+    StateSpec,
     check_holds_one_request,
     num_blocks_needed,
 )
@@ -87,6 +88,7 @@ class EnginePlan:
     state_dir:         the directory that outlives the deployment.
     connector_options: options of the connector, parsed; they can contain secrets.
     ec_transfer: the encoder connector, with its options, likewise; None: there is none.
+    keeps_states: layers of the model have recurrent states.
     """
 
     options: EngineOptions
@@ -99,6 +101,7 @@ class EnginePlan:
     state_dir: Path
     connector_options: dict[str, Any] = field(repr=False)
     ec_transfer: ECTransferConfig | None = field(repr=False)
+    keeps_states: bool = False
 
     @cached_property
     def weights(self) -> StoredWeights:
@@ -201,6 +204,7 @@ def plan_engine(
         state_dir=state_dir.path.absolute(),
         connector_options=connector_options,
         ec_transfer=ec_transfer,
+        keeps_states=any(isinstance(spec, StateSpec) for spec in specs.values()),
     )
     _check_connector_fits(plan, _groups(options, specs, scheduler.max_model_len))
     return plan

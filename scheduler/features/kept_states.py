@@ -2,9 +2,9 @@
 
 A request begins with a cached prefix only where the state after it is kept, and a state is as large
 as the KV of a thousand tokens or more. So only states are kept that another request is likely to
-begin with: at the end of the prompt, where the next turn of a conversation goes on; at the ends of
-the prefixes that the request names in its cache hint; and where its prefix stops being that of an
-earlier request (the junction of Marconi, Pan et al., 2024), which others may share, too.
+begin with: at the end of the prompt, or where the next turns of a chat depart from it; at the ends
+of the prefixes that the request names in its cache hint; and where its prefix stops being that of
+an earlier request (the junction of Marconi, Pan et al., 2024), which others may share, too.
 """
 
 from collections import deque
@@ -45,11 +45,13 @@ class PromptStates(SchedulerFeature):
 
     def _choose(self, request: Request, num_computed: int) -> list[int]:
         end = len(request.token_ids) - 1  # a token is computed to sample from
+        turn_ends = request.options.turn_ends or (end,)
         hint = request.options.cache_hint
         prefixes = () if hint is None else [prefix.num_tokens for prefix in hint.prefixes]
         junction = self._kv_cache.find_junction(request)
         border = self._kv_cache.state_border
-        ends = {each - each % border for each in (end, junction, *prefixes) if each <= end}
+        given = (each for each in (*turn_ends, junction, *prefixes) if each <= end)
+        ends = {each - each % border for each in given}
         return sorted(each for each in ends if each > num_computed)[-MAX_KEPT:]
 
     def vacated(self, request: Request, blocks: HeldBlocks | None) -> None:

@@ -56,7 +56,10 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             num_samples=request.num_samples,
             stops=service.prompts.stops(request),
             shown_special_token_ids=shown_special_token_ids(parsing, service.tokenizer),
-            options=RequestOptions(structured_output=await _constraint(service, request, prompt)),
+            options=RequestOptions(
+                structured_output=await _constraint(service, request, prompt),
+                turn_ends=await service.prompts.turn_ends(request, prompt),
+            ),
             num_echoed_characters=len(echoed_text(request)),
             num_returned_prompt_ids=len(prompt) if request.return_token_ids else 0,
         )

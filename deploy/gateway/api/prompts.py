@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -32,6 +32,8 @@ from longshore.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
 
+_NEXT_TURN: Final = (ChatMessage("assistant", "An answer."), ChatMessage("user", "A question."))
+
 
 class PromptReader(PromptEncoder):
     """Also reads request bodies. Raises RequestError naming the parameter.
@@ -39,6 +41,7 @@ class PromptReader(PromptEncoder):
     defaults: the model's defaults for parameters that a request omits.
     nonces:   parts of chats that change with every request.
     template_variables: of the chat template, for requests that do not set them.
+    keeps_states: the model needs `turn_ends`.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PromptReader(PromptEncoder):
         eos_token_ids: Sequence[int] = (),
         nonces: PromptNonces | None = None,
         template_variables: Mapping[str, Any] = MappingProxyType({}),
+        keeps_states: bool = False,
     ) -> None:
         super().__init__(tokenizer, vocab_size=vocab_size, max_model_len=max_model_len)
         self.defaults = defaults
@@ -58,6 +62,7 @@ class PromptReader(PromptEncoder):
         self.chat_renderer = ChatRenderer()
         self._nonces = PromptNonces() if nonces is None else nonces
         self._template_variables = template_variables
+        self._keeps_states = keeps_states
 
     async def prompts(
         self,
@@ -116,6 +121,32 @@ class PromptReader(PromptEncoder):
         )
         encode = partial(self.encoded, text, form, "the prompt", param="messages")
         return await self.off_loop_if_long(encode, len(text))
+
+    async def turn_ends(self, request: ChatRequest, prompt: TokenIds) -> tuple[int, ...]:
+        """See RequestOptions: where the prompts of next turns depart from this one, as far as the
+        template tells. It may drop the reasoning of former turns once a user writes, and what it
+        ends a prompt with, for the answer to begin, is in no other prompt."""
+        if not (self._keeps_states and request.messages) or request.continue_final_message:
+            return ()
+        text = await self.chat_text(request.messages, request)
+        unanswered = msgspec.structs.replace(request, add_generation_prompt=False)
+        ends = []
+        for messages, form in (
+            ([*request.messages, *_NEXT_TURN], request),
+            (request.messages, unanswered),
+        ):
+            try:
+                other = await self.chat_text(messages, form)
+            except RequestError:  # for example of a template that demands roles in turn
+                continue
+            rest = text[num_common(text, other) :]
+            count = partial(self._num_tokens, rest)
+            ends.append(len(prompt) - await self.off_loop_if_long(count, len(rest)))
+        return tuple(sorted({end for end in ends if end > 0}))
+
+    def _num_tokens(self, text: str) -> int:
+        """Number of tokens of the end of a prompt, or somewhat more: tokens may cross its start."""
+        return len(self.tokenizer_for("messages").encode_rendered(text)) + 1 if text else 0
 
     async def chat_text(self, messages: Sequence[ChatMessage], request: ReasonedChat) -> str:
         """The chat as text, rendered with the request's options. The response names an effort that
@@ -246,3 +277,15 @@ def _invalid_setting(problem: str) -> RequestError:
     if "bad word" in problem:
         return invalid(f"bad_words: {problem}", param="bad_words")
     return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
+
+
+def num_common(one: str, other: str) -> int:
+    """The number of leading characters that two texts have in common."""
+    first, last = 0, min(len(one), len(other))
+    while first < last:
+        middle = (first + last + 1) // 2
+        if one[first:middle] == other[first:middle]:
+            first = middle
+        else:
+            last = middle - 1
+    return first

@@ -279,6 +279,17 @@ def test_states_are_kept_at_the_prefixes_that_a_request_names() -> None:
     assert driver.finished[other].num_cached_tokens == 16
 
 
+@pytest.mark.req("SCH-24")
+def test_states_are_kept_where_the_next_turns_depart_instead_of_at_the_end() -> None:
+    driver = Driver(full(), state())
+    driver.add("first", prompt_of(30), max_tokens=1, turn_ends=(13, 26))
+    driver.run()
+    assert kept(driver) == [12, 24]
+    driver.add("beyond", prompt_of(30, 50), max_tokens=1, turn_ends=(99,))
+    driver.run()
+    assert kept(driver) == [12, 24], "no such token"
+
+
 def test_a_state_of_which_a_page_was_evicted_is_not_found() -> None:
     driver = Driver(full(), state())
     driver.add("first", prompt_of(22), max_tokens=1)
