@@ -107,6 +107,10 @@ class HastyWorker(ExampleWorker):
         self._begun += [load.request_id for load in metadata.loads]
         self._wake()
 
+    def _load(self, load: Load) -> None:
+        time.sleep(0.02)
+        super()._load(load)
+
     def get_finished(self, finished_request_ids: Sequence[str]) -> FinishedTransfers:
         super().get_finished(finished_request_ids)
         received, self._begun = self._begun, []
