@@ -10,6 +10,7 @@ import pytest
 from longshore import LLM, SamplingParams
 from longshore.deploy.cli.cache_plan import plan
 from longshore.deploy.cli.client_options import CachePlanOptions
+from longshore.protocol.kv_cache_spec import StateSpec
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.kv_cache.report import kind_of
@@ -211,8 +212,13 @@ def assert_planned_as_allocated(
     assert 0 <= num_bytes - report.size_bytes < report.block_bytes
     num_cached = sum(group.num_layers for group in report.groups)
     assert num_cached == caches_per_layer * worker.model_config.num_layers
-    for group in report.groups:
-        assert group.num_layers * group.layer_bytes + group.padding_bytes == report.block_bytes
+    for group, allocated in zip(report.groups, cache.groups, strict=True):
+        assert allocated.block_size_bytes + group.padding_bytes == report.block_bytes
+        rest = allocated.block_size_bytes - group.num_layers * group.layer_bytes
+        if isinstance(allocated.spec, StateSpec):  # on average over its pages, of whole units
+            assert 0 <= rest < allocated.spec.unit_bytes
+        else:
+            assert rest == 0
     usable = report.num_blocks - report.num_reserved_blocks
     needed = sum(group.max_blocks for group in report.groups)
     assert report.max_concurrency == usable / needed

@@ -132,6 +132,7 @@ class HybridMachine(RuleBasedStateMachine):
         for page in pages or ():
             self.write(group, page, request, end)
         if pages:
+            self.manager.full_blocks.record_state(request, end, pages, block_hash, self.step)
             self.manager.pool.free_blocks(pages, self.step)
             assert kept.has(block_hash)
 
