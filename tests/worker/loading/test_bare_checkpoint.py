@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from longshore.deploy.model.folder import read_model_folder
 from longshore.protocol.handshake import Feature
+from longshore.protocol.kv_cache_spec import StateSpec
 from longshore.protocol.requests import PoolingParams
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
@@ -39,7 +40,9 @@ def open_worker(path: Path) -> Worker:
 
 def vector_of(path: Path) -> Any:
     with open_worker(path) as worker:
-        block_size = worker.kv_cache.groups[0].spec.block_size
+        spec = worker.kv_cache.groups[0].spec
+        # A state of one page is one block, whatever the number of tokens.
+        block_size = len(PROMPT) if isinstance(spec, StateSpec) else spec.block_size
         plans = Planner(num_blocks=100, block_size=block_size)
         entry = Entry(0, PROMPT, pooling=PoolingParams(normalize=False))
         return worker.start().execute(plans.plan({0: 40}, added=[entry])).pooled[0]
