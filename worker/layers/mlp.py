@@ -28,6 +28,7 @@ class GatedMLP:
     """The gated MLP. Gate and up projections are one product.
 
     gate_up_names: checkpoint names of gate and up, or of the tensor that stacks them.
+    down_name:     checkpoint name of the third projection.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class GatedMLP:
         placement: Placement,
         *,
         gate_up_names: Sequence[str] = SPLIT_GATE_UP,
+        down_name: str = "down_proj",
     ) -> None:
         size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         half = Columns(width, placement.parallel.share(width))
-        self._gate_up_names = gate_up_names
+        self._gate_up_names, self._down_name = gate_up_names, down_name
         self._gate = Gate(activation=config.activation)
         self.gate_up = ColumnParallelLinear(size, (half, half), bias=bias, placement=placement)
         self.down = RowParallelLinear(width, size, bias=bias, placement=placement)
@@ -51,7 +53,7 @@ class GatedMLP:
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
             **self.gate_up.checkpoint_tensors([f"{name}.{part}" for part in self._gate_up_names]),
-            **self.down.checkpoint_tensors(f"{name}.down_proj"),
+            **self.down.checkpoint_tensors(f"{name}.{self._down_name}"),
         }
 
 

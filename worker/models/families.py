@@ -34,6 +34,7 @@ from longshore.worker.models.gemma3_config import Gemma3Config, Gemma3ImagesConf
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
 from longshore.worker.models.json_fields import MAX_COUNT, JsonFields, read_json_object
+from longshore.worker.models.lfm2_config import Lfm2Config, Lfm2MoeConfig
 from longshore.worker.models.llama4_config import Llama4Config
 from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mamba2_config import Mamba2Config
@@ -63,6 +64,8 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Gemma3ForConditionalGeneration": Gemma3ImagesConfig,
     "GptOssForCausalLM": GptOssConfig,
     "GraniteMoeHybridForCausalLM": GraniteHybridConfig,
+    "Lfm2ForCausalLM": Lfm2Config,
+    "Lfm2MoeForCausalLM": Lfm2MoeConfig,
     "Llama4ForCausalLM": Llama4Config,
     "LlamaForCausalLM": LlamaConfig,
     "Mamba2ForCausalLM": Mamba2Config,

@@ -220,6 +220,20 @@ CASES: Final = (
         **DELTA, **SHARED_MIXTURE, "head_dim": 32, "linear_num_key_heads": 1,
         "num_hidden_layers": 3, "num_key_value_heads": 1,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"]}),
+    Case("LFM2", "Lfm2", {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    Case("LFM2, biased, wide convolutions, untied", "Lfm2", {
+        "num_hidden_layers": 4, "full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 5,
+        "num_key_value_heads": 1, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False}),
+    Case("LFM2-MoE", "Lfm2Moe", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "num_dense_layers": 1}),
+    Case("LFM2-MoE, plain weights", "Lfm2Moe", {
+        "layer_types": ["conv", "full_attention"], "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "num_dense_layers": 0, "use_expert_bias": False,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.5, "tie_word_embeddings": False}),
 )  # fmt: skip
 
 FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}

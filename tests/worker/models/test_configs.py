@@ -284,7 +284,8 @@ def test_defaults_of_a_config_are_those_of_transformers(family: str, tmp_path: P
     if "sliding_attention" in rope:
         assert ours.rope_of(0) == DefaultRope(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    eps = next(key for key in ("rms_norm_eps", "norm_eps") if hasattr(theirs, key))
+    assert ours.rms_norm_eps == getattr(theirs, eps)
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 4)

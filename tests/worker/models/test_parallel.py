@@ -94,6 +94,7 @@ HELD_BY_ALL = (
     ".router.layer.weight",
     ".router.bias",
     "correction_bias",
+    "expert_bias",
     "q_a_proj.weight",
     "q_a_proj.bias",
     "kv_a_proj_with_mqa.weight",
