@@ -29,6 +29,7 @@ from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.bert_config import BertConfig, RobertaConfig, XLMRobertaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
+from longshore.worker.models.falcon_h1_config import FalconH1Config
 from longshore.worker.models.gemma2_config import Gemma2Config
 from longshore.worker.models.gemma3_config import Gemma3Config, Gemma3ImagesConfig
 from longshore.worker.models.gpt_oss_config import GptOssConfig
@@ -59,6 +60,7 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "BambaForCausalLM": BambaConfig,
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
+    "FalconH1ForCausalLM": FalconH1Config,
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3Config,
     "Gemma3ForConditionalGeneration": Gemma3ImagesConfig,

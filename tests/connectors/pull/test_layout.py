@@ -67,6 +67,7 @@ def mamba(num_heads: int, num_groups: int) -> MambaShape:
         conv_width=4,
         conv_bias=True,
         proj_bias=False,
+        out_bias=False,
     )
 
 

@@ -53,6 +53,19 @@ GRANITE: Final = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
+FALCON: Final = {
+    **HYBRID,
+    "mamba_d_ssm": 96,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 1.1],
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+}
 DELTA: Final = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -234,6 +247,14 @@ CASES: Final = (
         "layer_types": ["conv", "full_attention"], "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 40, "num_dense_layers": 0, "use_expert_bias": False,
         "norm_topk_prob": False, "routed_scaling_factor": 1.5, "tie_word_embeddings": False}),
+    Case("Falcon-H1", "FalconH1", {**FALCON, "mamba_n_groups": 2}),
+    Case("Falcon-H1, normed, biased, tied", "FalconH1", {
+        **FALCON, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "mamba_n_groups": 2, "num_hidden_layers": 3, "projectors_bias": True,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    Case("Falcon-H1, norm first, one group, biased projections", "FalconH1", {
+        **FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
+        "num_key_value_heads": 1, "mamba_d_conv": 3}),
 )  # fmt: skip
 
 FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}

@@ -23,6 +23,7 @@ WITH_STATES = [
         "Qwen3Next",
         "Qwen3_5Moe",
         "Lfm2",
+        "FalconH1",
     )
 ]
 
