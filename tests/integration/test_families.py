@@ -181,7 +181,8 @@ def test_states_beside_attention_are_served_over_http(
 @pytest.mark.parametrize("case", [*FIRST_CASES.values(), *WITH_IMAGES], ids=str)
 def test_a_worker_allocates_what_doctor_planned(case: Case, tmp_path: Path) -> None:
     make_model(case, tmp_path)
-    num_caches = {"FalconH1": 2 * 2}.get(case.family)  # keys and values, and a state
+    # Layers with keys and values and a state, and others with neither.
+    num_caches = {"FalconH1": 2 * 2, "NemotronH": 2}.get(case.family)
     assert_planned_as_allocated(tmp_path, max_model_len=case.max_model_len, num_caches=num_caches)
 
 

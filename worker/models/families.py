@@ -41,6 +41,7 @@ from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mamba2_config import Mamba2Config
 from longshore.worker.models.mistral_config import MistralConfig
 from longshore.worker.models.mixtral_config import MixtralConfig
+from longshore.worker.models.nemotron_h_config import NemotronHConfig
 from longshore.worker.models.olmo2_config import Olmo2Config
 from longshore.worker.models.phi3_config import Phi3Config
 from longshore.worker.models.qwen2_config import Qwen2Config
@@ -73,6 +74,7 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Mamba2ForCausalLM": Mamba2Config,
     "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig,
+    "NemotronHForCausalLM": NemotronHConfig,
     "Olmo2ForCausalLM": Olmo2Config,
     "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,

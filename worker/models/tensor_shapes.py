@@ -43,12 +43,19 @@ def gated_mlp(
     }
 
 
-def mlp(name: str, size: int, width: int, names: Sequence[str] = ("fc1", "fc2")) -> Shapes:
+def mlp(
+    name: str,
+    size: int,
+    width: int,
+    names: Sequence[str] = ("fc1", "fc2"),
+    *,
+    bias: bool = True,
+) -> Shapes:
     """Without a gate."""
     up, down = names
     return {
-        **linear(f"{name}.{up}", width, size, bias=True),
-        **linear(f"{name}.{down}", size, width, bias=True),
+        **linear(f"{name}.{up}", width, size, bias=bias),
+        **linear(f"{name}.{down}", size, width, bias=bias),
     }
 
 

@@ -66,6 +66,19 @@ FALCON: Final = {
     "mlp_multipliers": [0.8, 1.1],
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
 }
+NEMOTRON: Final = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "head_dim": 16,
+    # transformers applies it to the time steps of a prompt, but not to those of decodes.
+    "time_step_min": 1e-30,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
 DELTA: Final = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -255,6 +268,17 @@ CASES: Final = (
     Case("Falcon-H1, norm first, one group, biased projections", "FalconH1", {
         **FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
         "num_key_value_heads": 1, "mamba_d_conv": 3}),
+    Case("Nemotron-H", "NemotronH", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    Case("Nemotron-H, mixtures", "NemotronH", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    Case("Nemotron-H, latent mixtures, biased, one group", "NemotronH", {
+        **NEMOTRON, "layers_block_type": [
+            "moe", "full_attention", "linear_attention", "mlp", "linear_attention", "moe"],
+        "n_groups": 1, "ssm_state_size": 6, "moe_latent_size": 24, "mlp_bias": True,
+        "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "num_key_value_heads": 1,
+        "norm_topk_prob": False}),
 )  # fmt: skip
 
 FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}

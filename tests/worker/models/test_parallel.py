@@ -95,6 +95,8 @@ HELD_BY_ALL = (
     ".router.bias",
     "correction_bias",
     "expert_bias",
+    "latent_proj.weight",
+    "latent_proj.bias",
     "q_a_proj.weight",
     "q_a_proj.bias",
     "kv_a_proj_with_mqa.weight",

@@ -24,6 +24,7 @@ WITH_STATES = [
         "Qwen3_5Moe",
         "Lfm2",
         "FalconH1",
+        "NemotronH",
     )
 ]
 
