@@ -208,7 +208,10 @@ def _read_kinds(fields: JsonFields) -> tuple[LayerKind, ...]:
         )
     if fields.integer("num_hidden_layers", len(given)) != len(given):
         raise fields.wrong("num_hidden_layers", f"{len(given)}, the number of layers in {key}")
-    return tuple(known[str(each)] for each in given)
+    kinds = tuple(known[str(each)] for each in given)
+    if not {"mamba", "attention"} & set(kinds):
+        raise fields.wrong(key, "layers with at least one of Mamba or attention")
+    return kinds
 
 
 def _read_mamba(fields: JsonFields) -> MambaShape:

@@ -157,6 +157,7 @@ def test_what_is_not_computed_is_rejected_by_name(
         ({"hybrid_override_pattern": ["M"]}, "hybrid_override_pattern"),
         ({"layers_block_type": "M-"}, "layers_block_type"),
         ({"layers_block_type": []}, "layers_block_type"),
+        ({"hybrid_override_pattern": "-" * 56}, "at least one of Mamba or attention"),
         ({"num_hidden_layers": 55}, "num_hidden_layers=55 must be 56"),
         ({"n_groups": 3}, "n_groups=3"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok=200"),
