@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
 from longshore.worker.kernels import carry_state, gated_norm
-from tests.worker.kernels import test_delta_step, test_state_step
+from tests.worker.kernels import test_conv_step, test_delta_step, test_state_step
 from tests.worker.kernels.placed_states import ANY_LENGTHS
 
 EPS: Final = 1e-5
@@ -18,17 +18,19 @@ STEPS: Final[list[tuple[Any, Any]]] = [
     # the module of a kernel's tests, and sizes
     (test_state_step, test_state_step.Shape(num_heads=2)),
     (test_delta_step, test_delta_step.Shape(num_heads=2)),
+    (test_conv_step, test_conv_step.Shape()),
     (test_state_step, test_state_step.Shape(3, 50, 1, state_size=33, conv_width=3)),
     (test_delta_step, test_delta_step.Shape(3, 1, 33, value_dim=50, conv_width=3)),
     (test_state_step, test_state_step.Shape(128, 64, 8, state_size=128, **UNIT)),
     (test_delta_step, test_delta_step.Shape(32, 16, 128, value_dim=128, **UNIT)),
+    (test_conv_step, test_conv_step.Shape(2048, **UNIT)),
 ]
 
 
 def check(run: Run) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        for kernel, shape in STEPS[:2] if run.is_dry else STEPS:
+        for kernel, shape in STEPS[:3] if run.is_dry else STEPS:
             run.check(
                 f"one token of {kernel.__name__.rpartition('test_')[2]}, {shape}, {name}",
                 partial(_check_step, run.device, kernel, shape, dtype),

@@ -438,7 +438,7 @@ class _Pair:
         else:
             ours, theirs = _Division.of(own, self.shared[0]), _Division.of(other, self.shared[0])
             ours.check_alike(theirs, self.shared[0])
-            for kind in ("head", "group"):
+            for kind in filter(ours.num_of, ("head", "group")):
                 holders = self._holders(ours.num_of(kind), theirs.num_of(kind))
                 for index, copies in holders.items():
                     for their_number, number in copies:

@@ -253,10 +253,7 @@ def _delta(model: GgufModel, family: str) -> JsonObject:
     """Of families with gated DeltaNet. What the layers are, their tensors say. Layers for
     multi-token prediction are not loaded."""
     config = _rotated_heads(model, family)
-    num_drafted = model.get("nextn_predict_layers", 0)
-    num_layers = config["num_hidden_layers"] - num_drafted
-    if not 0 < num_layers <= config["num_hidden_layers"]:
-        raise model.broken(f"nextn_predict_layers={shortened(repr(num_drafted))}")
+    num_layers = _num_layers_without_drafter(model)
     attends = model.layers_with("attn_q.weight")[:num_layers]
     for key in ("full_attention_interval", "attention.recurrent_layers"):
         model.get(key)
@@ -272,6 +269,15 @@ def _delta(model: GgufModel, family: str) -> JsonObject:
         "linear_num_value_heads": num_heads,
         "linear_value_head_dim": model.get("ssm.inner_size") // num_heads,
     }
+
+
+def _num_layers_without_drafter(model: GgufModel) -> int:
+    """Layers without the last ones, if they are for multi-token prediction."""
+    num_drafted = model.get("nextn_predict_layers", 0)
+    num_layers: int = model.num_layers - num_drafted
+    if not 0 < num_layers <= model.num_layers:
+        raise model.broken(f"nextn_predict_layers={shortened(repr(num_drafted))}")
+    return num_layers
 
 
 def _qwen35(model: GgufModel) -> JsonObject:
@@ -364,6 +370,15 @@ def _gpt_oss(model: GgufModel) -> JsonObject:
     }
 
 
+def _with_heads_in_some(model: GgufModel, family: str) -> JsonObject:
+    """Of families in which some layers have no keys and values."""
+    config = _decoder_with_heads(model, family)
+    kv_heads = model.metadata.get(f"{model.architecture}.attention.head_count_kv")
+    if isinstance(kv_heads, list):
+        config["num_key_value_heads"] = max(kv_heads, default=None)
+    return config
+
+
 def _granite(model: GgufModel) -> JsonObject:
     """A Granite 4 whose layers all have attention and rotary positions."""
     config = _granite_hybrid(model)
@@ -377,10 +392,7 @@ def _granite(model: GgufModel) -> JsonObject:
 
 
 def _granite_hybrid(model: GgufModel) -> JsonObject:
-    config = _decoder_with_heads(model, "GraniteMoeHybridForCausalLM")
-    kv_heads = model.metadata.get(f"{model.architecture}.attention.head_count_kv")
-    if isinstance(kv_heads, list):
-        config["num_key_value_heads"] = max(kv_heads, default=None)
+    config = _with_heads_in_some(model, "GraniteMoeHybridForCausalLM")
     model.get("rope.dimension_count")
     num_experts = model.get("expert_count") or 0
     is_attention = model.layers_with("attn_q.weight")
@@ -418,6 +430,7 @@ def _granite_hybrid(model: GgufModel) -> JsonObject:
 
 
 _SIGMOID: Final = 2
+"""Of `expert_gating_func`."""
 _YARN_MULTIPLIER: Final = 0.1
 """llama.cpp stores the factor of YaRN's logarithm, and DeepSeek's config what multiplies it."""
 
@@ -471,6 +484,112 @@ def _deepseek2(model: GgufModel) -> JsonObject:
     )
 
 
+def _lfm2(model: GgufModel) -> JsonObject:
+    config = _with_heads_in_some(model, "Lfm2ForCausalLM")
+    model.get("rope.dimension_count")
+    attends = model.layers_with("attn_q.weight")
+    return config | {
+        "norm_eps": config.pop("rms_norm_eps"),
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": model.get("shortconv.l_cache"),
+        "conv_bias": any(model.layers_with("shortconv.in_proj.bias")),
+    }
+
+
+def _lfm2moe(model: GgufModel) -> JsonObject:
+    """llama.cpp always normalises the weights of this architecture's experts."""
+    if model.get("expert_gating_func") != _SIGMOID:
+        raise model.unsupported("experts without a sigmoid router")
+    return _lfm2(model) | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_dense_layers": model.get("leading_dense_block_count"),
+        "num_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": model.get("expert_weights_scale") or 1.0,
+        "use_expert_bias": any(model.layers_with("exp_probs_b.bias")),
+    }
+
+
+def _falcon_h1(model: GgufModel) -> JsonObject:
+    """The multipliers are in the weights. llama.cpp normalises after the gate, if at all."""
+    config = _decoder_with_heads(model, "FalconH1ForCausalLM")
+    model.get("rope.dimension_count")
+    width, heads = model.get("ssm.inner_size"), model.get("ssm.time_step_rank")
+    return config | {
+        "attention_bias": any(model.layers_with("attn_q.bias")),
+        "mlp_bias": any(model.layers_with("ffn_up.bias")),
+        "mamba_d_ssm": width,
+        "mamba_n_heads": heads,
+        "mamba_d_head": width // heads,
+        "mamba_d_state": model.get("ssm.state_size"),
+        "mamba_d_conv": model.get("ssm.conv_kernel"),
+        "mamba_n_groups": model.get("ssm.group_count"),
+        "mamba_conv_bias": any(model.layers_with("ssm_conv1d.bias")),
+        "mamba_proj_bias": any(model.layers_with("ssm_in.bias")),
+        "projectors_bias": any(model.layers_with("ssm_out.bias")),
+        "mamba_rms_norm": any(model.layers_with("ssm_norm.weight")),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _nemotron_h(model: GgufModel) -> JsonObject:
+    config = _with_heads_in_some(model, "NemotronHForCausalLM")
+    config["layer_norm_epsilon"] = config.pop("rms_norm_eps") or model.get(
+        "attention.layer_norm_epsilon"
+    )
+    model.get("rope.dimension_count")
+    for layer, is_dense in enumerate(model.layers_with("ffn_up.weight")):
+        if is_dense:  # the setting is a list, in which mixtures have another width
+            config["intermediate_size"] = model.shapes[f"blk.{layer}.ffn_up.weight"][0]
+    if not isinstance(config["intermediate_size"], int):
+        config["intermediate_size"] = None
+    heads = model.get("ssm.time_step_rank")
+    return config | {
+        "layers_block_type": _kinds_of_layers(model),
+        "mlp_bias": any(model.layers_with("ffn_up.bias")),
+        "use_bias": any(model.layers_with("ssm_in.bias")),
+        "use_conv_bias": any(model.layers_with("ssm_conv1d.bias")),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": model.get("ssm.inner_size") // heads,
+        "ssm_state_size": model.get("ssm.state_size"),
+        "conv_kernel": model.get("ssm.conv_kernel"),
+        "n_groups": model.get("ssm.group_count"),
+    }
+
+
+def _nemotron_h_moe(model: GgufModel) -> JsonObject:
+    config, num_layers = _nemotron_h(model), _num_layers_without_drafter(model)
+    return config | {
+        "num_hidden_layers": num_layers,
+        "layers_block_type": config["layers_block_type"][:num_layers],
+        "n_routed_experts": model.get("expert_count"),
+        "num_experts_per_tok": model.get("expert_used_count"),
+        "moe_intermediate_size": model.get("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": model.get("expert_shared_feed_forward_length"),
+        "moe_latent_size": model.get("moe_latent_size"),
+        "n_shared_experts": model.get("expert_shared_count", 1),
+        "n_group": model.get("expert_group_count", 1),
+        "topk_group": model.get("expert_group_used_count", 1),
+        "norm_topk_prob": bool(model.get("expert_weights_norm", False)),
+        "routed_scaling_factor": model.get("expert_weights_scale", 1.0),
+    }
+
+
+def _kinds_of_layers(model: GgufModel) -> list[str]:
+    kinds = ["mlp"] * model.num_layers
+    for name, kind in (
+        ("ssm_in.weight", "linear_attention"),
+        ("attn_q.weight", "full_attention"),
+        ("ffn_gate_inp.weight", "moe"),
+    ):
+        for layer, has_it in enumerate(model.layers_with(name)):
+            kinds[layer] = kind if has_it else kinds[layer]
+    return kinds
+
+
 def _bert(model: GgufModel) -> JsonObject:
     config = _common(model, "BertModel")
     model.get("pooling_type")  # not of the config
@@ -486,13 +605,18 @@ def _bert(model: GgufModel) -> JsonObject:
 _READERS: Final[Mapping[str, Callable[[GgufModel], JsonObject]]] = {
     "bert": _bert,
     "deepseek2": _deepseek2,
+    "falcon-h1": _falcon_h1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "granitehybrid": _granite_hybrid,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
     "llama": _llama,
     "mistral3": _llama,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h_moe,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -12,6 +12,7 @@ from tests.worker.models.cases import (
     GRANITE,
     LATENT,
     LLAMA3,
+    NEMOTRON,
     SHARED_MIXTURE,
     YARN,
 )
@@ -131,6 +132,28 @@ CASES: Final = (
         "linear_num_key_heads": 2, "tie_word_embeddings": False,
         "layer_types": ["full_attention", "linear_attention"]}, "qwen35", "qwen35",
         options=("--no-mtp",)),
+    GgufCase("lfm2", "Lfm2", {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 48, "block_multiple_of": 8}),
+    GgufCase("lfm2moe", "Lfm2Moe", {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24}),
+    GgufCase("falcon-h1", "FalconH1", {
+        "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_state": 16,
+        "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "tie_word_embeddings": False}),
+    GgufCase("falcon-h1-plain", "FalconH1", {
+        "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16,
+        "mamba_rms_norm": False, "mamba_norm_before_gate": False}),
+    GgufCase("nemotron_h", "NemotronH", {
+        **NEMOTRON, "mamba_num_heads": 8, "mamba_head_dim": 8, "tie_word_embeddings": False,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    GgufCase("nemotron_h_moe", "NemotronH", {
+        **NEMOTRON, "mamba_num_heads": 8, "mamba_head_dim": 8, "tie_word_embeddings": False,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5,
+        "moe_latent_size": 16,
+        "layers_block_type": ["linear_attention", "moe", "full_attention"]}),
     GgufCase("bert", "Bert", {"type_vocab_size": 2, "pad_token_id": 0}, "bert", "jina-v2-en",
              head="Model"),
 )  # fmt: skip

@@ -190,10 +190,18 @@ class StepParts:
 
     decodes, rest: the tokens, and the sequences, of the single tokens; the tokens of the chunks,
                    and their sequences, those with the most pieces first.
-    pieces:        of the chunks; None: there are none.
+    pieces:        of the chunks; None: there are none, or no recurrence.
     """
 
-    def __init__(self, conv_width: int, view: StatePages, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        conv_width: int,
+        view: StatePages,
+        metadata: AttentionMetadata,
+        *,
+        has_pieces: bool = True,
+    ) -> None:
+        """has_pieces: whether there is a recurrence after the convolution."""
         num_decodes = len(metadata.decode_rows)
         chunks = sorted(
             metadata.prefill_chunks, key=lambda chunk: -num_pieces(chunk.num_tokens, _stops(chunk))
@@ -207,18 +215,26 @@ class StepParts:
         self.states = StepPages(view, metadata, chunks)
         self._kept = _kept(chunks, device)
         self.pieces: Pieces | None = None
-        if chunks:
+        if chunks and has_pieces:
             firsts_of_chunks = firsts[num_decodes:] - num_decodes
             self.pieces = Pieces(firsts_of_chunks, counts[num_decodes:], device, stops)
         self._convolution = Convolution(
             firsts, counts, conv_width, device, [*[()] * num_decodes, *stops]
         )
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self,
+        layer: int,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        has_silu: bool = True,
+    ) -> Tensor:
         """See Convolution.run; stored inputs are read and written."""
         kept = self.states.read(KEPT_INPUTS, layer)
         num_seqs = len(kept)
-        convolved, kept = self._convolution.run(inputs, kept, weight, bias)
+        convolved, kept = self._convolution.run(inputs, kept, weight, bias, has_silu=has_silu)
         self.states.write(KEPT_INPUTS, layer, kept[:num_seqs])
         self._keep(KEPT_INPUTS, layer, kept[self.num_decodes :])
         return convolved

@@ -89,7 +89,7 @@ class Pieces:
 
 
 class Convolution:
-    """A causal convolution over sequences of any lengths, followed by silu.
+    """A causal convolution over sequences of any lengths.
 
     Its taps read lines of one table: the stored inputs of each sequence, oldest first, then the
     inputs of the step.
@@ -134,10 +134,16 @@ class Convolution:
         self._kept = upload(lines(of_ends[:, :1], last).reshape(-1), device)
 
     def run(
-        self, inputs: Tensor, kept: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        inputs: Tensor,
+        kept: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        has_silu: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """inputs: (n, channels); kept: (num_seqs, width - 1, channels), the stored inputs; weight:
-        (width, channels), oldest token first; bias: (channels,).
+        (width, channels), oldest token first; bias: (channels,); has_silu: whether silu follows.
 
         Returns the result, (n, channels) float32, and the inputs to store: after the last token of
         each sequence, then at each stop; (num_seqs + num_stops, width - 1, channels).
@@ -150,7 +156,7 @@ class Convolution:
             lines = table[tap] if isinstance(tap, slice) else table.index_select(0, tap)
             out.addcmul_(lines.float(), of_tap.float())
         stored = table.index_select(0, self._kept).unflatten(0, (-1, *kept.shape[1:2]))
-        return F.silu(out.to(inputs.dtype)).float(), stored
+        return F.silu(out.to(inputs.dtype)).float() if has_silu else out, stored
 
 
 def _tokens(counts: Ints) -> tuple[Ints, Ints]:

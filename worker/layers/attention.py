@@ -112,11 +112,19 @@ class NoPEAttention(SelfAttention):
 class HeadNormAttention(SelfAttention):
     """Each head of queries and keys is normalised separately; all heads share the weights.
 
-    q_norm, k_norm: (head_dim,).
+    q_norm, k_norm: (head_dim,). norm_names: their checkpoint names.
     """
 
-    def __init__(self, config: DecoderConfig, placement: Placement) -> None:
-        super().__init__(config, placement)
+    def __init__(
+        self,
+        config: DecoderConfig,
+        placement: Placement,
+        *,
+        out_name: str = "o_proj",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+    ) -> None:
+        super().__init__(config, placement, out_name=out_name)
+        self._norm_names = norm_names
         self._eps = config.rms_norm_eps
         self.q_norm = placement.empty(config.head_dim)
         self.k_norm = placement.empty(config.head_dim)
@@ -125,10 +133,11 @@ class HeadNormAttention(SelfAttention):
         return q, k, rotation.with_norms(self.q_norm, self.k_norm, self._eps)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
+        q_norm, k_norm = self._norm_names
         return {
             **super().checkpoint_tensors(name),
-            f"{name}.q_norm.weight": whole(self.q_norm),
-            f"{name}.k_norm.weight": whole(self.k_norm),
+            f"{name}.{q_norm}.weight": whole(self.q_norm),
+            f"{name}.{k_norm}.weight": whole(self.k_norm),
         }
 
 

@@ -6,6 +6,8 @@ states. Heads and groups (heads with common B and C) are divided among the shard
 fewer groups than shards, several shards compute the same group.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,10 +75,15 @@ class Mamba2Mixer:
             skip=skip,
             dt_bias=dt_bias,
         )
-        self.norm = GatedGroupNorm(shape, groups, width, eps, placement)
+        self.norm: GatedGroupNorm | None = None
+        if shape.has_norm:
+            self.norm = GatedGroupNorm(shape, groups, width, eps, placement)
         self.out = RowParallelLinear(
-            shape.width, hidden_size, bias=shape.proj_bias, placement=placement
+            shape.width, hidden_size, bias=shape.out_bias, placement=placement
         )
+        self._multipliers: Tensor | None = None
+        if shape.multipliers:
+            self._multipliers = _of_columns(shape.multipliers, columns, placement)
         placement.when_loaded(self._take_exponential)
 
     def __call__(
@@ -84,8 +91,13 @@ class Mamba2Mixer:
     ) -> Tensor:
         """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank. There
         are no positions, so `rotation` is unused."""
-        gate, convolved, dt = self.project(x).split(self._widths, dim=1)
+        projected = self.project(x)
+        if self._multipliers is not None:
+            projected.mul_(self._multipliers)
+        gate, convolved, dt = projected.split(self._widths, dim=1)
         y = attention.forward(layer, StateInputs(convolved, dt, self.weights))
+        if self.norm is None:
+            return self.out(y.mul_(F.silu(gate.float())).to(gate.dtype))
         return self.out(self.norm(y, gate))
 
     def _take_exponential(self) -> None:
@@ -97,8 +109,9 @@ class Mamba2Mixer:
             **self.project.checkpoint_tensors([f"{name}.in_proj"]),
             **self.out.checkpoint_tensors(f"{name}.out_proj"),
             f"{name}.conv1d.weight": stacked(weights.conv_weight.T.unsqueeze(1), self._convolved),
-            f"{name}.norm.weight": self.norm.stored(),
         }
+        if self.norm is not None:
+            tensors[f"{name}.norm.weight"] = self.norm.stored()
         if weights.conv_bias is not None:
             tensors[f"{name}.conv1d.bias"] = stacked(weights.conv_bias, self._convolved)
         for key, target in (
@@ -112,7 +125,8 @@ class Mamba2Mixer:
 
 
 class GatedGroupNorm:
-    """RMS normalisation of x * silu(gate) over the heads of each group, in float32.
+    """RMS normalisation over the heads of each group, before or after a product with silu(gate), in
+    float32.
 
     weight: (local width,) float32.
     """
@@ -124,17 +138,24 @@ class GatedGroupNorm:
         self._groups, self._num_groups = groups, shape.num_groups
         self._group_width = shape.width // shape.num_groups
         self._width = width
-        self._eps = eps
+        self._eps, self._is_norm_first = eps, shape.is_norm_first
         self.weight = float32_weights(placement, width.num_local)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x: (n, local width) float32, overwritten; gate: (n, local width) -> gate's dtype."""
         if self._parallel.num_shards <= self._num_groups:
             num_local = self._groups.stop - self._groups.start
-            return gated_norm(x, gate, self.weight, num_local, self._eps)
-        squares = self._sum_over_shards(x.mul_(F.silu(gate.float())).square().sum(1, keepdim=True))
-        x.mul_(squares.div_(self._group_width).add_(self._eps).rsqrt_())
-        return x.mul_(self.weight).to(gate.dtype)
+            return gated_norm(
+                x, gate, self.weight, num_local, self._eps, is_norm_first=self._is_norm_first
+            )
+        factor = F.silu(gate.float())
+        if not self._is_norm_first:
+            x.mul_(factor)
+        squares = self._sum_over_shards(x.square().sum(1, keepdim=True))
+        x.mul_(squares.div_(self._group_width).add_(self._eps).rsqrt_()).mul_(self.weight)
+        if self._is_norm_first:
+            x.mul_(factor)
+        return x.to(gate.dtype)
 
     def _sum_over_shards(self, squares: Tensor) -> Tensor:
         """squares: (n, 1), the sum over this shard's part of its group."""
@@ -144,6 +165,17 @@ class GatedGroupNorm:
 
     def stored(self) -> StoredTensor:
         return StoredTensor((self._width.size,), ((self.weight, (self._width.local,)),))
+
+
+def _of_columns(
+    multipliers: Sequence[float], columns: Sequence[Columns], placement: Placement
+) -> Tensor:
+    """(local outputs of all maps,) float32: the multiplier of each map."""
+    parts = [
+        torch.full((column.num_local,), multiplier, device=placement.device)
+        for multiplier, column in zip(multipliers, columns, strict=True)
+    ]
+    return torch.cat(parts).float()
 
 
 def local_groups(parallel: Parallel, num_groups: int) -> slice:

@@ -17,6 +17,7 @@ from longshore.worker.kernels import experts as kernel
 from longshore.worker.kernels.gate import SILU, Gate
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.mlp import ACTIVATIONS, UngatedActivation
 from longshore.worker.layers.moe_matrices import ExpertMatrices
 from longshore.worker.layers.moe_router import Routed, Router, Routing
 from longshore.worker.layers.placement import Placement
@@ -130,10 +131,7 @@ class Experts:
         return out if shared is None else out.add_(shared)
 
     def _in_torch(self, x: Tensor, routed: Routed) -> Tensor:
-        num_tokens, top_k = routed.experts.shape
-        experts, order = routed.experts.view(-1).sort(stable=True)
-        ends = torch.searchsorted(experts, self._ids, right=True, out_int32=True)
-        rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
+        rows, experts, order, ends = rows_by_expert(x, routed, self._ids)
         weights = routed.weights.to(x.dtype)
         if self._form.weighs_inputs:
             rows.mul_(weights.view(-1, 1).index_select(0, order))
@@ -143,10 +141,7 @@ class Experts:
         out = self.down.product(self._form.gate(hidden), ends)
         if self.down_bias is not None:
             out.add_(self.down_bias.index_select(0, experts))
-        by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1)
-        if self._form.weighs_inputs:
-            return by_token.sum(1)
-        return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
+        return sum_by_token(out, order, weights, is_weighted=self._form.weighs_inputs)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         """name: checkpoint name of the module, such as `model.layers.0.mlp.experts`."""
@@ -212,6 +207,71 @@ class Experts:
             rest = () if self.down_bias is None else ((self.down_bias, (slice(None),)),)
             tensors[f"{name}.down_proj_bias"] = StoredTensor((num_experts, size), rest)
         return tensors
+
+
+class UngatedExperts:
+    """Experts that are MLPs without a gate, down(activation(up(x))), computed in torch.
+
+    up:   (local width, size) each.
+    down: (size, local width) each.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        size: int,
+        width: int,
+        activation: UngatedActivation,
+        placement: Placement,
+    ) -> None:
+        self._size, self._width = size, width
+        self._share = placement.parallel.share(width)
+        self._activation = ACTIVATIONS[activation]
+        self._ids = torch.arange(num_experts, device=placement.device)
+        num_local = self._share.stop - self._share.start
+        self.up = ExpertMatrices(num_experts, num_local, size, placement)
+        self.down = ExpertMatrices(num_experts, size, num_local, placement)
+        placement.when_loaded(self.up.pack)
+        placement.when_loaded(self.down.pack)
+
+    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+        """x: (n, size) -> the same shape: this shard's part of the sum over the chosen experts."""
+        rows, _, order, ends = rows_by_expert(x, routed, self._ids)
+        out = self.down.product(self._activation(self.up.product(rows, ends)), ends)
+        return sum_by_token(out, order, routed.weights.to(x.dtype))
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: checkpoint name of the module."""
+        tensors: StoredTensors = {}
+        for expert in range(len(self._ids)):
+            up = (self.up.stored(expert), (self._share,))
+            down = (self.down.stored(expert), (slice(None), self._share))
+            module = f"{name}.{expert}"
+            tensors[f"{module}.up_proj.weight"] = StoredTensor((self._width, self._size), (up,))
+            tensors[f"{module}.down_proj.weight"] = StoredTensor((self._size, self._width), (down,))
+        return tensors
+
+
+def rows_by_expert(x: Tensor, routed: Routed, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows of x, (n, size), for each of their experts, sorted by expert: (n * top_k, size); of
+    each row, its expert and its place in `routed`; and the end of each expert's rows. ids:
+    (num_experts,), from 0 on."""
+    experts, order = routed.experts.view(-1).sort(stable=True)
+    ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
+    top_k = routed.experts.shape[1]
+    rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
+    return rows, experts, order, ends
+
+
+def sum_by_token(
+    out: Tensor, order: Tensor, weights: Tensor, *, is_weighted: bool = False
+) -> Tensor:
+    """The sum of each token's experts, (n, size). out, order: as `rows_by_expert` sorts them.
+    weights: (n, top_k). is_weighted: whether `out` already has the weights."""
+    by_token = torch.empty_like(out).index_copy_(0, order, out).view(*weights.shape, -1)
+    if is_weighted:
+        return by_token.sum(1)
+    return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
 
 
 class SharedExpert:

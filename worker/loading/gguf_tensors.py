@@ -154,16 +154,17 @@ def _changed(architecture: Architecture, name: str, recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _turned_heads() -> dict[str, Make]:
-    """Queries and keys of architectures whose rotated pairs are neighbours in the file."""
+def _turned_heads(name: str = "self_attn") -> dict[str, Make]:
+    """Queries and keys of architectures whose rotated pairs are neighbours in the file. name: of
+    the module."""
 
     def queries(tensor: GgufTensor, heads: Heads) -> Iterable[tuple[str, Recipe]]:
         kind = tensor.name.rpartition(".")[2]
-        yield f"self_attn.q_proj.{kind}", turned(tensor, heads.of_queries)
+        yield f"{name}.q_proj.{kind}", turned(tensor, heads.of_queries)
 
     def keys(tensor: GgufTensor, heads: Heads) -> Iterable[tuple[str, Recipe]]:
         kind = tensor.name.rpartition(".")[2]
-        yield f"self_attn.k_proj.{kind}", turned(tensor, heads.of_keys)
+        yield f"{name}.k_proj.{kind}", turned(tensor, heads.of_keys)
 
     return {
         "attn_q.weight": queries,
@@ -185,6 +186,85 @@ _SANDWICH: Final = {
 _GRANITE_MLP: Final = "shared_mlp.input_linear.weight"
 
 
+_SSM: Final = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_out": "out_proj",
+}
+
+
+def _mamba(name: str) -> dict[str, Make]:
+    """Tensors of Mamba layers in another shape. name: of the module."""
+    return {
+        "ssm_conv1d.weight": as_recipe(f"{name}.conv1d.weight", convolution),
+        "ssm_a": as_recipe(f"{name}.A_log", _vector),
+        "ssm_d": as_recipe(f"{name}.D", _vector),
+        "ssm_norm.weight": as_recipe(f"{name}.norm.weight", _vector),
+    }
+
+
+def _of(name: str, modules: Mapping[str, str]) -> dict[str, str]:
+    """The modules of another one, by their names in the file."""
+    return {stored: f"{name}.{module}" for stored, module in modules.items()}
+
+
+_LFM2: Final = Architecture(
+    {
+        "token_embd": "model.embed_tokens",
+        "token_embd_norm": "model.embedding_norm",
+        "output_norm": "model.embedding_norm",
+        "output": "lm_head",
+        **ATTENTION,
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        **_of("conv", {"shortconv.in_proj": "in_proj", "shortconv.out_proj": "out_proj"}),
+        "shortconv.conv.bias": "conv.conv.bias",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+    },
+    made={
+        "shortconv.conv.weight": as_recipe("conv.conv.weight", convolution),
+        **split_experts("feed_forward.experts", "w1", "w3", "w2"),
+    },
+)
+_NEMOTRON_H: Final = Architecture(
+    {
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "output": "lm_head",
+        "attn_norm": "norm",
+        **_of(
+            "mixer",
+            {
+                **_SSM,
+                "attn_v": "v_proj",
+                "attn_output": "o_proj",
+                "ffn_up": "up_proj",
+                "ffn_down": "down_proj",
+                "ffn_gate_inp": "gate",
+                "exp_probs_b.bias": "gate.e_score_correction_bias",
+                "ffn_up_shexp": "shared_experts.up_proj",
+                "ffn_down_shexp": "shared_experts.down_proj",
+                "ffn_latent_down": "fc1_latent_proj",
+                "ffn_latent_up": "fc2_latent_proj",
+            },
+        ),
+    },
+    made={
+        **_turned_heads("mixer"),
+        **_mamba("mixer"),
+        **split_experts("mixer.experts", "gate_proj", "up_proj", "down_proj"),
+    },
+    changed={"mixer.A_log": log_of_negative},
+    layers="backbone.layers.",
+)
 _LLAMA: Final = Architecture(
     {**DENSE, "ffn_gate_inp": "block_sparse_moe.gate"},
     made=_turned_heads() | split_experts("block_sparse_moe.experts", "w1", "w3", "w2"),
@@ -241,6 +321,20 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
             ),
         ),
     ),
+    "falcon-h1": Architecture(
+        {
+            **OUTER,
+            "output_norm": "model.final_layernorm",
+            **ATTENTION,
+            "ffn_norm": "pre_ff_layernorm.weight",  # has no ending in files
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+            **_of("mamba", _SSM),
+        },
+        made=_mamba("mamba"),
+        changed={"mamba.A_log": log_of_negative},
+    ),
     "gemma2": _GEMMA2,
     "gemma3": Architecture({**_GEMMA2.names, **HEAD_NORMS}, changed=_GEMMA2.changed),
     "gpt-oss": Architecture(
@@ -274,21 +368,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitehybrid": Architecture(
         {
             **_GRANITE.names,
-            "ssm_in": "mamba.in_proj",
-            "ssm_conv1d": "mamba.conv1d",
-            "ssm_dt.bias": "mamba.dt_bias",
-            "ssm_out": "mamba.out_proj",
+            **_of("mamba", _SSM),
             "ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_down_exps": "block_sparse_moe.output_linear",
             "ffn_down_shexp": "shared_mlp.output_linear",
         },
-        made=_turned_heads()
-        | {
-            "ssm_conv1d.weight": as_recipe("mamba.conv1d.weight", convolution),
-            "ssm_a": as_recipe("mamba.A_log", _vector),
-            "ssm_d": as_recipe("mamba.D", _vector),
-            "ssm_norm.weight": as_recipe("mamba.norm.weight", _vector),
-        },
+        made=_turned_heads() | _mamba("mamba"),
         joined=(
             *_GRANITE.joined,
             (
@@ -304,8 +389,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         ),
         changed={"mamba.A_log": log_of_negative},
     ),
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "llama": _LLAMA,
     "mistral3": _LLAMA,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "phi3": Architecture(
         {
             **OUTER,

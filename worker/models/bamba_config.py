@@ -66,13 +66,15 @@ class BambaConfig(HybridConfig):
             out_bias=bias,
             mlp_bias=fields.boolean("mlp_bias", False),
             mamba=read_hybrid_mamba(fields),
-            attention_layers=_attention_layers(fields),
+            attention_layers=read_layer_indices(fields, "attn_layer_indices") or frozenset(),
         )
 
 
-def _attention_layers(fields: JsonFields) -> frozenset[int]:
-    key = "attn_layer_indices"
-    layers, num_layers = fields.values.get(key) or [], fields.count("num_hidden_layers")
+def read_layer_indices(fields: JsonFields, key: str) -> frozenset[int] | None:
+    """Layers, counted from 0; None if there is no such key. Raises BrokenCheckpoint."""
+    layers, num_layers = fields.values.get(key), fields.count("num_hidden_layers")
+    if layers is None:
+        return None
     if not isinstance(layers, list) or not all(
         type(layer) is int and 0 <= layer < num_layers for layer in layers
     ):

@@ -221,10 +221,11 @@ def _read(fields: JsonFields, *, has_groups: bool) -> dict[str, Any]:
         routed_scale=fields.real("routed_scaling_factor", 1.0),
         num_mtp_layers=fields.count("num_nextn_predict_layers", 0, minimum=0),
     )
-    return shape | _read_routing(fields, has_groups)
+    return shape | read_routing(fields, has_groups)
 
 
-def _read_routing(fields: JsonFields, has_groups: bool) -> dict[str, int]:
+def read_routing(fields: JsonFields, has_groups: bool) -> dict[str, int]:
+    """The numbers of experts and groups. has_groups: experts are chosen from the best groups."""
     num_experts, top_k = fields.count("n_routed_experts"), fields.integer("num_experts_per_tok")
     num_groups = fields.integer("n_group") if has_groups else 1
     top_k_groups = fields.integer("topk_group") if has_groups else 1

@@ -29,16 +29,19 @@ from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.bert_config import BertConfig, RobertaConfig, XLMRobertaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
+from longshore.worker.models.falcon_h1_config import FalconH1Config
 from longshore.worker.models.gemma2_config import Gemma2Config
 from longshore.worker.models.gemma3_config import Gemma3Config, Gemma3ImagesConfig
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
 from longshore.worker.models.json_fields import MAX_COUNT, JsonFields, read_json_object
+from longshore.worker.models.lfm2_config import Lfm2Config, Lfm2MoeConfig
 from longshore.worker.models.llama4_config import Llama4Config
 from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mamba2_config import Mamba2Config
 from longshore.worker.models.mistral_config import MistralConfig
 from longshore.worker.models.mixtral_config import MixtralConfig
+from longshore.worker.models.nemotron_h_config import NemotronHConfig
 from longshore.worker.models.olmo2_config import Olmo2Config
 from longshore.worker.models.phi3_config import Phi3Config
 from longshore.worker.models.qwen2_config import Qwen2Config
@@ -58,16 +61,20 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "BambaForCausalLM": BambaConfig,
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
+    "FalconH1ForCausalLM": FalconH1Config,
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3Config,
     "Gemma3ForConditionalGeneration": Gemma3ImagesConfig,
     "GptOssForCausalLM": GptOssConfig,
     "GraniteMoeHybridForCausalLM": GraniteHybridConfig,
+    "Lfm2ForCausalLM": Lfm2Config,
+    "Lfm2MoeForCausalLM": Lfm2MoeConfig,
     "Llama4ForCausalLM": Llama4Config,
     "LlamaForCausalLM": LlamaConfig,
     "Mamba2ForCausalLM": Mamba2Config,
     "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig,
+    "NemotronHForCausalLM": NemotronHConfig,
     "Olmo2ForCausalLM": Olmo2Config,
     "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,

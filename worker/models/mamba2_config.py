@@ -37,6 +37,11 @@ class MambaShape:
 
     num_groups: number of groups; heads of a group share B and C.
     conv_width: tokens that the causal convolution covers, the newest included.
+    proj_bias, out_bias: whether the projections of the input and of the output have biases.
+    has_norm:      whether the output is normalised; otherwise it is only gated.
+    is_norm_first: whether it is normalised before it is gated.
+    multipliers:   factors on what the input is projected to: gate, heads, B, C and time steps;
+                   empty: there are none.
     """
 
     num_heads: int
@@ -46,6 +51,10 @@ class MambaShape:
     conv_width: int
     conv_bias: bool
     proj_bias: bool
+    out_bias: bool
+    has_norm: bool = True
+    is_norm_first: bool = False
+    multipliers: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
@@ -62,11 +71,12 @@ class MambaShape:
         rows, heads = self.width + self.conv_channels + self.num_heads, (self.num_heads,)
         shapes: Shapes = {
             **linear(f"{name}.in_proj", rows, size, bias=self.proj_bias),
-            **linear(f"{name}.out_proj", size, self.width, bias=self.proj_bias),
+            **linear(f"{name}.out_proj", size, self.width, bias=self.out_bias),
             f"{name}.conv1d.weight": (self.conv_channels, 1, self.conv_width),
-            f"{name}.norm.weight": (self.width,),
             **{f"{name}.{key}": heads for key in ("A_log", "D", "dt_bias")},
         }
+        if self.has_norm:
+            shapes[f"{name}.norm.weight"] = (self.width,)
         if self.conv_bias:
             shapes[f"{name}.conv1d.bias"] = (self.conv_channels,)
         return shapes
@@ -141,7 +151,7 @@ class Mamba2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: JsonFields) -> "Mamba2Config":
         reject_uncomputed(fields)
-        hidden_size = fields.integer("hidden_size")
+        hidden_size, bias = fields.integer("hidden_size"), fields.boolean("use_bias", False)
         mamba = MambaShape(
             num_heads=fields.integer("num_heads", 128),
             head_dim=fields.integer("head_dim", 64),
@@ -149,7 +159,8 @@ class Mamba2Config(DecoderConfig):
             state_size=fields.integer("state_size", 128),
             conv_width=fields.integer("conv_kernel", 4, minimum=2),
             conv_bias=fields.boolean("use_conv_bias", True),
-            proj_bias=fields.boolean("use_bias", False),
+            proj_bias=bias,
+            out_bias=bias,
         )
         check_mamba(fields, mamba)
         return cls(
@@ -186,10 +197,12 @@ class Mamba2Config(DecoderConfig):
         super().check_split(num_shards=num_shards, num_stages=num_stages)
 
 
-def read_hybrid_mamba(fields: JsonFields) -> MambaShape:
-    """The sizes of a hybrid's Mamba layers, from keys with the prefix `mamba_`."""
-    num_heads = fields.integer("mamba_n_heads", 128)
-    width = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+def read_hybrid_mamba(fields: JsonFields, width: int | None = None) -> MambaShape:
+    """The sizes of a hybrid's Mamba layers, from keys with the prefix `mamba_`. width: elements of
+    all heads; None: `mamba_expand` * `hidden_size`."""
+    num_heads, bias = fields.integer("mamba_n_heads", 128), fields.boolean("mamba_proj_bias", False)
+    if width is None:
+        width = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
     is_derived = fields.values.get("mamba_d_head") in (None, "auto")
     mamba = MambaShape(
         num_heads=num_heads,
@@ -198,10 +211,11 @@ def read_hybrid_mamba(fields: JsonFields) -> MambaShape:
         state_size=fields.integer("mamba_d_state", 256),
         conv_width=fields.integer("mamba_d_conv", 4, minimum=2),
         conv_bias=fields.boolean("mamba_conv_bias", True),
-        proj_bias=fields.boolean("mamba_proj_bias", False),
+        proj_bias=bias,
+        out_bias=bias,
     )
     if mamba.width != width:
-        raise fields.wrong("mamba_d_head", f"mamba_expand * hidden_size / {num_heads} heads")
+        raise fields.wrong("mamba_d_head", f"{width} elements of all heads / {num_heads} heads")
     check_mamba(fields, mamba)
     return mamba
 

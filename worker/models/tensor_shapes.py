@@ -26,20 +26,36 @@ def norms(name: str, size: int, *names: str) -> Shapes:
     return {f"{name}.{norm}.weight": (size,) for norm in names}
 
 
-def gated_mlp(name: str, size: int, width: int, *, bias: bool = False) -> Shapes:
+def gated_mlp(
+    name: str,
+    size: int,
+    width: int,
+    *,
+    bias: bool = False,
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Shapes:
+    """names: of gate, up and down."""
+    gate, up, down = names
     return {
-        **linear(f"{name}.gate_proj", width, size, bias=bias),
-        **linear(f"{name}.up_proj", width, size, bias=bias),
-        **linear(f"{name}.down_proj", size, width, bias=bias),
+        **linear(f"{name}.{gate}", width, size, bias=bias),
+        **linear(f"{name}.{up}", width, size, bias=bias),
+        **linear(f"{name}.{down}", size, width, bias=bias),
     }
 
 
-def mlp(name: str, size: int, width: int, names: Sequence[str] = ("fc1", "fc2")) -> Shapes:
+def mlp(
+    name: str,
+    size: int,
+    width: int,
+    names: Sequence[str] = ("fc1", "fc2"),
+    *,
+    bias: bool = True,
+) -> Shapes:
     """Without a gate."""
     up, down = names
     return {
-        **linear(f"{name}.{up}", width, size, bias=True),
-        **linear(f"{name}.{down}", size, width, bias=True),
+        **linear(f"{name}.{up}", width, size, bias=bias),
+        **linear(f"{name}.{down}", size, width, bias=bias),
     }
 
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
+from longshore.worker.ranks.stages import layers_of_stage
 
 
 @dataclass(frozen=True)
@@ -197,13 +198,8 @@ class Parallel:
         return slice(self.shard * part, (self.shard + 1) * part)
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers; earlier stages take the remainder. Raises ValueError if a stage
-        would be empty."""
-        if num_layers < self.num_stages:
-            raise ValueError(f"{num_layers} layers cannot be cut into {self.num_stages} stages")
-        part, rest = divmod(num_layers, self.num_stages)
-        first = self.stage * part + min(self.stage, rest)
-        return range(first, first + part + (self.stage < rest))
+        """This stage's layers. Raises ValueError if a stage would be empty."""
+        return layers_of_stage(num_layers, self.stage, self.num_stages)
 
 
 ALONE = Parallel()

@@ -21,7 +21,7 @@ OFFLOADING: Final = {
     "kv_connector_config": json.dumps({"cpu_bytes_to_use": "64MiB", "verify_kv": "always"}),
 }
 QUICK: Final = {"Llama", "Phi-3, windowed", "Gemma 2", "Llama 4", "DeepSeek-V2", "Mamba 2", "Bamba",
-                "Qwen3-Next"}  # fmt: skip
+                "Qwen3-Next", "LFM2"}  # fmt: skip
 """One per kind of KV cache group, and of state."""
 
 

@@ -43,11 +43,13 @@ from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents, view_blocks
 from longshore.worker.kv_cache.plan import CacheSizes, block_bytes
 from longshore.worker.kv_cache.state_pages import StatePages
 from longshore.worker.models.delta_shape import DeltaShape
+from longshore.worker.models.lfm2_config import ConvShape
 from longshore.worker.models.mamba2_config import MambaShape
 
 HEAD_SIZE: Final = 3
 NUM_TOKENS: Final = 77
 
+Shape: TypeAlias = MambaShape | DeltaShape | ConvShape
 SpecOf: TypeAlias = Callable[[int, int], KVCacheSpec]
 """The spec of a layer on a rank, of a tensor parallel size and a block size."""
 
@@ -65,6 +67,7 @@ def mamba(num_heads: int, num_groups: int) -> MambaShape:
         conv_width=4,
         conv_bias=True,
         proj_bias=False,
+        out_bias=False,
     )
 
 
@@ -83,7 +86,7 @@ PAGES: Final = {16: (3, 8), 32: (2, 16), 8: (5, 8), 24: (1, 32)}
 """Pages of a state and bytes of a unit, by block size."""
 
 
-def state_spec(shape: MambaShape | DeltaShape, num_shards: int, block_size: int) -> KVCacheSpec:
+def state_spec(shape: Shape, num_shards: int, block_size: int) -> KVCacheSpec:
     num_pages, unit_bytes = PAGES[block_size]
     sizes = CacheSizes(block_size=block_size, dtype_bytes=4, num_shards=num_shards)
     return msgspec.structs.replace(shape.spec(sizes), num_pages=num_pages, unit_bytes=unit_bytes)
@@ -105,9 +108,12 @@ KINDS: Final[dict[str, SpecOf]] = {
     "states of two groups": lambda tp, size: state_spec(mamba(4, 2), tp, size),
     "delta rule": lambda tp, size: state_spec(delta(8, 4), tp, size),
     "delta rule of two keys": lambda tp, size: state_spec(delta(4, 2), tp, size),
+    "convolution": lambda tp, size: state_spec(CONVOLUTION, tp, size),
 }
 
-STATES: Final[dict[str, MambaShape | DeltaShape]] = {
+CONVOLUTION: Final = ConvShape(num_channels=20, width=4, bias=False)
+STATES: Final[dict[str, Shape]] = {
+    "convolution": CONVOLUTION,
     "delta rule": delta(8, 4),
     "delta rule of two keys": delta(4, 2),
     "states": mamba(8, 4),
@@ -217,7 +223,7 @@ def tokens_of(kind: str, layer: int, shard: int, num_shards: int) -> torch.Tenso
 
 
 def states_of(
-    shape: MambaShape | DeltaShape, layer: int, shard: int, num_shards: int
+    shape: Shape, layer: int, shard: int, num_shards: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensors of a shard; every element of the model's has a value of its own."""
     whole = shape.spec(CacheSizes(block_size=16, dtype_bytes=4))
@@ -225,19 +231,23 @@ def states_of(
     states, conv = (
         torch.arange(1, math.prod(of) + 1).float().reshape(of) + layer * 1000 for of in whole.shapes
     )
-    own = shape.shard(num_shards)
-    num_heads = states.shape[0]
-    num_groups = shape.num_groups if isinstance(shape, MambaShape) else shape.num_key_heads
-    own_groups = own.num_groups if isinstance(own, MambaShape) else own.num_key_heads
-    first, group = shard * own.num_heads, shard * num_groups // num_shards
+    num_heads, num_groups = states.shape[0], num_groups_of(shape)
+    own_heads, own_groups = num_heads // num_shards, num_groups_of(shape.shard(num_shards))
+    first, group = shard * own_heads, shard * num_groups // num_shards
     columns, parts = 0, []
     for kind, width in whole.channels:
         begin, count, total = (
-            (first, own.num_heads, num_heads) if kind == "head" else (group, own_groups, num_groups)
+            (first, own_heads, num_heads) if kind == "head" else (group, own_groups, num_groups)
         )
         parts.append(-conv[:, columns + begin * width : columns + (begin + count) * width])
         columns += total * width
-    return states[first : first + own.num_heads], torch.cat(parts, dim=1)
+    return states[first : first + own_heads], torch.cat(parts, dim=1)
+
+
+def num_groups_of(shape: Shape) -> int:
+    if isinstance(shape, ConvShape):
+        return 0
+    return shape.num_groups if isinstance(shape, MambaShape) else shape.num_key_heads
 
 
 def pull(

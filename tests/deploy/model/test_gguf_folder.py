@@ -31,6 +31,7 @@ from longshore.worker.models.deepseek_config import DeepseekConfig
 from longshore.worker.models.families import check_weights, read_model_config
 from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.mistral_config import MistralConfig
+from longshore.worker.models.nemotron_h_config import NemotronHConfig
 from tests.fuzz.mutations import refusal
 from tests.gguf.cases import CASES, FILES, GgufCase
 from tests.gguf.make import make_tokenizer
@@ -107,6 +108,9 @@ def assert_same_rope(config: DecoderConfig, expected: DecoderConfig) -> None:
 def comparable(config: DecoderConfig) -> dict[str, object]:
     """What a file can say of a config."""
     config = replace(config, rope=None)
+    if isinstance(config, NemotronHConfig):
+        width = config.intermediate_size if "mlp" in config.kinds else 0
+        config = replace(config, max_position_embeddings=0, intermediate_size=width)
     if isinstance(config, HybridConfig):
         config = replace(config, max_position_embeddings=0)  # without positions, arbitrary
         if len(config.attention_layers) == config.num_layers:
@@ -261,7 +265,7 @@ def test_a_split_file_is_the_whole_one(tmp_path: Path, state_dir: Path) -> None:
         read(parts[0], state_dir)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "nemotron_h_moe"])
 def test_layers_for_multi_token_prediction_are_not_loaded(
     name: str, tmp_path: Path, state_dir: Path
 ) -> None:
@@ -269,9 +273,20 @@ def test_layers_for_multi_token_prediction_are_not_loaded(
     file = changed(FILES / f"{name}.gguf", tmp_path / "drafter.gguf", **drafted)
     folder = read(file, state_dir).path
     config, weights = read_model_config(folder), find_weights(folder)
-    assert config.num_layers == 1
+    num_layers = 2 if name == "nemotron_h_moe" else 1
+    assert config.num_layers == num_layers
     check_weights(config, weights)
-    assert not any("layers.1." in name for name in weights.tensors)
+    assert not any(f"layers.{num_layers}." in name for name in weights.tensors)
+
+
+@pytest.mark.parametrize("function", [1, 3, None])
+def test_experts_of_lfm2_have_a_sigmoid_router(
+    function: int | None, tmp_path: Path, state_dir: Path
+) -> None:
+    changes = {"lfm2moe__expert_gating_func": function}
+    file = changed(FILES / "lfm2moe.gguf", tmp_path / "softmax.gguf", **changes)
+    with pytest.raises(ConfigError, match="experts without a sigmoid router"):
+        read(file, state_dir)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import StateSpec
 from longshore.protocol.plan import KeptState
+from longshore.worker.attention.conv_backend import ConvInputs, ConvKind
 from longshore.worker.attention.delta_backend import DeltaInputs, DeltaKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
 from longshore.worker.attention.state_backend import MambaKind, StateInputs
+from longshore.worker.kernels.conv_step import ConvWeights
 from longshore.worker.kernels.delta_step import NORM_EPS, DeltaWeights
 from longshore.worker.kernels.state_step import StateWeights
 from longshore.worker.kv_cache.state_pages import StatePages
@@ -24,6 +26,7 @@ SCALES = (1.0, 0.5)
 """Of what goes into each of the layers."""
 NUM_BLOCKS = 256
 MAMBA = MambaKind(num_heads=6, head_dim=4, num_groups=2, state_size=5, conv_width=4)
+CONV = ConvKind(conv_width=3)
 DELTA = DeltaKind(num_heads=6, num_key_heads=2, key_dim=5, value_dim=4, conv_width=4)
 
 
@@ -161,6 +164,31 @@ class DeltaLayer(StateLayer):
         x = x.view(kind.num_key_heads, kind.key_dim)
         x = x / (x.square().sum(1, keepdim=True) + NORM_EPS).sqrt()
         return x.repeat_interleave(kind.num_heads // kind.num_key_heads, 0)
+
+
+class ConvLayer(StateLayer):
+    def __init__(
+        self, kind: ConvKind = CONV, *, seed: int = 0, num_channels: int = 7, bias: bool = True
+    ) -> None:
+        super().__init__(seed)
+        self.kind = kind
+        self.shapes = ((num_channels, 0), (kind.conv_width - 1, num_channels))
+        self.weights = ConvWeights(
+            weight=self.normal(kind.conv_width, num_channels),
+            bias=self.normal(num_channels) if bias else None,
+        )
+
+    def inputs(self, num_tokens: int) -> tuple[Tensor]:
+        return (self.normal(num_tokens, self.shapes[0][0]),)
+
+    def step_inputs(self, inputs: Tensor) -> ConvInputs:
+        return ConvInputs(inputs, self.weights)
+
+    def recurrence(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias = (None if w is None else w.double() for w in self.weights)
+        padded = F.pad(inputs.double(), (0, 0, self.kind.conv_width - 1, 0))
+        outputs = F.conv1d(padded.T.unsqueeze(0), weight.T.unsqueeze(1), bias, groups=len(weight.T))
+        return outputs[0].T, padded.new_empty(self.shapes[0]), padded[len(inputs) :]
 
 
 @dataclass(frozen=True)

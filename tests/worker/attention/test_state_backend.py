@@ -13,11 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor
 
 from longshore.worker.attention import delta_backend, state_backend
+from longshore.worker.attention.conv_backend import ConvKind
 from longshore.worker.attention.delta_backend import DeltaKind
 from longshore.worker.attention.state_backend import MambaKind
 from longshore.worker.attention.state_pieces import PIECE_TOKENS
 from tests.worker.attention.state_layers import (
     SCALES,
+    ConvLayer,
     DeltaLayer,
     MambaLayer,
     Paging,
@@ -33,7 +35,10 @@ from tests.worker.kernels.variants import TRITON, using
 New: TypeAlias = Callable[..., Any]
 """Makes a StateLayer."""
 
-of_every_layer = pytest.mark.parametrize("new", [MambaLayer, DeltaLayer], ids=["mamba", "delta"])
+of_every_layer = pytest.mark.parametrize(
+    "new", [MambaLayer, DeltaLayer, ConvLayer], ids=["mamba", "delta", "convolution"]
+)
+with_recurrences = pytest.mark.parametrize("new", [MambaLayer, DeltaLayer], ids=["mamba", "delta"])
 with_and_without_the_kernel = pytest.mark.parametrize("variant", ["torch", TRITON])
 
 LENGTHS = (1, 2, 3, 16, 17, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS + 5)
@@ -84,7 +89,7 @@ def test_sequences_of_all_lengths_share_a_step(new: New) -> None:
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 2, 3, 4, 5, 6])
-@of_every_layer
+@with_recurrences
 def test_any_number_of_heads_is_updated_together(
     new: New, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +102,21 @@ def test_any_number_of_heads_is_updated_together(
     serving.step({0: 16})
     for _ in range(3):
         serving.step({0: 1, 1: 1})
+    check(serving)
+
+
+@with_and_without_the_kernel
+@pytest.mark.parametrize("paging", [Paging(8, 5), Paging(64, 1)], ids=["five pages", "one page"])
+@pytest.mark.parametrize(("width", "num_channels"), [(2, 1), (3, 9), (5, 260)])
+def test_convolutions_of_all_widths_and_units(
+    width: int, num_channels: int, paging: Paging, variant: str
+) -> None:
+    layer = ConvLayer(ConvKind(width), seed=1, num_channels=num_channels, bias=False)
+    with using(variant):
+        serving = Serving(layer, [70, 30], paging)
+        serving.step({0: 64, 1: 16}, {0: [16, 40]})
+        serving.step({0: 1, 1: 13}, {1: [29]})
+        serving.step({0: 5, 1: 1})
     check(serving)
 
 
@@ -182,7 +202,7 @@ def test_a_nan_in_one_sequence_does_not_reach_others(new: New, variant: str) -> 
     check(serving, [0, 2, 3])
 
 
-@of_every_layer
+@with_recurrences
 def test_strong_decay_after_weak_loses_no_precision(new: New) -> None:
     """Sums of logarithms over a piece are large, but those of a single token are tiny."""
     layer = new(seed=8)
@@ -286,6 +306,12 @@ class DeltaRows(Rows):
     paging = Paging(unit_bytes=8, num_pages=5)
 
 
+class ConvRows(Rows):
+    new = ConvLayer
+    paging = Paging(unit_bytes=8, num_pages=2)
+
+
 SETTINGS = settings(max_examples=12, stateful_step_count=15, deadline=None)
 TestMambaRows, TestDeltaRows = MambaRows.TestCase, DeltaRows.TestCase
-TestMambaRows.settings = TestDeltaRows.settings = SETTINGS
+TestConvRows = ConvRows.TestCase
+TestMambaRows.settings = TestDeltaRows.settings = TestConvRows.settings = SETTINGS

@@ -52,7 +52,7 @@ from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
 from longshore.worker.kernels.gpu.route import route
-from longshore.worker.kernels.gpu.state_step import state_step
+from longshore.worker.kernels.gpu.state_step import conv_step, state_step
 from longshore.worker.kernels.gpu.token_masks import forbid_tokens
 from longshore.worker.kernels.gpu.wide_norm import sums_of_squares, wide_norm
 from longshore.worker.kernels.gpu.write_kv import write_kv
@@ -370,6 +370,17 @@ def compile_delta_step() -> None:
                 num_key_heads,
                 1e-6,
             )
+
+
+def compile_conv_step() -> None:
+    for dtype in DTYPES:
+        for num_channels, unit_bytes in ((2048, 16 << 10), (20, 64)):
+            buffer, _, (_, first_unit), *sizes = _placed((num_channels, 0), unit_bytes)
+            weight = torch.zeros(3, num_channels)
+            ints, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)
+            for bias in (None, weight[0]):
+                inputs = torch.zeros(2, num_channels, dtype=dtype)
+                conv_step(*(inputs, buffer, first_unit, *sizes, table, ints, ints, weight, bias))
 
 
 def compile_carry_state() -> None:

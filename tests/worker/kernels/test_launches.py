@@ -130,6 +130,9 @@ LATENT: dict[str, Any] = {
         ("DeepseekV3", LATENT, 14),
         ("Qwen3_5", {"layer_types": "linear_attention"}, 10),
         ("Qwen3_5", {"layer_types": "full_attention"}, 12),
+        ("Lfm2", {"layer_types": "conv"}, 11),
+        ("NemotronH", {"layer_types": "linear_attention"}, 6),
+        ("FalconH1", {}, 25),
     ],
 )
 def test_layers_of_other_families_launch_few_kernels(

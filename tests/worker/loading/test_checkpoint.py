@@ -77,7 +77,7 @@ def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: Any = np.float3
 def test_every_family_is_found_under_every_layout(tmp_path: Path, case: Any, prefix: str) -> None:
     config = config_of(tmp_path, case.family, "ForCausalLM", case.settings)
     shapes = config.tensor_shapes()
-    own = "backbone." if case.family == "Mamba2" else "model."
+    own = "backbone." if case.family in ("Mamba2", "NemotronH") else "model."
     if own != "model." and prefix not in ("model.", ""):
         pytest.skip("this family is never a part of another model")
     prefix = own if prefix == "model." else prefix

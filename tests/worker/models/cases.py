@@ -53,6 +53,32 @@ GRANITE: Final = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
+FALCON: Final = {
+    **HYBRID,
+    "mamba_d_ssm": 96,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "mlp_multipliers": [0.8, 1.1],
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+}
+NEMOTRON: Final = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "head_dim": 16,
+    # transformers applies it to the time steps of a prompt, but not to those of decodes.
+    "time_step_min": 1e-30,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
 DELTA: Final = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -220,6 +246,39 @@ CASES: Final = (
         **DELTA, **SHARED_MIXTURE, "head_dim": 32, "linear_num_key_heads": 1,
         "num_hidden_layers": 3, "num_key_value_heads": 1,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"]}),
+    Case("LFM2", "Lfm2", {
+        "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    Case("LFM2, biased, wide convolutions, untied", "Lfm2", {
+        "num_hidden_layers": 4, "full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 5,
+        "num_key_value_heads": 1, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False}),
+    Case("LFM2-MoE", "Lfm2Moe", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "num_dense_layers": 1}),
+    Case("LFM2-MoE, plain weights", "Lfm2Moe", {
+        "layer_types": ["conv", "full_attention"], "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "num_dense_layers": 0, "use_expert_bias": False,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.5, "tie_word_embeddings": False}),
+    Case("Falcon-H1", "FalconH1", {**FALCON, "mamba_n_groups": 2}),
+    Case("Falcon-H1, normed, biased, tied", "FalconH1", {
+        **FALCON, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "mamba_n_groups": 2, "num_hidden_layers": 3, "projectors_bias": True,
+        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    Case("Falcon-H1, norm first, one group, biased projections", "FalconH1", {
+        **FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "mamba_conv_bias": False,
+        "num_key_value_heads": 1, "mamba_d_conv": 3}),
+    Case("Nemotron-H", "NemotronH", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    Case("Nemotron-H, mixtures", "NemotronH", {
+        **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+    Case("Nemotron-H, latent mixtures, biased, one group", "NemotronH", {
+        **NEMOTRON, "layers_block_type": [
+            "moe", "full_attention", "linear_attention", "mlp", "linear_attention", "moe"],
+        "n_groups": 1, "ssm_state_size": 6, "moe_latent_size": 24, "mlp_bias": True,
+        "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "num_key_value_heads": 1,
+        "norm_topk_prob": False}),
 )  # fmt: skip
 
 FIRST_CASES: Final = {case.family: case for case in reversed(CASES)}

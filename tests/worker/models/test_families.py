@@ -104,6 +104,7 @@ MIXTURES = (
     "DeepSeek-V3",
     "Granite 4 hybrid, mixture",
     "Qwen3-Next",
+    "LFM2-MoE",
 )
 
 

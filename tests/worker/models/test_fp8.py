@@ -37,6 +37,7 @@ NOT_KEPT = {
     "Mamba 2": "StateSpec",
     "Bamba": "StateSpec",
     "Qwen3.5": "StateSpec",
+    "LFM2": "StateSpec",
 }
 
 

@@ -16,7 +16,16 @@ CheckpointOf = Callable[[Case], Checkpoint]
 NUM_TOKENS = 8
 WITH_STATES = [
     next(case for case in CASES if case.family == family)
-    for family in ("Mamba2", "Bamba", "GraniteMoeHybrid", "Qwen3Next", "Qwen3_5Moe")
+    for family in (
+        "Mamba2",
+        "Bamba",
+        "GraniteMoeHybrid",
+        "Qwen3Next",
+        "Qwen3_5Moe",
+        "Lfm2",
+        "FalconH1",
+        "NemotronH",
+    )
 ]
 
 

@@ -315,7 +315,7 @@ def test_a_capture_that_fails_is_ended(cuda: FakeCuda) -> None:
         "GPT-OSS",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("DeepSeek-V2", "Bamba", "Qwen3-Next")
+            for name in ("DeepSeek-V2", "Bamba", "Qwen3-Next", "LFM2")
         ),
     ],
 )

@@ -83,7 +83,7 @@ def serve(path: Path, **settings: Any) -> ServedModel:
 
 def is_quick(case: Case, dtype: str) -> bool:
     """In one dtype, one shape of each family; in the others, those of different kernels."""
-    kinds = ("Llama", "GptOss", "DeepseekV2", "Bamba", "Qwen3Next")
+    kinds = ("Llama", "GptOss", "DeepseekV2", "Bamba", "Qwen3Next", "Lfm2")
     return case is SMALLEST[case.family] and (dtype == DTYPES[0] or case.family in kinds)
 
 

@@ -95,6 +95,7 @@ def _convolve(
     first_unit,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE_UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -126,8 +127,10 @@ def _convolve(
     if WIDTH > 1:
         tl.store(place, x, mask=is_written)
     dtype = out_ptr.dtype.element_ty
-    convolved = _silu(total.to(dtype).to(tl.float32))
-    tl.store(out_ptr + seq * num_channels + columns, convolved.to(dtype), mask=is_column)
+    convolved = total.to(dtype)
+    if HAS_SILU:
+        convolved = _silu(convolved.to(tl.float32)).to(dtype)
+    tl.store(out_ptr + seq * num_channels + columns, convolved, mask=is_column)
 
 
 @triton.jit(do_not_specialize=["first_unit"])
@@ -198,11 +201,15 @@ def convolve(
     lens: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
+    *,
+    has_silu: bool = True,
 ) -> Tensor:
-    """Launch the convolution of at least one token, followed by silu: like `inputs`, contiguous.
-    first_unit: of the layer's kept inputs. Other arguments as in `state_step`."""
+    """Launch the convolution of at least one token: like `inputs`, contiguous. has_silu: whether
+    silu follows; without it, the result is float32. first_unit: of the layer's kept inputs. Other
+    arguments as in `state_step`."""
     num_seqs, num_channels = inputs.shape
-    convolved = torch.empty((num_seqs, num_channels), dtype=inputs.dtype, device=inputs.device)
+    dtype = inputs.dtype if has_silu else torch.float32
+    convolved = torch.empty((num_seqs, num_channels), dtype=dtype, device=inputs.device)
     kept_inputs = buffer.view(inputs.dtype)
     _convolve[(num_seqs, triton.cdiv(num_channels, CHANNELS))](
         inputs,
@@ -220,12 +227,53 @@ def convolve(
         first_unit,
         WIDTH=len(conv_weight),
         HAS_BIAS=conv_bias is not None,
+        HAS_SILU=has_silu,
         UNIT=unit_bytes // inputs.itemsize,
         PAGE_UNITS=page_units,
         BLOCK=CHANNELS,
         num_warps=2,
     )
     return convolved
+
+
+def _fake_convolved(inputs: Tensor, *rest: object) -> Tensor:
+    return torch.empty(inputs.shape, dtype=torch.float32, device=inputs.device)
+
+
+@operator(
+    "conv_step(Tensor inputs, Tensor(a!) buffer, int first_unit, int unit_bytes, int page_units, "
+    "Tensor block_table, Tensor rows, Tensor lens, Tensor weight, Tensor? bias) -> Tensor",
+    fake=_fake_convolved,
+)
+def conv_step(
+    inputs: Tensor,
+    buffer: Tensor,
+    first_unit: int,
+    unit_bytes: int,
+    page_units: int,
+    block_table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """See `worker/kernels/conv_step.py`. first_unit: of the layer's kept inputs. buffer, unit_bytes
+    and page_units: of StatePages."""
+    if len(inputs) == 0:
+        return _fake_convolved(inputs)
+    return convolve(
+        inputs,
+        buffer,
+        first_unit,
+        unit_bytes,
+        page_units,
+        block_table,
+        rows,
+        lens,
+        weight,
+        bias,
+        has_silu=False,
+    )
 
 
 def _fake(

@@ -60,6 +60,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
     "qwen3_next": ("Qwen3Next", EXPERTS | DELTA),
     "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS | DELTA),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        EXPERTS
+        | {
+            "head_dim": None,
+            "num_hidden_layers": 2,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 16, "mamba_d_state": 8, "ssm_in_multiplier": 1.25},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 2,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_latent_size": 16,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "gpt_oss": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "deepseek": (
@@ -120,7 +151,7 @@ def make(case: str, family: str, quantise: Quantise, settings: dict[str, Any]) -
 
 def is_linear(module: str) -> bool:
     of_gates = ".gate", ".router", "_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"
-    return not module.endswith(("lm_head", "embed_tokens", "norm", *of_gates))
+    return not module.endswith(("lm_head", "embed_tokens", "embeddings", "norm", *of_gates))
 
 
 def compressed_tensors(
@@ -559,7 +590,8 @@ def main() -> None:
     for family in ("phi3", "qwen3_moe", "mixtral"):
         make("ct_int4", family, *compressed_tensors("pack-quantized", **GROUPS))
     make("fp8_tensor", "llama", *fp8(None))
-    for family in ("llama", "qwen3_moe", "deepseek", "qwen3_next", "qwen3_5_moe"):
+    of_fp8 = ("llama", "qwen3_moe", "deepseek", "qwen3_next", "qwen3_5_moe")
+    for family in (*of_fp8, "lfm2_moe", "falcon_h1", "nemotron_h"):
         make("fp8_block", family, *fp8((16, 8)))
     for family in ("llama", "qwen3_moe"):
         make("awq", family, *awq(16))
