@@ -147,8 +147,8 @@ class EngineClient:
         self._channel: ClientChannel[ToEngine, ToClient] = ClientChannel(socket, ToClient)
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
-        self._channel.send(self._hello)
         self._ping_later()
+        self._transmit(partial(self._channel.send, self._hello))  # fails once keys were rejected
 
     def _ping_later(self) -> None:
         self._next_ping = self._loop.call_later(PING_INTERVAL_S, self._ping)
