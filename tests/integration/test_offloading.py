@@ -53,6 +53,7 @@ def flags(tmp_path: Path, disk: Path) -> list[str]:
     settings = {"cpu_bytes_to_use": "8MiB", "disk_path": str(disk), "disk_bytes": "32MiB"}
     return [
         *("--kv-connector", "offloading", "--kv-connector-config", json.dumps(settings)),
+        *("--min-load-wait-s", "60"),  # a late read is a miss
         *("--state-dir", str(tmp_path / "state")),
     ]
 

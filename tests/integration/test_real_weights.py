@@ -174,6 +174,7 @@ def test_tiers_and_a_restart_change_no_token(
         "max_model_len": PROMPT_LEN + NUM_TOKENS,
         "kv_connector": "offloading",
         "kv_connector_config": tiers,
+        "min_load_wait_s": 60.0,  # a late read is a miss
     }
     few, wanted = prompts[:NUM_FEW], answers[:NUM_FEW]
     for run in ("new", "again", "after a restart"):

@@ -13,6 +13,7 @@ from tests.integration.deployment import PATIENCE_S
 
 SETTINGS: dict[str, Any] = {"num_blocks": 600, "threads": 1}
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=5, ignore_eos=True)
+NUM_TOKENS = 200
 TRACE_ID, CLIENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -22,10 +23,11 @@ def test_a_served_request_has_spans_in_the_trace_of_its_client(
     with span_receiver() as collector:
         own = start_deployment("--otlp-traces-endpoint", f"{collector.url}/v1/traces")
         own.wait_until_ready()
-        body = json.dumps({"prompt": "a b c", "max_tokens": 5, "ignore_eos": True}).encode()
+        # So many that a busy gateway does not get them all at once.
+        body = {"prompt": "a b c", "max_tokens": NUM_TOKENS, "ignore_eos": True}
         request = urllib.request.Request(
             f"{own.url}/v1/completions",
-            body,
+            json.dumps(body).encode(),
             {
                 "content-type": "application/json",
                 "traceparent": f"00-{TRACE_ID}-{CLIENT_ID}-01",
@@ -50,7 +52,7 @@ def test_a_served_request_has_spans_in_the_trace_of_its_client(
     ]
     assert times == sorted(times)
     assert {phase.attributes["longshore.engine"] for phase in phases} == {0}
-    assert llm_request.attributes["gen_ai.usage.output_tokens"] == 5
+    assert llm_request.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
     assert llm_request.attributes["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
     assert llm_request.attributes["gen_ai.request.id"].startswith(answer["id"])
 
