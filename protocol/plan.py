@@ -74,8 +74,8 @@ class Rewind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptState(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a row after its first `num_tokens` tokens, which the step computes in a chunk of
-    several tokens, is also written to these blocks."""
+    """The state of a row after its first `num_tokens` tokens, which the step computes, is also
+    written to these blocks. Any number of tokens is allowed, whatever the block size."""
 
     row: int
     num_tokens: int

@@ -294,6 +294,10 @@ class KVCache:
                 view_blocks(copied, group, self._stored_dtype).zero_after(counts)
         self._words.index_copy_(0, target_ids, blocks)
 
+    def copy_pages(self, source_ids: Tensor, target_ids: Tensor) -> None:
+        """Copy whole blocks, the pages of states. (n,) int64 each, on the cache's device."""
+        self._words.index_copy_(0, target_ids, self._words.index_select(0, source_ids))
+
 
 def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> BlockView:
     """A group's view of `buffer`, (n, block bytes) uint8, contiguous. dtype: of all elements of its

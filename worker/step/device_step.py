@@ -170,6 +170,7 @@ class DeviceStep:
                 state.graphs.capture(graph, partial(self._decode, ints))
                 return
             hidden, logits = state.graphs.replay(graph, self.task.transfers)
+            self._keep_states(ints)
             self._finish(hidden, ints, reals, logits)
             return
         attention = state.attention.begin_step(self._metadata(ints), self.task.transfers)
@@ -184,11 +185,20 @@ class DeviceStep:
         if self.task.prepare is not None:
             self.task.prepare(model_inputs, positions, attention)
         hidden = state.forward(model_inputs, positions, attention)
+        self._keep_states(ints)
         if state.parallel.is_last_stage:
             self._finish(hidden, ints, reals)
         else:
             assert state.link is not None
             state.link.send(hidden)
+
+    def _keep_states(self, ints: Tensor) -> None:
+        """Copy the states of single tokens that are kept. The kernels of such a step know nothing
+        of it, so that graphs can replay them."""
+        kept = self.inputs.kept_pages
+        if kept.start < kept.stop:
+            sources, targets = ints[kept].view(2, -1)
+            self.state.cache.copy_pages(sources, targets)
 
     def _decode(self, ints: Tensor, hooks: LayerHooks | None) -> Decoded:
         """What graphs replay of a step in which every row computes one token. It reads only memory

@@ -115,6 +115,8 @@ class StepInputs:
     copied_blocks: source block ids, then target block ids, then the number of tokens to copy of
                    each; each of the three group by group.
     cleared_blocks: ids of blocks to zero after the copies and before any KV is written.
+    kept_pages:   pages of states that the step's single tokens leave, then the blocks to which they
+                  are copied after the step.
     sampled_rows: (num_sampled,) on the host.
     extras: None if no row needs more than a token.
     device_ints: where the integers are copied to, so that graphs find them; None: to new memory.
@@ -141,6 +143,7 @@ class StepInputs:
     destinations: slice
     copied_blocks: slice
     cleared_blocks: slice
+    kept_pages: slice
     draws: DrawSlices | None
     sampled_rows: Int64s
     extras: SamplingExtras | None
@@ -214,12 +217,12 @@ class StepInputsBuilder:
         self._token_width = token_width
         # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
         # and length, last token, destination, four integers of the draw, and per group a cleared
-        # block and a copied block with its target and number of tokens; a state is copied whole. In
-        # addition a plan may clear every block. Each array may begin one integer later than the one
-        # before it ends.
+        # block and a copied block with its target and number of tokens; a state is copied whole,
+        # before the step, and to where it is kept, after it. In addition a plan may clear every
+        # block. Each array may begin one integer later than the one before it ends.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
-        num_ints += (8 + 4 * num_groups + 3 * num_state_pages) * max_num_seqs + num_groups
-        num_ints += 15 + num_groups
+        num_ints += (8 + 4 * num_groups + 5 * num_state_pages) * max_num_seqs + num_groups
+        num_ints += 16 + num_groups
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
@@ -243,6 +246,7 @@ class StepInputsBuilder:
         cross_lens: Int64s,
         shared_tokens: Int64s,
         cleared_blocks: Int64s,
+        kept_pages: Int64s,
         num_padded: int | None = None,
     ) -> StepInputs:
         """slots: per group. The others: see StepInputs.
@@ -276,6 +280,7 @@ class StepInputsBuilder:
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
             copied_blocks=ints.put(task.copies.blocks),
             cleared_blocks=ints.put(cleared_blocks),
+            kept_pages=ints.put(kept_pages),
             draws=_pack_draws(sampling, sampled_rows, sampled_positions, ints, reals),
             sampled_rows=sampled_rows,
             extras=make_extras(

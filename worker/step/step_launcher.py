@@ -223,6 +223,7 @@ class StepLauncher:
             cross_lens=cross_lens,
             shared_tokens=shared_tokens,
             cleared_blocks=np.concatenate((task.zero_block_ids, *begun)),
+            kept_pages=self._kept_pages(task),
             num_padded=num_padded,
         )
         step = DeviceStep(
@@ -236,6 +237,19 @@ class StepLauncher:
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         return PreparedStep(unsampled, self._queue, step, on_done, step_id)
+
+    def _kept_pages(self, task: StepTask) -> Int64s:
+        """See StepInputs. Chunks of several tokens write the states to keep themselves."""
+        if not task.kept_states:
+            return NO_TOKENS
+        decodes = task.batch.rows[: task.batch.num_decodes].tolist()
+        kept = [state for row in decodes for state in task.kept_states.get(row, ())]
+        if not kept:
+            return NO_TOKENS
+        assert self.tables.states is not None
+        sources = self.tables.states.host[[state.row for state in kept]]
+        targets = [state.block_ids for state in kept]
+        return np.concatenate((*sources, *targets), dtype=np.int64)
 
     def _shared_tokens(self, batch: StepBatch, common: Sequence[int]) -> tuple[Int64s, bool]:
         """The leading tokens that the decodes share, per group, and whether it pays in any group to

@@ -155,9 +155,7 @@ class WorkerRows:
             end = int(self.rows.num_computed[row])
             earlier = kept.setdefault(row, [])
             first = earlier[-1].num_tokens if earlier else end - int(num_scheduled[row])
-            if not (num_scheduled[row] > 1 and first < num_tokens <= end) or (
-                len(state.block_ids) != num_pages
-            ):
+            if not first < num_tokens <= end or len(state.block_ids) != num_pages:
                 raise PlanMismatch(
                     f"step {plan.step} keeps the state of row {row} after {num_tokens} tokens in "
                     f"{len(state.block_ids)} blocks; it computes {num_scheduled[row]} tokens up to "

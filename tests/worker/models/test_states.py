@@ -2,15 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import StateSpec
+from longshore.protocol.plan import KeptState, SchedulerOutput
+from longshore.scheduler.kv_cache.blocks import ComputedBlocks
+from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.step import decode_graphs, step_launcher
 from tests.models import make_tiny_model
 from tests.reference import assert_greedy_equal, greedy_reference
 from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import Checkpoint, prompt_of
 from tests.worker.models.served_model import ServedModel
+from tests.worker.step.test_decode_graphs import RerunMaker
 
 CheckpointOf = Callable[[Case], Checkpoint]
 NUM_TOKENS = 8
@@ -90,3 +98,84 @@ def test_states_of_long_prompts_take_a_few_blocks(tmp_path: Path, max_steps_in_f
         assert served.scheduler.kv_cache.num_blocks == 1 + 1, "one is the null block"
         answers = served.answers(prompts)
     assert_greedy_equal(answers, [greedy_reference(model, p, NUM_TOKENS) for p in prompts])
+
+
+class KeptOnce:
+    """Lets the workers keep the state after `num_tokens` tokens of the first request, on row 0, in
+    blocks that nothing else uses, and then lets all requests begin there."""
+
+    def __init__(self, served: ServedModel, num_tokens: int, monkeypatch: pytest.MonkeyPatch):
+        self._served, self._num_tokens = served, num_tokens
+        self._schedule = served.scheduler.schedule
+        self.kept: KeptState | None = None
+        self.tables: tuple[Any, ...] = ()
+        monkeypatch.setattr(served.scheduler, "schedule", self._with_kept_state)
+        self._monkeypatch = monkeypatch
+
+    def _with_kept_state(self, now: float) -> SchedulerOutput | None:
+        plan, kv_cache = self._schedule(now), self._served.scheduler.kv_cache
+        num_computed = int(self._served.scheduler.running.num_computed[0])
+        if plan is None or self.kept is not None or num_computed < self._num_tokens:
+            return plan
+        assert kv_cache.kept_states is not None
+        pages = int32_array(kv_cache.pool.get_new_blocks(kv_cache.kept_states.num_pages))
+        self.kept = KeptState(0, self._num_tokens, pages)
+        self.tables = kv_cache.block_ids(0)
+        return msgspec.structs.replace(plan, kept_states=(self.kept,))
+
+    def check_equals_row(self) -> None:
+        """The pages of row 0 are copied whole. Only while its state is the one that was kept."""
+        assert self.kept is not None
+        buffer = self._served._runner._launcher.state.cache.buffer
+        assert bool((buffer[self.kept.block_ids] == buffer[self.tables[-1]]).all())
+
+    def begin_there(self) -> None:
+        assert self.kept is not None
+        found = ComputedBlocks((*self.tables[:-1], []), self._num_tokens, self.kept.block_ids)
+        kv_cache = self._served.scheduler.kv_cache
+        self._monkeypatch.setattr(kv_cache, "get_computed_blocks", lambda request: found)
+
+
+@pytest.mark.parametrize("uses_graphs", [False, True], ids=["kernel by kernel", "graphs"])
+@pytest.mark.parametrize("num_tokens", [13, 20, 21, 25, 32])
+@pytest.mark.parametrize("case", WITH_STATES[1:4], ids=str)
+def test_a_state_is_kept_after_any_number_of_tokens(
+    case: Case,
+    num_tokens: int,
+    uses_graphs: bool,
+    checkpoint_of: CheckpointOf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within a chunk, at its end, after the single token that is left of the prompt, and after
+    decodes, at borders of blocks and between them."""
+    checkpoint, maker = checkpoint_of(case), RerunMaker()
+    if uses_graphs:
+        monkeypatch.setattr(step_launcher, "graph_maker", lambda device: maker)
+        monkeypatch.setattr(GroupedAttention, "is_replayable", True)
+        # Here the rows of a capture advance each time that it is computed.
+        monkeypatch.setattr(decode_graphs, "_has_equal_bits", lambda one, other: True)
+    prompt, num_outputs = prompt_of(21, seed=5), 20
+    with ServedModel(
+        checkpoint.path,
+        num_tokens=num_outputs,
+        max_num_seqs=1,
+        max_num_batched_tokens=20,
+        max_steps_in_flight=1,
+    ) as served:
+        keeping = KeptOnce(served, num_tokens, monkeypatch)
+        served.add(prompt)
+        while keeping.kept is None:
+            served.step()
+        if num_tokens >= 20:
+            keeping.check_equals_row()
+        while served.step():
+            pass
+        keeping.begin_there()
+        second = [*prompt, *served.tokens[0]][:num_tokens] + prompt_of(6, seed=9)
+        served.add(second)
+        while served.step():
+            pass
+        assert served.ended[1].num_cached_tokens == num_tokens
+    assert not uses_graphs or len(maker.replayed) > num_outputs
+    references = [greedy_reference(checkpoint.reference, p, num_outputs) for p in (prompt, second)]
+    assert_greedy_equal(served.tokens, references)

@@ -1,5 +1,6 @@
 """Plans for several KV cache groups: the group of each copy, and whether rows have their blocks."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -8,21 +9,22 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import (
     AppendedBlocks,
+    KeptState,
     RowStart,
     SchedulerOutput,
     digest_changes,
 )
 from longshore.protocol.sampling import SamplingParams
-from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
+from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable, StateTable
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.step.worker_rows import WorkerRows
 
 NUM_ROWS = 4
 
 
-def worker_rows(share: ContextShare = WHOLE_CONTEXT) -> WorkerRows:
-    """Groups with blocks of 4 and of 8 tokens."""
-    tables = [
+def worker_rows(share: ContextShare = WHOLE_CONTEXT, *, num_pages: int = 0) -> WorkerRows:
+    """Groups with blocks of 4 and of 8 tokens, and with a state of `num_pages`."""
+    tables: list[BlockTable] = [
         BlockTable(
             max_num_seqs=NUM_ROWS,
             max_model_len=64,
@@ -32,6 +34,9 @@ def worker_rows(share: ContextShare = WHOLE_CONTEXT) -> WorkerRows:
         )
         for size in (4, 8)
     ]
+    if num_pages:
+        settings = {"max_num_seqs": NUM_ROWS, "device": torch.device("cpu")}
+        tables.append(StateTable(max_model_len=4 * num_pages, block_size=4, **settings))
     return WorkerRows(
         tables=MultiGroupBlockTable(tables),
         max_num_seqs=NUM_ROWS,
@@ -151,3 +156,33 @@ def test_appended_blocks_reach_the_group_they_are_for() -> None:
     assert [ids.tolist() for ids in rows.tables.allocated(0)] == [[1, 2, 3], [4, 5]]
     slots = rows.tables.slots(np.zeros(3, np.int64), np.array([0, 5, 10]))
     assert [of_group.tolist() for of_group in slots] == [[4, 9, 14], [32, 37, 42]]
+
+
+@pytest.mark.parametrize("num_computed", [0, 10])
+def test_the_state_after_any_token_of_a_step_can_be_kept(num_computed: int) -> None:
+    """Also after the only one."""
+    rows = worker_rows(num_pages=2)
+    plan = plan_of([start(0, num_computed, [1, 2, 3], [4, 5], [6, 7])])
+    num_scheduled = rows.apply(plan)
+    kept = KeptState(0, 11, int32_array([8, 9]))
+    plan = msgspec.structs.replace(plan, kept_states=(kept,))
+    assert rows.kept_states(plan, num_scheduled) == {0: [kept]}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [KeptState(0, 6, int32_array([8, 9]))],
+        [KeptState(0, 12, int32_array([8, 9]))],
+        [KeptState(1, 1, int32_array([8, 9]))],
+        [KeptState(0, 9, int32_array([8]))],
+        [KeptState(0, 9, int32_array([8, 9])), KeptState(0, 9, int32_array([10, 11]))],
+    ],
+    ids=["before the step", "after it", "of an empty row", "one page", "twice"],
+)
+def test_a_state_that_the_step_does_not_compute_is_not_kept(kept: list[KeptState]) -> None:
+    rows = worker_rows(num_pages=2)
+    plan = plan_of([start(0, 6, [1, 2, 3], [4, 5], [6, 7])])
+    num_scheduled = rows.apply(plan)
+    with pytest.raises(PlanMismatch, match="keeps the state of row"):
+        rows.kept_states(msgspec.structs.replace(plan, kept_states=tuple(kept)), num_scheduled)
