@@ -204,6 +204,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_pin_hits:    turns that were admitted while the KV of their job was kept.
     num_pins_expired, num_pins_yielded: pins that have ended with their time to live, and because
                      other requests needed the blocks.
+    num_kept_states, num_kept_state_blocks: recurrent states in the prefix cache, and their blocks.
+    num_states_kept, num_states_evicted: states cached, and those evicted because blocks were
+                     needed.
+    num_states_found: requests that began with one, counted each time they are admitted.
     num_failed_lookups: lookups in which the connector raised.
     num_failed_loads: loads that did not fill all of their blocks.
     num_late_loads: lookups and loads of the connector that requests did not wait for any longer,
@@ -250,6 +254,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_pin_hits: int = 0
     num_pins_expired: int = 0
     num_pins_yielded: int = 0
+    num_kept_states: int = 0
+    num_kept_state_blocks: int = 0
+    num_states_kept: int = 0
+    num_states_found: int = 0
+    num_states_evicted: int = 0
     num_failed_lookups: int = 0
     num_failed_loads: int = 0
     num_late_loads: int = 0

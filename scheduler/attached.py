@@ -10,6 +10,7 @@ from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache, make_encoder
 from longshore.scheduler.features.encoder_inputs import EncoderInputs
 from longshore.scheduler.features.fair_shares import FairShares
+from longshore.scheduler.features.fork_states import ForkStates
 from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.kept_states import PromptStates
@@ -93,7 +94,8 @@ class AttachedFeatures:
         - forks before grammars, because a fork is parked until its parent has computed;
         - what ends or parks requests before pins, which announce what is left of them, and pins
           before transfers, because blocks that the connector holds are no longer the request's own;
-        - states before transfers, because the connector gets those of this plan;
+        - states of prompts before those of forks, which share them, and before transfers, because
+          the connector gets those of this plan;
         - experts before sessions, because a session releases blocks;
         - the encoder before swaps, because a victim releases items of this step, and swaps before
           shares, which count the rows that are left;
@@ -101,7 +103,7 @@ class AttachedFeatures:
         """
         self._make(given)
         rows = (self.running, self.waiting)
-        encoder = shares = meter = states = None
+        encoder = shares = meter = states = fork_states = None
         if self.encoder is not None:
             encoder = EncoderInputs(self.encoder, *rows, self.plan, given.encoder_connector)
         if given.experts is not None:
@@ -110,6 +112,8 @@ class AttachedFeatures:
             shares = FairShares(self.policy.shares, *rows, self.budget)
         if self.kv_cache.kept_states is not None:
             states = PromptStates(self.running, self.kv_cache, self.in_flight)
+        if self.kv_cache.has_states and self.kv_cache.can_fork:
+            fork_states = self.forks.states = ForkStates(self.forks, self.running, self.kv_cache)
         if self.transfers is not None or self.pins is not None:
             meter = PrefillMeter(self.prefill_rate)
         order: tuple[SchedulerFeature | None, ...] = (
@@ -123,6 +127,7 @@ class AttachedFeatures:
             self.loads,
             self.pins,
             states,
+            fork_states,
             self.transfers,
             self.drafts,
             self.swaps,

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from longshore.connectors.base import FinishAction
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.outputs import ModelRunnerOutput
-from longshore.protocol.plan import RowStart, SchedulerOutput
+from longshore.protocol.plan import KeptState, RowStart, SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
@@ -73,7 +73,8 @@ class Admitter(Protocol):
 
 class PlanChanges(Protocol):
     """The plan that is being made. preempted, finished: ids of requests by emptied row. uncached:
-    block ids. loads: (row, generation) of rows that load within the step."""
+    block ids. loads: (row, generation) of rows that load within the step. kept_states: those that
+    features want the workers to keep, in any order."""
 
     @property
     def step(self) -> int: ...
@@ -87,6 +88,8 @@ class PlanChanges(Protocol):
     def uncached(self) -> list[int]: ...
     @property
     def loads(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def kept_states(self) -> list[KeptState]: ...
 
 
 class SchedulerFeature:

@@ -156,9 +156,12 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission, or the first
                    one since the workers were replaced.
     num_hit_tokens: at its last admission, tokens that others had computed.
+    state_source:  generation of the row that has computed the state with which it began then, and
+                   the tokens before it; None: it began with none, or with one known to be right.
     waits_for:     for reports: why admission set it aside, if its status does not say it.
     has_new_token: it got a token in the row that it lost last, so answered steps have computed all
                    tokens before that.
+    num_computed_on_row: tokens that plans, unanswered ones too, have computed on that row.
     is_resumed:    it was preempted and has not run since then.
     is_swapped:    likewise, and the connector keeps its KV.
     is_owed:       it may use blocks that are kept free for others; see `Shares`.
@@ -188,6 +191,7 @@ class Request:
     num_cached_tokens = NOT_SCHEDULED
     num_external_tokens = 0
     num_hit_tokens = 0
+    state_source: tuple[int, int] | None = None
     num_draft_tokens = 0
     num_accepted_tokens = 0
     num_invalid_draft_tokens = 0
@@ -196,6 +200,7 @@ class Request:
     routed_experts: RoutedExperts | None = None
     waits_for: str | None = None
     has_new_token = False
+    num_computed_on_row = 0
     is_resumed = False
     is_swapped = False
     is_owed = False

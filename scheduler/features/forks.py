@@ -4,11 +4,13 @@ A fork refers to a live request of its client, its parent. It is parked until th
 computed the tokens that both begin with, and outputs have confirmed this. Then it takes a reference
 to each of their blocks, including the partial last one. It writes only to that one, so it gets a
 copy of it before its first step, unless it is the only holder (copy-on-write, as in PagedAttention,
-Kwon et al., 2023, section 4.4).
+Kwon et al., 2023, section 4.4). The same holds for a recurrent state, which must be that after
+exactly the common tokens: see `fork_states`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -17,9 +19,10 @@ from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AddRequest
+from longshore.protocol.statistics import BlockState
 from longshore.scheduler.heap import KeyedHeap
 from longshore.scheduler.hooks import Admitter, Attempt, SchedulerFeature
-from longshore.scheduler.kv_cache.blocks import ComputedBlocks
+from longshore.scheduler.kv_cache.blocks import ComputedBlocks, HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
@@ -75,6 +78,16 @@ class _Family:
         return len(self.ahead) + len(self.planned)
 
 
+class StatesOfForks(Protocol):
+    """See `ForkStates`."""
+
+    @property
+    def of_fork(self) -> Mapping[Request, HeldBlocks]: ...
+
+    def release(self, request: Request) -> None: ...
+    def owners(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]: ...
+
+
 @dataclass(slots=True, eq=False)
 class Forks(SchedulerFeature):
     """Forks that have not begun; asleep until the first one arrives. A step costs O(1) for each
@@ -85,6 +98,7 @@ class Forks(SchedulerFeature):
     waiting: by request.
     parents: the forks of a request that has some.
     pending: the parked forks of parents that run.
+    states:  of the forks, in models with states.
     """
 
     running: RunningTable
@@ -96,6 +110,7 @@ class Forks(SchedulerFeature):
     waiting: dict[Request, _Fork] = field(default_factory=dict)
     parents: dict[Request, dict[_Fork, None]] = field(default_factory=dict)
     pending: dict[Request, _Family] = field(default_factory=dict)
+    states: StatesOfForks | None = None
     _parent: Request | None = None  # of the request that is being added
 
     def problem(self, message: AddRequest, client: int) -> str | None:
@@ -165,13 +180,14 @@ class Forks(SchedulerFeature):
         fork = self.waiting[request]
         if self._is_hopeless(fork):
             return None
-        parent = fork.parent
+        parent, state = fork.parent, None
         if parent.hold is None:
             tables, num_tokens = self.kv_cache.block_ids(parent.row), fork.num_common
+            state = None if self.states is None else self.states.of_fork[request]
         else:
             tables = parent.hold.blocks.block_ids
             num_tokens = min(fork.num_common, parent.hold.num_computed_tokens)
-        blocks = self.kv_cache.fork(tables, num_tokens)
+        blocks = self.kv_cache.fork(tables, num_tokens, state)
         hold = Hold(HoldKind.FORK, blocks, num_tokens, self.holds.next_order())
         self.holds.add(request, hold)
         return hold
@@ -181,6 +197,7 @@ class Forks(SchedulerFeature):
         hold."""
         fork = self.waiting.pop(request, None)
         if fork is not None:
+            self._release_state(fork)
             self._stop_pending(fork)
             siblings = self.parents[fork.parent]
             del siblings[fork]
@@ -209,6 +226,22 @@ class Forks(SchedulerFeature):
         for family in list(self.pending.values()):
             while (fork := next(iter(family.planned), None)) and self._is_ready(fork):
                 self._unpark(fork)
+
+    def plan_through(self, parent: Request, num_tokens: int, step: int) -> Iterator[_Fork]:
+        """Take the forks of a running parent whose common tokens are among its first `num_tokens`
+        as computed in plan `step`, unless the caller says that they `miss` it."""
+        family = self.pending[parent]
+        self._return_invalid(family)
+        while (first := family.ahead.first()) is not None and first[0] <= num_tokens:
+            fork = family.ahead.pop()
+            fork.step, fork.generation = step, int(self.running.generation[parent.row])
+            family.planned[fork] = None
+            yield fork
+
+    def miss(self, fork: _Fork) -> None:
+        """The state after the common tokens is not kept: the fork begins like any request."""
+        self._unpark(fork)
+        self.drop(fork.request)
 
     def begin_epoch(self, epoch: int) -> None:
         """All KV is lost; parents recompute it, and their forks keep waiting for them."""
@@ -259,7 +292,12 @@ class Forks(SchedulerFeature):
             fork.request.waits_for = None
             self.queues.unpark(fork.request)
 
+    def _release_state(self, fork: _Fork) -> None:
+        if self.states is not None:
+            self.states.release(fork.request)
+
     def _pend(self, fork: _Fork) -> None:
+        self._release_state(fork)
         self.pending.setdefault(fork.parent, _Family()).add(fork)
 
     def _stop_pending(self, fork: _Fork) -> None:
@@ -272,17 +310,19 @@ class Forks(SchedulerFeature):
     def _note_step(self, parent: Request) -> None:
         """Note which forks of a parent have their common tokens in a plan by now. If it has lost
         its row, its forks wait until it has one again."""
-        row, running, family = parent.row, self.running, self.pending[parent]
-        if row < 0:
+        if parent.row < 0:
             del self.pending[parent]
             return
+        num_computed = int(self.running.num_computed[parent.row])
+        for fork in self.plan_through(parent, num_computed, self.in_flight.newest_step):
+            if self.states is not None:
+                self.miss(fork)
+
+    def _return_invalid(self, family: _Family) -> None:
+        """Return the forks whose parent was rewound, or has another row, to those that wait."""
         while (fork := next(iter(family.planned), None)) and not self._is_valid(fork):
-            family.add(fork)  # its parent was rewound, or has another row
-        num_computed = int(running.num_computed[row])
-        while (first := family.ahead.first()) is not None and first[0] <= num_computed:
-            fork = family.ahead.pop()
-            fork.step, fork.generation = self.in_flight.newest_step, int(running.generation[row])
-            family.planned[fork] = None
+            self._release_state(fork)
+            family.add(fork)
 
     def _is_valid(self, fork: _Fork) -> bool:
         """The parent still has the row on which it computed, and has not been rewound since."""
@@ -295,17 +335,30 @@ class Forks(SchedulerFeature):
         )
 
     def _is_ready(self, fork: _Fork) -> bool:
-        parent = fork.parent
+        parent, answered_step = fork.parent, self.in_flight.last_answered_step
         if parent.row >= 0:
-            answered_step = self.in_flight.last_answered_step
             return self._is_valid(fork) and fork.step is not None and fork.step <= answered_step
         if parent.hold is None or parent.hold.kind is HoldKind.LOADED:
             return False
-        return fork.parent_has_paused or parent.hold.num_computed_tokens >= fork.num_common
+        num_held = parent.hold.num_computed_tokens
+        if self.states is not None and (
+            num_held > fork.num_common or parent.resume_after_step > answered_step
+        ):
+            return False
+        return fork.parent_has_paused or num_held >= fork.num_common
 
     def _is_hopeless(self, fork: _Fork) -> bool:
-        """The parent waits for input and holds no blocks; when it continues is unknown."""
-        return fork.parent_has_paused and fork.parent.num_computed_tokens == 0
+        """The parent waits for input and holds no blocks; when it continues is unknown. Or it has
+        no state any more after the common tokens."""
+        parent = fork.parent
+        if fork.parent_has_paused:
+            return parent.num_computed_tokens == 0 or not self._is_ready(fork)
+        if self.states is None:
+            return False
+        if parent.row >= 0:
+            is_past = self.running.num_computed[parent.row] >= fork.num_common
+            return bool(is_past) and not self._is_valid(fork)
+        return parent.hold is not None and parent.num_computed_tokens > fork.num_common
 
 
 def num_common_tokens(one: Int32Array, other: Int32Array) -> int:

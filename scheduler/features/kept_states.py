@@ -4,27 +4,70 @@ A request begins with a cached prefix only where the state after it is kept, and
 as the KV of a thousand tokens or more. So only states are kept that another request is likely to
 begin with: at the end of the prompt, or where the next turns of a chat depart from it; at the ends
 of the prefixes that the request names in its cache hint; and where its prefix stops being that of
-an earlier request (the junction of Marconi, Pan et al., 2024), which others may share, too.
+an earlier request (the junction of Marconi, Pan et al., 2024), which others may share, too. As long
+as there is memory that nothing else is cached in, also at doubling distances from the end.
+
+How soon a conversation goes on, if it does, is learned from the turns that are seen: by the number
+of its turns, and by the last tokens of the answer, which for instance tell a call of a tool from a
+text for a user.
 """
 
-from collections import deque
-from typing import Any, Final
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
+from longshore.connectors.base import FinishAction
 from longshore.protocol.arrays import Int64Array, int32_array
-from longshore.protocol.plan import KeptState
+from longshore.protocol.plan import KeptState, SchedulerOutput
 from longshore.scheduler.hooks import PlanChanges, SchedulerFeature
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.habits import (
+    CONSUMED,
+    INSURANCE,
+    NUM_ENDINGS,
+    StateKind,
+    turn_kind,
+    used_kind,
+)
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.request import Request
-from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.request import Outcome, Request
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
 from longshore.scheduler.step.running import RunningTable
 
 MAX_KEPT: Final = 4
-"""States of one prompt."""
+"""States of one prompt, without insurance."""
+
+MIN_INSURANCE: Final = 512
+"""Distance from the end, in tokens, of the nearest insurance; each further one is twice as far."""
+
+MAX_INSURANCE: Final = 8
+
+MAX_TURNS: Final = 32_768
+"""Turns that are remembered, to learn from the next ones."""
+
+ENDING_TOKENS: Final = 2
+
+
+class _Turn(NamedTuple):
+    """A turn that has ended: its number in the conversation, what it ended with, and when."""
+
+    number: int
+    kind: StateKind
+    ended_s: float
+
+
+class _Beginning(NamedTuple):
+    """A turn that has not ended: its number in the conversation, and how many tokens of its prompt
+    the next turn is expected to begin with; 0 if there is none, because the prompt is others'."""
+
+    number: int
+    end: int
 
 
 class PromptStates(SchedulerFeature):
-    """Plans which states the workers keep while they compute prompts."""
+    """Plans which states the workers keep while they compute prompts, and tells what becomes of
+    them."""
 
     def __init__(
         self, running: RunningTable, kv_cache: KVCacheManager, in_flight: StepsInFlight
@@ -33,26 +76,116 @@ class PromptStates(SchedulerFeature):
         self._running = running
         self._kv_cache = kv_cache
         self._kept = kv_cache.kept_states
+        self._chains = self._kept.chains
         self._in_flight = in_flight
-        self._wanted: dict[Request, list[int]] = {}  # ascending numbers of tokens
+        self._new: list[KeptState] = []  # of the plan that is being made
+        self._wanted: dict[Request, dict[int, StateKind]] = {}  # by number of tokens, ascending
         self._generations: dict[Request, int] = {}
         self._ended: deque[tuple[int, int]] = deque()  # (step, generation)
+        self._beginnings: dict[Request, _Beginning] = {}
+        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by the block at the prompt's end
+
+    def poll(self, now: float) -> None:
+        self._chains.now_s = now
 
     def admitted(self, request: Request, num_computed: int, num_tokens: int) -> None:
         self._generations[request] = int(self._running.generation[request.row])
-        if not request.skips_prefix_cache and (wanted := self._choose(request, num_computed)):
+        if request.skips_prefix_cache or request.options.no_store:
+            return
+        self._kv_cache.extend_hashes(request)  # it may have begun without a look into the cache
+        junction = self._kv_cache.find_junction(request)
+        is_new = request not in self._beginnings
+        if is_new:
+            self._beginnings[request] = self._begin_turn(request, junction)
+        wanted = self._choose(request, num_computed, junction)
+        if wanted:
             self._wanted[request] = wanted
+        if is_new:
+            self._found(request, num_computed, is_continued=bool(wanted))
 
-    def _choose(self, request: Request, num_computed: int) -> list[int]:
+    def _begin_turn(self, request: Request, junction: int) -> _Beginning:
+        """The chances of the turn before are learned. A turn has one next turn: others that begin
+        with its prompt only share what it begins with. So does a prompt of which others have
+        computed all blocks, unless it is the same turn again."""
+        end = max(_turn_ends(request, request.num_prompt_tokens - 1), default=0)
+        end -= end % self._kv_cache.state_border
+        known = filter(self._turns.__contains__, reversed(request.block_hashes))
+        block_hash = next(known, None)
+        if block_hash is None:
+            return _Beginning(0, end if end > junction else 0)
+        if end and block_hash == self._hash_before(request, end):
+            return _Beginning(self._turns[block_hash].number, end)
+        before = self._turns.pop(block_hash)
+        self._chains.habits.use(before.kind)
+        self._chains.habits.wait(before.kind, self._chains.now_s - before.ended_s)
+        return _Beginning(before.number + 1, end if end > junction else 0)
+
+    def _hash_before(self, request: Request, num_tokens: int) -> bytes:
+        return request.block_hashes[num_tokens // self._kept.tokens_per_hash - 1]
+
+    def _found(self, request: Request, num_computed: int, *, is_continued: bool) -> None:
+        """The request begins with the state after `num_computed` tokens, if one is kept there. The
+        first use of an end is by its own continuation. A later one, or one after which no state is
+        kept, shows that others depart here."""
+        if not num_computed or num_computed % self._kept.tokens_per_hash:
+            return
+        link = self._chains.get(self._hash_before(request, num_computed))
+        if link is None or link.kind is None:
+            return
+        before = link.kind
+        if before.name != "end":
+            self._chains.habits.use(before)
+            self._chains.habits.wait(before, self._chains.now_s - link.touched_s)
+            kind = used_kind(before.turn + 1 if before.name == "used" else 1)
+        else:
+            kind = CONSUMED if is_continued else turn_kind(self._beginnings[request].number)
+        self._chains.place(link, kind)
+
+    def _choose(self, request: Request, num_computed: int, junction: int) -> dict[int, StateKind]:
+        """After which numbers of tokens states are kept."""
         end = len(request.token_ids) - 1  # a token is computed to sample from
-        turn_ends = request.options.turn_ends or (end,)
+        turn_ends = _turn_ends(request, end)
         hint = request.options.cache_hint
         prefixes = () if hint is None else [prefix.num_tokens for prefix in hint.prefixes]
-        junction = self._kv_cache.find_junction(request)
+        turn = self._beginnings[request]
+        last = turn_kind(turn.number) if turn.end else used_kind(0)
+        kinds = [(each, CONSUMED) for each in turn_ends[:-1]]
+        kinds += [(each, used_kind(0)) for each in (junction, *prefixes)]
+        kinds += [(each, last) for each in turn_ends[-1:]]
         border = self._kv_cache.state_border
-        given = (each for each in (*turn_ends, junction, *prefixes) if each <= end)
-        ends = {each - each % border for each in given}
-        return sorted(each for each in ends if each > num_computed)[-MAX_KEPT:]
+        wanted = {
+            each - each % border: kind
+            for each, kind in kinds
+            if each <= end and each - each % border > num_computed
+        }
+        insured = {
+            each - each % border: INSURANCE
+            for each in _insured(turn_ends[-1] if turn_ends else 0)
+            if each - each % border > num_computed
+        }
+        chosen = insured | {each: wanted[each] for each in sorted(wanted)[-MAX_KEPT:]}
+        return {each: chosen[each] for each in sorted(chosen)}
+
+    def ended(
+        self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
+    ) -> FinishAction | None:
+        """The turn has ended, and its kind is known."""
+        turn = self._beginnings.pop(request, None)
+        if turn is None or not turn.end or not request.num_output_tokens:
+            return None
+        if turn.end > len(request.block_hashes) * self._kept.tokens_per_hash:
+            return None  # a session that was rewound
+        kind = turn_kind(turn.number, _ending(request))
+        self._chains.habits.make(kind)
+        block_hash = self._hash_before(request, turn.end)
+        self._turns[block_hash] = _Turn(turn.number, kind, now)
+        self._turns.move_to_end(block_hash)
+        if len(self._turns) > MAX_TURNS:
+            self._turns.popitem(last=False)
+        link = self._chains.get(block_hash)
+        if link is not None and link.kind is not None and link.kind.name == "end":
+            self._chains.place(link, kind)
+        return None
 
     def vacated(self, request: Request, blocks: HeldBlocks | None) -> None:
         self._wanted.pop(request, None)
@@ -70,33 +203,61 @@ class PromptStates(SchedulerFeature):
             for request in list(self._wanted)
             for state in self._keep(request, int(num_scheduled[request.row]), plan.step)
         ]
-        for state in kept:
+        plan.kept_states.extend(kept)
+        self._new = kept
+        return {}
+
+    def built(self, plan: SchedulerOutput, planned: PlannedStep, now: float) -> None:
+        """No state of the plan needs blocks any more."""
+        for state in self._new:
             self._kv_cache.pool.free_blocks(state.block_ids, plan.step)
-        return {"kept_states": tuple(kept)} if kept else {}
+        self._new = []
 
     def _keep(self, request: Request, num_tokens: int, step: int) -> list[KeptState]:
         """The states that plan `step` keeps, which computes `num_tokens` tokens of the request."""
         row, wanted = request.row, self._wanted[request]
         first = int(self._running.num_computed[row])
-        due = [each for each in wanted if each <= first + num_tokens]
+        due = {each: kind for each, kind in wanted.items() if each <= first + num_tokens}
         if len(due) == len(wanted):
             del self._wanted[request]
         else:
-            self._wanted[request] = wanted[len(due) :]
-        if num_tokens < 2:  # workers keep no states of single tokens
-            return []
+            self._wanted[request] = {e: kind for e, kind in wanted.items() if e not in due}
         states = []
-        for end in due:
-            block_hash = request.block_hashes[end // self._kept.tokens_per_hash - 1]
-            if end <= first or self._kept.has(block_hash):
-                continue
-            block_ids = self._kept.keep(
-                block_hash, end, generation=self._generations[request], step=step
-            )
-            if block_ids is not None:
-                states.append(KeptState(row, end, int32_array(block_ids)))
-                self._kv_cache.full_blocks.record_state(request, end, block_ids, block_hash, step)
+        generation = self._generations[request]
+        for end, kind in due.items():
+            if end > first:
+                pages = self._kv_cache.keep_state(
+                    request, end, kind, generation=generation, step=step
+                )
+                if pages is not None:
+                    states.append(KeptState(row, end, int32_array(pages)))
         return states
 
     def begin_epoch(self, epoch: int) -> None:
         self._ended.clear()
+
+    def counts(self) -> dict[str, Any]:
+        num_states = self._chains.num_states
+        return {
+            "num_kept_states": num_states,
+            "num_kept_state_blocks": num_states * self._kept.num_pages,
+            "num_states_kept": self._kept.num_kept,
+            "num_states_found": self._kept.num_found,
+            "num_states_evicted": self._chains.num_evicted,
+        }
+
+
+def _turn_ends(request: Request, end: int) -> list[int]:
+    """Where the next turns depart, as far as that is in the first `end` tokens; ascending."""
+    return [each for each in request.options.turn_ends or (end,) if each <= end]
+
+
+def _insured(end: int) -> Iterator[int]:
+    for number in range(MAX_INSURANCE):
+        if (distance := MIN_INSURANCE << number) < end:
+            yield end - distance
+
+
+def _ending(request: Request) -> int:
+    """Equal for answers that end with the same tokens; otherwise mostly not."""
+    return zlib.crc32(request.token_ids[-ENDING_TOKENS:].tobytes()) % NUM_ENDINGS

@@ -8,7 +8,7 @@ step was in flight, and past occupants of rows, whose blocks can still be found.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Holder:
     """A request with the blocks of its row, or of the row that it lost. num_hit_tokens: leading
-    tokens that other requests computed; num_good: leading tokens whose KV is valid."""
+    tokens that other requests computed; num_good: leading tokens whose KV is valid; state_source:
+    see `Request`."""
 
     request: Request
     generation: int
@@ -42,6 +43,7 @@ class _Holder:
     tables: tuple[Int32Array, ...]
     num_hit_tokens: int
     num_good: int
+    state_source: tuple[int, int] | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,8 +72,8 @@ class Recovery(SchedulerFeature):
             tables = self._tables(row, generation)
             is_other &= ~np.isin(failed, np.concatenate(tables))
             num_good = self.kv_cache.num_before(tables, failed)
-            if num_good is not None:
-                sources[generation] = num_good
+            if num_good is not None:  # 0 if a state was not loaded, but prefix hits are valid
+                sources[generation] = max(num_good, self._num_hit_tokens(row, generation))
         for feature in self.hooks.bad_blocks:
             feature.bad_blocks(failed[is_other], are_written=False)
         if not sources:
@@ -88,6 +90,12 @@ class Recovery(SchedulerFeature):
             return occupant.tables
         return self.kv_cache.block_ids(row)
 
+    def _num_hit_tokens(self, row: int, generation: int) -> int:
+        occupant = self.in_flight.occupant(row, generation)
+        if isinstance(occupant, PastOccupant):
+            return occupant.num_hit_tokens
+        return occupant.request.num_hit_tokens
+
     def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
         """The logits of `output.nan_rows` are not finite. Rows are handled in admission order: a
         later one that found blocks of an earlier one is rewound, and its own output is void."""
@@ -102,12 +110,11 @@ class Recovery(SchedulerFeature):
         """Invalidate everything that the row's request computed. Its prefix hits stay valid: other
         requests computed finite logits from them."""
         occupant = self.in_flight.occupant(row, generation)
-        request, num_hit_tokens = occupant.request, occupant.request.num_hit_tokens
-        if step <= occupant.void_through and not request.is_finished:
+        request, num_hit_tokens = occupant.request, self._num_hit_tokens(row, generation)
+        is_void = step <= occupant.void_through and not request.is_finished
+        if is_void and not isinstance(occupant, PastOccupant):  # it was rewound
             return
-        if isinstance(occupant, PastOccupant):
-            num_hit_tokens = occupant.num_hit_tokens
-        if not request.is_finished:
+        if not (is_void or request.is_finished):
             self.lifecycle.log.not_finite(request, step=step, num_nans=num_nans)
             request.num_nans_in_logits = num_nans
             text = (
@@ -209,6 +216,8 @@ class Recovery(SchedulerFeature):
             has_grown = False
             for holder in holders:
                 num_good = self._num_good_hits(holder, bad)
+                if _began_with_bad_state(holder, invalid):
+                    num_good = min(num_good, holder.num_hit_tokens)
                 if num_good < holder.num_good:
                     holder.num_good = num_good
                     self._mark(holder, bad)
@@ -239,14 +248,16 @@ class Recovery(SchedulerFeature):
             generation = int(running.generation[request.row])
             num_good = sources.get(generation, int(running.num_computed[request.row]))
             tables = self.kv_cache.block_ids(request.row)
-            holder = _Holder(request, generation, True, tables, request.num_hit_tokens, num_good)
+            began = request.num_hit_tokens, num_good, request.state_source
+            holder = _Holder(request, generation, True, tables, *began)
             for block_ids in self._allocated_for(holder):
                 is_reallocated[block_ids] = True
             yield holder
         for generation, past in reversed(self.in_flight.past_occupants()):  # the last one first
             num_good = sources.get(generation, max(map(len, past.tables)) * longest_block)
             tables = tuple([table.copy() for table in past.tables])
-            holder = _Holder(past.request, generation, False, tables, past.num_hit_tokens, num_good)
+            began = past.num_hit_tokens, num_good, past.state_source
+            holder = _Holder(past.request, generation, False, tables, *began)
             for block_ids in self._allocated_for(holder):
                 block_ids[is_reallocated[block_ids]] = NULL_BLOCK
                 is_reallocated[block_ids] = True
@@ -272,3 +283,12 @@ class Recovery(SchedulerFeature):
             if is_bad.any():
                 num_good = min(num_good, int(is_bad.argmax()) * size)
         return num_good
+
+
+def _began_with_bad_state(holder: _Holder, invalid: Iterable[_Holder]) -> bool:
+    """Whether the row began with a copy of a state that an invalid one has computed, although its
+    prefix hits may be blocks of others."""
+    if holder.state_source is None:
+        return False
+    generation, num_tokens = holder.state_source
+    return any(each.generation == generation and each.num_good < num_tokens for each in invalid)

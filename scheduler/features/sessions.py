@@ -91,8 +91,8 @@ class Sessions(SchedulerFeature):
         if blocks is not None:
             # With a new token, the blocks of its row have the KV of all tokens but the last.
             is_computed = ran and request.has_new_token
-            if is_computed and request.options.keeps_blocks and self.kv_cache.can_fork:
-                num_computed = request.num_tokens - 1
+            num_computed = self._num_held(request)
+            if is_computed and request.options.keeps_blocks and num_computed:
                 kept, blocks = self.kv_cache.cut(blocks, num_computed)
                 order = self.holds.next_order()
                 self.holds.add(request, Hold(HoldKind.SESSION, kept, num_computed, order))
@@ -104,13 +104,26 @@ class Sessions(SchedulerFeature):
         request.num_prompt_tokens = request.num_tokens
         request.num_cached_tokens = NOT_SCHEDULED
         request.is_resumed = False
-        request.resume_after_step = 0
+        # An unanswered plan may have computed the last token, too.
+        is_ahead = request.num_computed_tokens == request.num_tokens
+        request.resume_after_step = self.in_flight.newest_step if is_ahead else 0
         self.in_flight.void_past_occupants(request)  # their tokens are of the output that has ended
         self.waiting.park(request)
         self.num_between += 1
         if request.next_chunks:
             self._begin_next_chunk(request, now)
         return True
+
+    def _num_held(self, request: Request) -> int:
+        """Leading tokens with which the next input can begin, of those that the row has computed;
+        0: with none. A state must be that after exactly so many, so if a later plan has computed
+        the last token, it is one of them; more than that are not part of the session."""
+        num_tokens = request.num_tokens
+        if not self.kv_cache.has_states:
+            return num_tokens - 1 if self.kv_cache.can_fork else 0
+        num_computed = request.num_computed_on_row
+        is_exact = self.kv_cache.can_fork and num_tokens - 1 <= num_computed <= num_tokens
+        return num_computed if is_exact else 0
 
     def _continues(self, request: Request) -> bool:
         if not request.options.resumable or request.num_tokens >= self.config.max_model_len:
@@ -134,7 +147,9 @@ class Sessions(SchedulerFeature):
         )
         for observer in self.observers:
             observer.continued(request, now)
-        if request.skips_prefix_cache and request.hold is not None:
+        if request.hold is not None and (
+            request.skips_prefix_cache or request.num_computed_tokens == request.num_tokens
+        ):
             self.holds.release(request)
         self.waiting.unpark(request)
         self.num_between -= 1

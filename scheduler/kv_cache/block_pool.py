@@ -63,11 +63,16 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._group = np.zeros(num_blocks if num_groups > 1 else 0, np.int16)
         self.retained = RetainedPrefixes(num_blocks)
+        self._mark: Int32Array = np.zeros(
+            0, np.int32
+        )  # of blocks in chains, see `chain`; 0: in none
+        self._make_room: Callable[[int], None] | None = None
         self._start_free()
 
     def _start_free(self, block_ids: Int32Array | None = None) -> None:
         """All blocks are free, in this order."""
         self.free_queue = FreeQueue(self._is_cached_item, self._num_set_aside, block_ids)
+        self.free_queue.make_room = self._make_room
         # The position of a block in the free queue, or minus its number of references if it is
         # held: so it cannot be both free and held.
         self._position, self._position_item = (
@@ -123,6 +128,8 @@ class BlockPool:
     ) -> Int32Array | None:
         """`get_new_blocks` for blocks that no plan after `answered_step` refers to and that are not
         in `keep`. None, and nothing has changed, if there are too few."""
+        if self._make_room is not None:
+            self._make_room(count - self.free_queue.num_before_retained())
         pieces: list[Int32Array] = []
         missing = count
         for block_ids in self.free_queue.chunks():
@@ -152,7 +159,7 @@ class BlockPool:
         if not (is_long and self.free_queue.release_n(np.asarray(block_ids, np.int32))):
             block_ids = block_ids if isinstance(block_ids, list) else block_ids.tolist()
             self.free_queue.release_few(block_ids)
-        if self.retained.prefixes:
+        if self.retained.prefixes or self._make_room is not None:
             self._set_aside_retained(int32_array(block_ids))
         if step:
             self.fence(block_ids, step)
@@ -204,19 +211,61 @@ class BlockPool:
         """Retain those of these held blocks that are cached; see `RetainedPrefixes.add`."""
         cached, *others = [ids[self._is_cached[ids] != 0] for ids in (block_ids, *prefixes)]
         ended = self.retained.add(cached, hint, others, tenant=tenant, now=now)
-        self.free_queue.move_to_tail(ended)
+        self._end_retained(ended)
 
     def expire_retained(self, now: float) -> None:
         """End the hints whose time to live has passed."""
-        self.free_queue.move_to_tail(self.retained.expire(now))
+        self._end_retained(self.retained.expire(now))
+
+    def _end_retained(self, block_ids: Int32Array) -> None:
+        self.free_queue.move_to_tail(block_ids)
+        if self._make_room is not None:
+            self._set_aside_retained(block_ids)
 
     def _set_aside_retained(self, block_ids: Int32Array) -> None:
         """Of these blocks, in this order, allocate those that are retained after all others."""
+        if self._make_room is not None:
+            chained = block_ids[self._mark[block_ids] != 0]
+            self.free_queue.move_to_retained(chained, 0)
         priorities = self.retained.priorities(block_ids)
         for priority in range(1, MAX_CACHE_PRIORITY + 1):
             retained = block_ids[priorities == priority]
             if len(retained):
                 self.free_queue.move_to_retained(retained, priority)
+
+    # Chains
+
+    def chain(self, make_room: Callable[[int], None]) -> None:
+        """Blocks of chains (see `mark`) are allocated after all others but retained ones.
+        make_room: called with the number of blocks that are missing then, to `unmark` or uncache
+        some."""
+        self._mark = np.zeros(self.num_blocks, np.int32)
+        self._make_room = self.free_queue.make_room = make_room
+
+    def marks(self, block_ids: Int32Array) -> Int32Array:
+        """The mark of each block; 0: it is in no chain."""
+        marks: Int32Array = self._mark[block_ids]
+        return marks
+
+    def mark(self, block_ids: Int32Array, mark: int) -> None:
+        """These cached blocks are in a chain now, with this mark, until they are unmarked or
+        uncached."""
+        self._mark[block_ids] = mark
+        self._set_aside_retained(block_ids)
+
+    def are_cached(self, block_ids: Int32Array) -> BoolArray:
+        """Which of these blocks have a hash."""
+        are_cached: BoolArray = self._is_cached[block_ids] != 0
+        return are_cached
+
+    def unmark(self, block_ids: Int32Array, mark: int) -> int:
+        """Those of these blocks that still have the mark are in no chain any more. Returns how many
+        of them are allocated earlier now."""
+        marked = block_ids[self._mark[block_ids] == mark]
+        self._mark[marked] = 0
+        free = marked[(self._position[marked] >= 0) & (self.retained.priorities(marked) == 0)]
+        self.free_queue.move_to_tail(free)
+        return len(free)
 
     # The prefix cache
 
@@ -320,6 +369,8 @@ class BlockPool:
         self._unannounced.clear()
         self._is_cached[:] = 0
         self.free_queue.move_to_head(self.retained.clear().tolist())
+        self.free_queue.move_to_head(np.flatnonzero(self._mark).tolist())
+        self._mark[:] = 0
         if self._events is not None:
             self._events.cleared()
 
@@ -346,6 +397,8 @@ class BlockPool:
             return cached
         if self.retained.prefixes:
             self.retained.evicted(cached)
+        if self._make_room is not None:
+            self._mark[cached] = 0
         if len(self._prefixes) == 1:
             self._prefixes[0].pop_n(hashes, cached)
         else:
@@ -417,12 +470,16 @@ class BlockPool:
                 raise LongshoreError(f"block {block_id} is not found under its hash")
         if np.flatnonzero(self._is_cached).tolist() != cached:
             raise LongshoreError("the column of cached blocks differs from their hashes")
-        priorities = self.retained.priorities(int32_array(free))
+        priorities = self.retained.priorities(int32_array(free)).astype(np.int64) * 2
+        if self._make_room is not None:
+            priorities += (priorities == 0) & (self._mark[free] != 0)
         if (priorities[:-1] > priorities[1:]).any():
             raise LongshoreError("a retained block is reused before one of a lower priority")
         uncached = int32_array(np.flatnonzero(self._is_cached == 0))
         if self.retained.priorities(uncached).any():
             raise LongshoreError("a block is retained that is not cached")
+        if self._make_room is not None and self._mark[uncached].any():
+            raise LongshoreError("a block is in a chain that is not cached")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(cached):
             raise LongshoreError(f"{num_found} blocks are found by hash, {len(cached)} have one")

@@ -1,6 +1,7 @@
 """The order in which free blocks are allocated: first those without a hash, which nobody can find,
 the last freed first; then the cached ones, least recently freed first; then retained ones of each
-priority from the lowest, in the same order.
+priority from the lowest, in the same order. Those of priority 0 are the blocks of chains, which go
+when their owner says so (`make_room`).
 
 Blocks without a hash form a stack at the head. A request frees its tail first, so its blocks come
 from the stack in ascending order of position, and the next request gets the same contiguous run.
@@ -14,7 +15,7 @@ and no sentinel nodes, hence no edge cases for them. Retained blocks of each pri
 their own behind it, which only grows at its end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -62,6 +63,8 @@ class FreeQueue:
               number of references, so no block can be both free and held. The null block is PINNED.
               Blocks set aside always have one reference.
     position_item: the same memory for scalar access, which costs half as much as numpy's.
+    make_room: called before blocks of priority 0 are allocated in the order of the queue, with the
+              number of those that are missing: may move some of them before all retained ones.
 
     Block ids are int32 arrays or, if they are few, lists. `num_free` is always exact.
     """
@@ -78,10 +81,11 @@ class FreeQueue:
         self.position_item = memoryview(self.position)
         self._middle, self._capacity = num_blocks, 3 * num_blocks
         self._head = self._tail = num_blocks
-        end = self._capacity + 2 * num_blocks * MAX_CACHE_PRIORITY
+        end = self._capacity + 2 * num_blocks * (MAX_CACHE_PRIORITY + 1)
         firsts = range(self._capacity, end, 2 * num_blocks)
         self._retained = [_Retained(first, first + 2 * num_blocks) for first in firsts]
         self._has_retained = False  # whether some part of them has an entry, live or not
+        self.make_room: Callable[[int], None] | None = None
         self._ring: Int32Array = np.zeros(end, np.int32)
         self._ring_item = memoryview(self._ring)
         ascending = np.arange(first, num_blocks, dtype=np.int32)
@@ -109,6 +113,11 @@ class FreeQueue:
         self.num_free -= count
         self._head, pieces = self._first_n(self._head, self._tail, count)
         if self._has_retained:
+            missing = count - sum(map(len, pieces))
+            if missing and self.make_room is not None:
+                self.make_room(missing)
+                self._head, more = self._first_n(self._head, self._tail, missing)
+                pieces += more
             for part in self._retained:
                 missing = count - sum(map(len, pieces))
                 part.head, more = self._first_n(part.head, part.tail, missing)
@@ -223,7 +232,7 @@ class FreeQueue:
     def move_to_retained(self, block_ids: Int32Array, priority: int) -> None:
         """Of these cached blocks, those that are free become the last of the retained ones of this
         priority."""
-        part = self._retained[priority - 1]
+        part = self._retained[priority]
         free = block_ids[self.position[block_ids] >= 0]
         if part.tail + len(free) > part.end:
             entries, live = self._live(part.head, part.tail)
@@ -271,6 +280,10 @@ class FreeQueue:
             return False
         self.num_free -= int(np.count_nonzero(before >= 0))
         return True
+
+    def num_before_retained(self) -> int:
+        """How many blocks are allocated before all retained ones. O(n), in one vector operation."""
+        return len(self._live(self._head, self._tail)[1])
 
     def remove(self, block_id: int) -> None:
         """Remove one block at any position. Raises NotInFreeQueue."""

@@ -5,7 +5,7 @@ scheduler; token ids are read only to hash blocks.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 
@@ -36,7 +36,9 @@ from longshore.scheduler.kv_cache.blocks import (
 )
 from longshore.scheduler.kv_cache.coordinator import make_coordinator
 from longshore.scheduler.kv_cache.free_order import FreeOrder
+from longshore.scheduler.kv_cache.full import SingleTypeManager
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
+from longshore.scheduler.kv_cache.habits import StateKind
 from longshore.scheduler.kv_cache.states import KeptStates, StateManager
 from longshore.scheduler.kv_cache.windowed import SettledCounts, WindowedManager
 from longshore.scheduler.request import Request
@@ -74,6 +76,7 @@ class KVCacheManager:
     follows_from_tokens: equal tokens have equal KV in all groups.
     num_yieldable: blocks that features release when others need them.
     can_fork:  a request can begin with any part of another one's KV: no group frees blocks early.
+    has_states: but only with a part after which there is a state.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything that
     needs a slot, including lookahead, and is limited to that of the longest request.
@@ -116,14 +119,20 @@ class KVCacheManager:
         self.frees_skipped = bool(self._windowed)
         self._paged_states = [m for m in self._managers if isinstance(m, StateManager)]
         self.resumes_anywhere = not (self.frees_skipped or self._paged_states)
+        of_tokens = [m for m in self._managers if m not in self._paged_states]
         self.kept_states: KeptStates | None = None
         if self._paged_states and cache.enable_prefix_caching:
-            self.kept_states = KeptStates(self._paged_states[0], self.pool, cache.tokens_per_hash)
+            self.kept_states = KeptStates(
+                self._paged_states[0],
+                [manager.block_size for manager in self._caching],
+                self.pool,
+                cache.tokens_per_hash,
+            )
         self._looks_up = bool(self._caching) or self.kept_states is not None
         self.state_border = math.lcm(self._coordinator.alignment, cache.tokens_per_hash)
-        of_tokens = [m for m in self._managers if m not in self._paged_states]
         self.follows_from_tokens = all(m.caches_prefixes for m in of_tokens)
-        self.can_fork = self.follows_from_tokens and self.resumes_anywhere
+        self.can_fork = self.follows_from_tokens and not self.frees_skipped
+        self.has_states = bool(self._paged_states)
         self._free_order = FreeOrder(
             [m.block_size for m in of_tokens], [m.frees_skipped for m in of_tokens]
         )
@@ -184,6 +193,25 @@ class KVCacheManager:
             hits, num_tokens = self._find_hit(hashes, num_with_state)
         return self._nothing_computed
 
+    def keep_state(
+        self, request: Request, num_tokens: int, kind: StateKind, *, generation: int, step: int
+    ) -> list[int] | None:
+        """Blocks for the state after the first `num_tokens` tokens of a request, which plan `step`
+        computes on the row of this generation, and which is found from now on; see
+        `KeptStates.keep`. None if it is kept already, or there are too few blocks."""
+        assert self.kept_states is not None
+        hashes = request.block_hashes[: num_tokens // self.kept_states.tokens_per_hash]
+        if self.kept_states.has(hashes[-1]):
+            return None
+        found, _ = self._find_hit(hashes, num_tokens)
+        hits = [ids for m, ids in zip(self._managers, found, strict=True) if m in self._caching]
+        pages = self.kept_states.keep(
+            hashes, num_tokens, kind, hits, generation=generation, step=step
+        )
+        if pages is not None:
+            self.full_blocks.record_state(request, num_tokens, pages, hashes[-1], step)
+        return pages
+
     def extend_hashes(self, request: Request) -> None:
         """Compute the block hashes of a waiting request that `get_computed_blocks` needs."""
         if self._looks_up and not request.skips_prefix_cache:
@@ -200,6 +228,7 @@ class KVCacheManager:
         """The request is admitted with this many cached tokens. Lookups alone are not counted,
         because a waiting request is looked up in every step."""
         request.num_hit_tokens = num_hit_tokens
+        request.state_source = None
         if not self._log_stats:
             return
         stats, num_tokens = self.stats, len(request.token_ids)
@@ -281,6 +310,8 @@ class KVCacheManager:
         loaded into them."""
         if not len(prefix.state):
             return []
+        assert self.kept_states is not None
+        self.kept_states.num_found += 1
         self.pool.fence(prefix.state, step)
         table = tables[self._paged_states[0].group]
         pages = zip(int32_array(prefix.state).tolist(), table.tolist(), strict=True)
@@ -369,9 +400,14 @@ class KVCacheManager:
         for table in held.block_ids:
             self.pool.touch(table[table != NULL_BLOCK])
 
-    def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
+    def fork(
+        self, tables: Sequence[Int32Array], num_tokens: int, state: HeldBlocks | None = None
+    ) -> HeldBlocks:
         """Take one more reference to each block of the first `num_tokens` tokens of these tables.
-        No data is copied."""
+        No data is copied. state: the state after these tokens; None: that in the tables is."""
+        if state is not None:
+            pairs = zip(tables, state.block_ids, self._managers, strict=True)
+            tables = [own if m in self._paged_states else table for table, own, m in pairs]
         shared = tuple(
             [
                 table[: manager.num_positions(num_tokens)].copy()
@@ -382,20 +418,48 @@ class KVCacheManager:
             self.pool.touch(block_ids)
         return HeldBlocks(shared)
 
+    def new_state(self, step: int) -> HeldBlocks | None:
+        """Blocks for a state that plan `step` writes; None if there are too few free ones."""
+        num_pages = self._paged_states[0].num_pages
+        if num_pages > self.num_free_blocks:
+            return None
+        pages = int32_array(self.pool.get_new_blocks(num_pages))
+        self.pool.fence(pages, step)
+        return self.state_in(pages)
+
+    def state_in(self, pages: Int32Array) -> HeldBlocks:
+        """A state in these blocks, to which the caller has references, or takes them."""
+        return HeldBlocks(
+            tuple([pages if m in self._paged_states else EMPTY_INT32 for m in self._managers])
+        )
+
+    def pages_of(self, state: HeldBlocks) -> Int32Array:
+        """The blocks that the state in this table fills."""
+        return state.block_ids[self._paged_states[0].group]
+
     def num_blocks_to_resume(
         self, held: HeldBlocks, num_computed: int, num_tokens: int, answered_step: int
     ) -> int:
         """Free blocks that `resume` takes."""
         num_new = 0
         for manager, table in zip(self._managers, held.block_ids, strict=True):
-            if manager in self._paged_states:
-                continue
             num_new += max(manager.num_positions(num_tokens) - len(table), 0)
-            position, is_partial = divmod(num_computed, manager.block_size)
-            num_new += bool(
-                is_partial and not self.pool.is_private(int(table[position]), answered_step)
-            )
+            for position, _ in self._written_first(manager, num_computed):
+                num_new += not self.pool.is_private(int(table[position]), answered_step)
         return num_new
+
+    def _written_first(
+        self, manager: SingleTypeManager, num_computed: int
+    ) -> Iterator[tuple[int, int]]:
+        """The positions of blocks that a row with `num_computed` tokens has, and which it writes to
+        in its next step, with the tokens in them: the partial last one, or all pages of a state."""
+        if isinstance(manager, StateManager):
+            for position in range(manager.num_pages):
+                yield position, 1
+            return
+        position, num_tokens = divmod(num_computed, manager.block_size)
+        if num_tokens:
+            yield position, num_tokens
 
     def resume(
         self,
@@ -422,21 +486,24 @@ class KVCacheManager:
     def make_writable(
         self, row: int, num_computed: int, *, step: int, answered_step: int
     ) -> list[BlockCopy]:
-        """Prepare the row to write after its first `num_computed` tokens. A partial block that
-        other requests hold, can find by its hash, or write to, is replaced by a new one in the
-        row's table. Returns the copies, which plan `step` makes before anything is loaded into the
-        sources. There must be enough free blocks."""
+        """Prepare the row to write after its first `num_computed` tokens. A partial block, or page
+        of its state, that other requests hold, can find by its hash, or write to, is replaced by a
+        new one in the row's table. Returns the copies, which plan `step` makes before anything is
+        loaded into the sources. There must be enough free blocks."""
         copies = []
         for manager in self._managers:
-            position, num_tokens = divmod(num_computed, manager.block_size)
-            if not num_tokens or manager in self._paged_states:
-                continue
-            source_id = target_id = int(manager.table[row, position])
-            if not self.pool.is_private(source_id, answered_step):
-                target_id = int(self.pool.get_new_blocks(1)[0])
-                self.pool.free_blocks([source_id], step)
+            shared = []
+            for position, num_tokens in self._written_first(manager, num_computed):
+                block_id = int(manager.table[row, position])
+                if self.pool.is_private(block_id, answered_step):
+                    manager.redirect(row, position, block_id)
+                else:
+                    shared.append((position, block_id, num_tokens))
+            targets = int32_array(self.pool.get_new_blocks(len(shared))).tolist()
+            for (position, source_id, num_tokens), target_id in zip(shared, targets, strict=True):
+                manager.redirect(row, position, target_id)
                 copies.append(BlockCopy(source_id, target_id, num_tokens))
-            manager.redirect(row, position, target_id)
+            self.pool.free_blocks([block_id for _, block_id, _ in shared], step)
         return copies
 
     # Blocks of rows
@@ -594,7 +661,10 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Uncache all blocks; False while any block is held."""
-        return self.pool.reset_prefix_cache()
+        is_reset = self.pool.reset_prefix_cache()
+        if self.kept_states is not None:
+            self.kept_states.chains.prune()
+        return is_reset
 
     def begin_epoch(self, rows: Int64Array, answered_step: int | None) -> None:
         """A new epoch: `rows`, those in use, become empty, all blocks are free, nothing is fenced,
@@ -618,3 +688,5 @@ class KVCacheManager:
             np.add.at(num_holders, block_ids, 1)
         num_holders[NULL_BLOCK] = 0
         self.pool.check(num_holders)
+        if self.kept_states is not None:
+            self.kept_states.chains.check()

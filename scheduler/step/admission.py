@@ -239,6 +239,8 @@ class Admission:
         tables = kv_cache.start(row, demand)
         if tables is not None:
             kv_cache.count_lookup(request, prefix.num_tokens)
+            if kv_cache.kept_states is not None:
+                request.state_source = kv_cache.kept_states.source_of(prefix.state)
             self.plan.copies += kv_cache.state_copies(prefix, tables, step=self.plan.step + 1)
         return tables
 

@@ -120,11 +120,13 @@ class PastOccupant(Occupant):
 
     last_step: the newest of these plans.
     tables, num_hit_tokens: the blocks that it held, and how many of its tokens were prefix hits.
+    state_source: see `Request`.
     """
 
     last_step: int
     tables: tuple[Int32Array, ...]
     num_hit_tokens: int
+    state_source: tuple[int, int] | None
 
 
 class StepsInFlight:
@@ -181,7 +183,12 @@ class StepsInFlight:
             if num_expected > 0 and void_through < newest_step:
                 request.resume_after_step = newest_step
             self._past[generation] = PastOccupant(
-                request, void_through, newest_step, held.block_ids, request.num_hit_tokens
+                request,
+                void_through,
+                newest_step,
+                held.block_ids,
+                request.num_hit_tokens,
+                request.state_source,
             )
 
     def void_past_occupants(self, request: Request | None = None) -> None:

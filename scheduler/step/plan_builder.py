@@ -7,6 +7,7 @@ import numpy as np
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
+    KeptState,
     Rewind,
     RowStart,
     RowState,
@@ -69,6 +70,7 @@ class PlanBuilder:
         self.copies: list[BlockCopy] = []
         self.zero_block_ids: list[int] = []
         self.uncached: list[int] = []
+        self.kept_states: list[KeptState] = []
         self.loads: list[tuple[int, int]] = []  # (row, generation)
         self.has_new_loads = False
 
@@ -164,6 +166,9 @@ class PlanBuilder:
             fields |= {"sampled_rows": rows, "sampled_tokens": token_ids}
         for feature in self._hooks.fields:
             fields |= feature.fields(self, num_scheduled, answered_step)
+        if self.kept_states:
+            kept = sorted(self.kept_states, key=lambda state: (state.row, state.num_tokens))
+            fields["kept_states"] = tuple(kept)
         if self._verify_plan:
             fields["full_state"] = self._full_state(num_scheduled)
         return fields

@@ -202,6 +202,7 @@ class RunningTable(RowTable):
             rows.append(row)
             request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
             request.has_new_token = bool(self.num_tokens[row] > self.num_known[row])
+            request.num_computed_on_row = int(self.num_computed[row])
             request.row = -1
             self.requests[row] = None
             heapq.heappush(self._free_rows, row)

@@ -325,7 +325,7 @@ def test_a_hit_is_the_longest_prefix_that_the_prefix_cache_would_accept(
         _, num_hit = coordinator.find_longest_hit(hashes, num_hit)
         while states and num_hit:
             (manager,) = (each for each in coordinator.managers if isinstance(each, StateManager))
-            _, with_state = KeptStates(manager, pool, 4).find_last(hashes, num_hit)
+            _, with_state = KeptStates(manager, [], pool, 4).find_last(hashes, num_hit)
             if with_state == num_hit:
                 break
             _, num_hit = coordinator.find_longest_hit(hashes, with_state)

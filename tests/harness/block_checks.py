@@ -44,8 +44,8 @@ def check_references(scheduler: Scheduler) -> None:
     for row in scheduler.running.order.tolist():
         for ids in scheduler.kv_cache.block_ids(row):
             holders.update(ids.tolist())
-    if scheduler._transfers is not None:
-        for _, _, held in scheduler._transfers.owners():
+    for feature in (scheduler._transfers, scheduler._forks.states):
+        for _, _, held in () if feature is None else feature.owners():
             holders.update(np.concatenate(held.block_ids).tolist())
     del holders[NULL_BLOCK]
     pool = scheduler.kv_cache.pool

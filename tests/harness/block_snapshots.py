@@ -25,6 +25,8 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
         (BlockState.KEPT, each.hold.blocks) for each in scheduler.waiting if each.hold is not None
     ]
     holders += [(BlockState.KEPT, pin.blocks) for pin in scheduler.pins or ()]
+    if (states_of_forks := scheduler._forks.states) is not None:
+        holders += [(BlockState.KEPT, held) for held in states_of_forks.of_fork.values()]
     transfers = scheduler._transfers
     if transfers is not None:
         for load in transfers.loads.values():

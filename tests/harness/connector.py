@@ -24,7 +24,7 @@ from longshore.connectors.base import (
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from tests.harness.tokens import Content, prefixes_of
-from tests.harness.transfers import Commands, Load, Store, SwapCopy, Transfers
+from tests.harness.transfers import OF_STATES, Commands, Load, Store, SwapCopy, Transfers
 
 MatchRule: TypeAlias = Callable[[RequestView, int], Match]
 
@@ -175,7 +175,10 @@ class AdversarialConnector(SchedulerConnector):
         assert num_external_tokens <= match.num_tokens
         assert last <= request.num_tokens
         prefixes = prefixes_of(request.token_ids, self._contents.get(request.request_id))
-        ranges = [(first // size, -(-last // size)) for size in self._block_sizes]
+        ranges = [
+            (0, len(ids)) if size == OF_STATES else (first // size, -(-last // size))
+            for ids, size in zip(block_ids, self._block_sizes, strict=True)
+        ]
         load = Load(
             request.request_id,
             match.is_async,
@@ -283,7 +286,8 @@ class AdversarialConnector(SchedulerConnector):
 
 @dataclass(frozen=True)
 class Mischief:
-    """How often the connector does what; each a chance between 0 and 1."""
+    """How often the connector does what; each a chance between 0 and 1. is_exact: it has no more
+    than the tokens after which the request can begin, as states need it."""
 
     match: float = 0.7
     background: float = 0.6
@@ -292,6 +296,7 @@ class Mischief:
     store: float = 0.3
     swap: float = 0.8
     restore: float = 0.8
+    is_exact: bool = False
 
     def rules(self, chance: random.Random) -> dict[str, Any]:
         """Arguments of an `AdversarialConnector` that draws from `chance`."""
@@ -303,6 +308,8 @@ class Mischief:
                 return Matched(0, chance.random() < self.background)
             # Sometimes more than the request has tokens.
             most = request.num_tokens - num_computed_tokens + 3
+            if self.is_exact:
+                most = max(request.num_tokens - 1 - num_computed_tokens, 0)
             return Matched(chance.randrange(most + 1), chance.random() < self.background)
 
         def depart(request: RequestView) -> FinishAction:

@@ -18,6 +18,7 @@ from longshore.scheduler.scheduler import Scheduler
 from tests.harness.clients import Clients, RequestKey
 from tests.harness.connector import AdversarialConnector
 from tests.harness.grammar import FakeCompiler
+from tests.harness.kv_cache import tokens_per_entry
 from tests.harness.kv_groups import config_of, full
 from tests.harness.tokens import (
     EOS,
@@ -80,7 +81,7 @@ class Engine:
         if connector is None and rules is not None:
             self.connector = AdversarialConnector(**rules)
         if isinstance(self.connector, AdversarialConnector):
-            sizes = [spec.block_size for spec in self.specs]
+            sizes = [tokens_per_entry(spec) for spec in self.specs]
             self.connector.bind(self.transfers, sizes, self.contents)
         self.scheduler = Scheduler(
             self.config,

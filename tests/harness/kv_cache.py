@@ -13,7 +13,7 @@ from longshore.protocol.kv_cache_spec import (
 )
 from tests.harness.kv_groups import first_seen
 from tests.harness.memory import RankMemory
-from tests.harness.transfers import Load
+from tests.harness.transfers import OF_STATES, Load
 
 Key = TypeVar("Key", bound=Hashable)
 Place: TypeAlias = tuple[int, int, int]
@@ -22,7 +22,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 def tokens_per_entry(spec: KVCacheSpec) -> int:
     """Tokens of an entry of a block table; no entry of a state's belongs to some of its tokens."""
-    return 1 << 30 if isinstance(spec, StateSpec) else spec.block_size
+    return OF_STATES if isinstance(spec, StateSpec) else spec.block_size
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class FakeKVCache:
         for num_tokens, block_ids in row.kept:
             (spec,) = (spec for spec in self.specs if isinstance(spec, StateSpec))
             assert len(block_ids) == spec.num_pages
-            assert row.first < num_tokens <= row.end > row.first + 1
+            assert row.first < num_tokens <= row.end
             for block_id in block_ids:
                 yield block_id, num_tokens - 1
 

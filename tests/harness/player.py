@@ -5,15 +5,16 @@ import random
 import zlib
 from typing import Any, ClassVar, Final
 
-from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, StateSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import NO_TENANT, CacheHint, Tenant
+from longshore.scheduler.request import HoldKind
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.block_checks import has_unanswered_blocks, held_by_pins
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
 from tests.harness.grammar import FakeCompiler, grammar_for
-from tests.harness.kv_groups import chunked, full, window
+from tests.harness.kv_groups import chunked, full, state, window
 from tests.harness.random_requests import RandomRequests, random_kinds
 from tests.harness.shared_drivers import connected
 from tests.harness.tokens import steady_token
@@ -35,6 +36,8 @@ GROUPS: Final[dict[str, list[KVCacheSpec]]] = {
     "window": [full(), window(6)],
     "large window": [window(9), full(8)],
     "chunked": [chunked(8), full()],
+    "state": [full(), state()],
+    "states alone": [state(2)],
 }
 
 
@@ -60,6 +63,7 @@ class Player:
 
     MODES: tuple[str, ...] = ("recompute", "recompute", "recompute", "swap")
     POLICIES: tuple[str, ...] = ("fcfs", "priority")
+    MODELS: tuple[str, ...] = (*["full"] * 4, "two", "window", "large window", "chunked")
     ACTIONS: ClassVar[dict[str, float]] = {
         "add": 8,
         "step": 20,
@@ -92,8 +96,11 @@ class Player:
         self.compiler = FakeCompiler()
         kinds = random_kinds(chance)
         caches = chance.random() < 0.8
-        groups = GROUPS[chance.choice(["full", "full", "full", *GROUPS])]
+        groups = GROUPS[chance.choice(self.MODELS)]
         num_drafts = chance.choice([0, 1, 3])
+        has_states = any(isinstance(spec, StateSpec) for spec in groups)
+        if has_states:  # they cannot be rewound
+            num_drafts = 0
         # Swapping begins early, and so often, in runs that do it.
         mode = chance.choice(self.MODES)
         swaps = mode != "recompute"
@@ -102,7 +109,7 @@ class Player:
             *groups,
             num_blocks=len(groups) * chance.randrange(14, 32) + 16 * (len(groups) - 1) + 8 * swaps,
             num_ranks=chance.choice([1, 1, 2, 3]),
-            rules=self._make_rules(),
+            rules=self._make_rules(is_exact=has_states),
             cache={
                 "enable_prefix_caching": caches,
                 "hash_block_size": 4,
@@ -131,7 +138,7 @@ class Player:
         )
         self._requests = RandomRequests(chance, self.driver, kinds)
 
-    def _make_rules(self) -> dict[str, Any]:
+    def _make_rules(self, *, is_exact: bool) -> dict[str, Any]:
         chance = self.chance
         return Mischief(
             match=chance.random(),
@@ -140,6 +147,7 @@ class Player:
             store=chance.choice([0.0, 0.4]),
             swap=chance.choice([0.5, 1.0]),
             restore=chance.choice([0.5, 1.0]),
+            is_exact=is_exact,
         ).rules(chance)
 
     def act(self, action: str) -> None:
@@ -529,6 +537,42 @@ class HintingPlayer(PressedPlayer):
             "those with drafts that were preempted": sum(
                 end.num_draft_tokens > 0 and end.num_preemptions > 0 for end in ends.values()
             ),
+        }
+
+
+class StatesPlayer(Player):
+    """Models with states, many forks and sessions.
+
+    num_waiting: actions after which forks waited with a state; num_exact: sessions that held one.
+    """
+
+    MODELS = ("state", "state", "states alone")
+    ACTIONS: ClassVar[dict[str, float]] = Player.ACTIONS | {"add": 12, "go_on": 4}
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.num_waiting = self.num_exact = 0
+
+    def act(self, action: str) -> None:
+        super().act(action)
+        scheduler = self.driver.scheduler
+        assert scheduler._forks.states is not None
+        self.num_waiting += len(scheduler._forks.states.of_fork) > 0
+        kinds = [request.hold.kind for request in scheduler._holds if request.hold is not None]
+        self.num_exact += HoldKind.SESSION in kinds
+
+    def _draw(self) -> tuple[str, str, list[int], dict[str, Any]]:
+        kind, request_id, prompt, fields = super()._draw()
+        if kind == "text" and self.chance.random() < 0.5:
+            parents = RandomRequests(self.chance, self.driver, {"fork": 1})
+            return parents.draw()
+        return kind, request_id, prompt, fields
+
+    def seen(self) -> dict[str, int]:
+        return super().seen() | {
+            "kept states": sum(len(plan.kept_states) for plan in self.driver.plans),
+            "actions with states of forks": self.num_waiting,
+            "actions with states of sessions": self.num_exact,
         }
 
 

@@ -9,7 +9,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from tests.harness.kv_cache import FakeKVCache
 from tests.harness.memory import JUNK
-from tests.harness.transfers import Store, SwapCopy, Transfers
+from tests.harness.transfers import OF_STATES, Store, SwapCopy, Transfers
 
 
 class RankTransfers:
@@ -75,6 +75,7 @@ class RankTransfers:
     def end_store(self, store: Store) -> None:
         """All ranks have read the blocks, and the connector releases them."""
         size = self._kv_cache.block_sizes[store.group]
+        size = 1 if size == OF_STATES else size
         for memory in self._kv_cache.memory:
             for block_id, block_hash in zip(store.block_ids, store.block_hashes, strict=True):
                 content = memory.block(block_id, size)

@@ -7,11 +7,15 @@ them want is an AssertionError.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.plan import SchedulerOutput
+
+OF_STATES: Final = 1 << 30
+"""The tokens of a page of a state, which belongs to all of them: its content is one prefix."""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -40,6 +44,9 @@ class Load(msgspec.Struct, frozen=True):
     def slots(self, block_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(block id, offset, prefix) of everything that it writes."""
         for ids, size in zip(self.block_ids, block_sizes, strict=True):
+            if size == OF_STATES:
+                yield from ((block_id, 0, self.prefixes[-1]) for block_id in ids)
+                continue
             for position, prefix in enumerate(self.prefixes, self.first):
                 block_id = ids[position // size - self.first // size]
                 if block_id != NULL_BLOCK:
@@ -72,6 +79,9 @@ class SwapCopy(msgspec.Struct, frozen=True):
     def slots(self, block_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(block id, offset, prefix) of everything that it reads."""
         for ids, size in zip(self.block_ids, block_sizes, strict=True):
+            if size == OF_STATES:
+                yield from ((block_id, 0, self.prefixes[-1]) for block_id in ids)
+                continue
             for position, prefix in enumerate(self.prefixes):
                 if ids[position // size] != NULL_BLOCK:
                     yield ids[position // size], position % size, prefix

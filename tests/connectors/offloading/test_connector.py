@@ -453,7 +453,7 @@ def test_a_state_that_no_step_has_written_is_not_found() -> None:
     )
     driver.ask("first", prompt_of(25))
     for number in range(20):
-        driver.ask(f"other{number}", prompt_of(9, 5 + 3 * number), max_tokens=1)
+        driver.ask(f"other{number}", prompt_of(33, 5 + 3 * number), max_tokens=1)
     driver.ask("longer", prompt_of(49))
     assert driver.requests["longer"].num_external_tokens == 24
     driver.ask("within", prompt_of(33))

@@ -16,14 +16,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from longshore.protocol.arrays import int32_array
+from longshore.protocol.arrays import EMPTY_INT32, int32_array
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     LongestRequest,
+    StateSpec,
 )
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import ContinueSession, LoRARequest, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
@@ -34,6 +37,7 @@ from longshore.scheduler.kv_cache.manager import (
 )
 from longshore.scheduler.request import Request
 from tests.harness.driver import Driver
+from tests.harness.kv_groups import full, state
 from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.kv_cache.test_manager import (
     make_manager,
@@ -603,8 +607,12 @@ def test_new_workers_know_no_holds_and_forks_wait_again() -> None:
 def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> None:
     """The driver's worker compares the KV at every position that a row attends to."""
     draw = data.draw
+    groups = draw(st.sampled_from([[full()], [full(), state(3)], [state(1)], [full(8), state(2)]]))
+    num_pages = sum(spec.num_pages for spec in groups if isinstance(spec, StateSpec))
     driver = Driver(
-        num_blocks=draw(st.integers(9, 24)),
+        *groups,
+        num_blocks=draw(st.integers(9, 24)) + num_pages * draw(st.integers(1, 4)),
+        cache={"hash_block_size": 4},
         max_model_len=32,
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.sampled_from([4, 9, 64])),
@@ -684,3 +692,256 @@ def test_forks_come_and_go_without_a_trace() -> None:
         driver.run()
         counts[driver.num_free_blocks] += 1
     assert counts == {16: 8}
+
+
+# States
+
+
+HYBRID = (full(), state())
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("groups", [HYBRID, (state(1),)], ids=["hybrid", "states alone"])
+@pytest.mark.parametrize("budget", [5, 64])
+def test_samples_of_a_model_with_states_compute_their_prompt_once(
+    caching: bool, in_flight: int, groups: Any, budget: int
+) -> None:
+    driver = Driver(
+        *groups,
+        enable_prefix_caching=caching,
+        max_steps_in_flight=in_flight,
+        max_num_batched_tokens=budget,
+        verify_plan=True,
+    )
+    first = driver.add("a", PROMPT)
+    keys = [first, *(driver.add(f"a{i}", PROMPT, fork_of=first[1]) for i in range(3))]
+    driver.run()
+    for key, request_id in zip(keys, ["a", "a0", "a1", "a2"], strict=True):
+        assert driver.received[key] == expected_output(request_id, 8)
+    assert [driver.finished[key].num_cached_tokens for key in keys] == [0, 13, 13, 13]
+    (plan,) = (plan for plan in driver.plans if 13 in kept_by(plan))
+    assert kept_by(plan) == ([12, 13] if caching else [13])
+    assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+def kept_by(plan: SchedulerOutput) -> list[int]:
+    return [kept.num_tokens for kept in plan.kept_states]
+
+
+def test_a_fork_shares_the_state_that_is_kept_for_later_requests() -> None:
+    driver = Driver(*HYBRID)
+    prompt = prompt_of(13)
+    first = driver.add("a", prompt)
+    key = driver.add("b", prompt, fork_of=first[1])
+    driver.run()
+    assert [kept_by(plan) for plan in driver.plans if plan.kept_states] == [[12]]
+    assert driver.finished[key].num_cached_tokens == 12
+
+
+def test_a_decode_keeps_the_state_that_a_fork_waits_for() -> None:
+    """Even if decodes are steady, and the blocks of tokens are not full."""
+    driver = Driver(*HYBRID, max_steps_in_flight=1, enable_prefix_caching=False)
+    first = driver.add("a", PROMPT)
+    driver.steps(4)
+    tokens = [*PROMPT, *driver.received[first]]
+    key = driver.add("b", [*tokens, 60, 61], fork_of=first[1])
+    driver.steps(1)
+    (plan,) = (plan for plan in driver.plans if plan.kept_states)
+    assert (kept_by(plan), plan.num_scheduled_tokens) == ([len(tokens)], 1)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == len(tokens)
+    assert driver.received[key] == expected_output("b", 8)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_of_a_parent_that_is_further_begins_with_what_the_cache_has(caching: bool) -> None:
+    driver = Driver(*HYBRID, enable_prefix_caching=caching)
+    first = driver.add("a", PROMPT)
+    driver.steps(3)
+    key = driver.add("b", PROMPT, fork_of=first[1])
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == (12 if caching else 0)
+    assert driver.received[key] == expected_output("b", 8)
+
+
+def test_a_rewound_parent_keeps_the_state_once_more() -> None:
+    driver = Driver(*HYBRID, max_steps_in_flight=2)
+    source = driver.add("source", PROMPT)
+    driver.plan()
+    parent = driver.add("parent", [*PROMPT, 77])
+    child = driver.add("child", [*PROMPT, 77, 78], fork_of=parent[1])
+    driver.plan()  # the parent begins with the source's state
+    assert kept_by(driver.plans[-1]) == [15]
+    driver.answer(nan_rows=[0])
+    assert driver.reason(source) is FinishReason.ERROR
+    driver.plan()
+    assert driver.scheduled == {"parent": 15}
+    assert kept_by(driver.plans[-1]) == [15]
+    driver.run()
+    assert driver.finished[child].num_cached_tokens == 15
+    assert driver.received[child] == expected_output("child", 8)
+    assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+def test_a_preempted_parent_keeps_the_state_once_more() -> None:
+    driver = Driver(
+        *HYBRID, enable_prefix_caching=False, max_num_batched_tokens=8, max_steps_in_flight=2
+    )
+    first = driver.add("parent", PROMPT)
+    child = driver.add("child", PROMPT, fork_of=first[1])
+    driver.plan()
+    driver.plan()
+    driver.scheduler._lifecycle.preempt(driver.requests["parent"], driver.now)
+    assert driver.num_free_blocks == driver.num_blocks - 1
+    driver.run()
+    assert [kept_by(plan) for plan in driver.plans if plan.kept_states] == [[13], [13]]
+    assert driver.finished[child].num_cached_tokens == 13
+
+
+def test_states_of_one_plan_are_kept_in_different_blocks() -> None:
+    """Also if there are no other free blocks."""
+    driver = Driver(*HYBRID, num_blocks=1 + 4 + 3 + 3 + 2, max_model_len=20)
+    first = driver.add("a", PROMPT, max_tokens=2)
+    key = driver.add("b", PROMPT, fork_of=first[1], max_tokens=2)
+    driver.plan()
+    assert kept_by(driver.plans[0]) == [12]
+    driver.run()
+    assert driver.received[key] == expected_output("b", 2)
+
+
+def test_no_load_goes_into_the_state_of_a_fork_before_the_plan_that_copies_it_is_answered() -> None:
+    driver = Driver(*HYBRID, max_steps_in_flight=2, enable_prefix_caching=False)
+    first = driver.add("a", PROMPT)
+    driver.add("b", PROMPT, fork_of=first[1])
+    while not len(driver.plans[-1].copy_source_ids if driver.plans else ()):
+        driver.step()
+    plan, pool = driver.plans[-1], driver.scheduler.kv_cache.pool
+    (kept,) = (state for each in driver.plans for state in each.kept_states)
+    assert set(kept.block_ids.tolist()) <= set(plan.copy_source_ids.tolist())
+    settled = pool.get_settled_blocks(pool.num_free - 3, plan.step - 1, EMPTY_INT32)
+    assert settled is not None
+    assert not set(kept.block_ids.tolist()) & set(settled.tolist())
+    assert pool.get_settled_blocks(1, plan.step - 1, EMPTY_INT32) is None
+
+
+def test_a_state_that_no_fork_can_use_is_a_mistake() -> None:
+    driver = Driver(*HYBRID)
+    first = driver.add("a", PROMPT)
+    driver.add("b", PROMPT, fork_of=first[1])
+    driver.plan()
+    driver.scheduler.check()
+    (report,) = driver.scheduler.make_report(driver.now, "e").waiting
+    assert report.waits_for == "request a to compute the 13 tokens that both begin with"
+    (fork,) = driver.scheduler._forks.waiting.values()
+    fork.step = None
+    with pytest.raises(LongshoreError, match="b holds a state that it cannot use"):
+        driver.scheduler.check()
+
+
+def test_an_aborted_fork_leaves_its_state_to_the_others() -> None:
+    driver = Driver(*HYBRID)
+    first = driver.add("a", PROMPT)
+    keys = [driver.add(f"b{i}", PROMPT, fork_of=first[1]) for i in range(2)]
+    driver.plan()
+    driver.abort(keys[0])
+    driver.run()
+    assert driver.finished[keys[1]].num_cached_tokens == 13
+    assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+def test_the_last_fork_computes_on_the_state_itself() -> None:
+    """The pages that the parent has left to it, once no other request refers to them."""
+    driver = Driver(*HYBRID, max_num_seqs=1, enable_prefix_caching=False)
+    first = driver.add("a", PROMPT, max_tokens=3)
+    keys = [driver.add(f"b{i}", PROMPT, fork_of=first[1], max_tokens=3) for i in range(2)]
+    driver.run()
+    assert driver.num_copies == 1 + 3, "a partial block and a state, once each"
+    assert [driver.finished[key].num_cached_tokens for key in keys] == [13, 13]
+
+
+def test_a_request_that_needs_blocks_gets_those_of_states_that_forks_wait_for() -> None:
+    """The pool holds two rows, and in addition no state."""
+    driver = Driver(*HYBRID, num_blocks=1 + 2 * 8, max_model_len=20, enable_prefix_caching=False)
+    first = driver.add("a", PROMPT, max_tokens=5)
+    driver.add("other", prompt_of(4, 60), max_tokens=12)
+    key = driver.add("b", PROMPT, fork_of=first[1], max_tokens=5)
+    driver.steps(2)
+    assert [kept_by(plan) for plan in driver.plans] == [[13], []]
+    driver.run()
+    assert driver.received[first] == expected_output("a", 5)
+    assert driver.received[key] == expected_output("b", 5)
+    assert not any(end.num_preemptions for end in driver.finished.values())
+
+
+@pytest.mark.req("FEA-05")
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("stops", [False, True], ids=["at its length", "at a stop token"])
+def test_a_session_of_a_model_with_states_goes_on_where_its_state_is(
+    caching: bool, in_flight: int, stops: bool
+) -> None:
+    """With two steps in flight, the stop token is computed, and is a part of the state."""
+    driver = Driver(*HYBRID, enable_prefix_caching=caching, max_steps_in_flight=in_flight)
+    third = expected_output("s", 3)[2]
+    sampling = {"stop_token_ids": (third,)} if stops else {}
+    key = driver.add(
+        "s",
+        PROMPT,
+        max_tokens=8 if stops else 3,
+        resumable=True,
+        keeps_blocks=True,
+        sampling=sampling,
+    )
+    while not driver.continued[key]:
+        driver.step()
+    held = driver.requests["s"].num_computed_tokens
+    assert held == len(PROMPT) + (3 if stops and in_flight == 2 else 2)
+    driver.steps(in_flight)
+    computed = total_computed(driver)
+    driver.continue_session(key, [50, 51], max_tokens=2, resumable=False)
+    driver.run()
+    assert total_computed(driver) - computed == len(PROMPT) + 3 - held + 2 + 1
+    assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+def test_a_session_whose_output_a_stop_string_has_cut_goes_on_from_the_cache() -> None:
+    driver = Driver(*HYBRID)
+    key = driver.add("s", PROMPT, resumable=True, keeps_blocks=True)
+    driver.steps(5)
+    driver.stop_found(key, 1)
+    driver.steps(2)
+    assert driver.requests["s"].hold is None
+    driver.continue_session(key, [50], max_tokens=2, resumable=False)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == 12
+
+
+def test_a_fork_that_has_less_than_a_paused_session_has_no_state() -> None:
+    driver = Driver(*HYBRID)
+    parent = driver.add("s", PROMPT, max_tokens=1, resumable=True, keeps_blocks=True)
+    driver.steps(2)
+    keys = [
+        driver.add("c", [*PROMPT, 60], fork_of=parent[1]),
+        driver.add("d", PROMPT, fork_of=parent[1]),
+    ]
+    driver.abort(parent)
+    driver.run()
+    assert [driver.finished[key].num_cached_tokens for key in keys] == [14, 12]
+    for name, key in zip("cd", keys, strict=True):
+        assert driver.received[key] == expected_output(name, 8)
+
+
+def test_a_session_does_not_go_on_after_a_last_token_that_was_not_finite() -> None:
+    driver = Driver(*HYBRID, max_steps_in_flight=2)
+    third = expected_output("s", 3)[2]
+    sampling = {"stop_token_ids": (third,)}
+    key = driver.add("s", PROMPT, resumable=True, keeps_blocks=True, sampling=sampling)
+    while not driver.continued[key]:
+        driver.step()
+    driver.continue_session(key, [50, 51], max_tokens=2, resumable=False)
+    assert driver.plan() is None or "s" not in driver.scheduled, "its last step is not answered"
+    driver.answer(nan_rows=[0])
+    assert driver.requests["s"].hold is None
+    driver.run()
+    assert driver.reason(key) is FinishReason.LENGTH_CAPPED

@@ -1,5 +1,7 @@
 """Sessions: a request whose output ends, and which goes on when its client says more."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from longshore.scheduler.features.sessions import MAX_QUEUED_CHUNKS
 from longshore.scheduler.request import RequestStatus
 from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.kv_groups import full, state
 from tests.harness.tokens import EOS, expected_output, prompt_of
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -340,3 +343,16 @@ def test_a_session_that_arrives_with_its_output_complete_waits_for_its_next_chun
     assert start.prompt_token_ids.tolist() == [*prompt_of(6), *outputs, 70]
     assert driver.received[key] == expected_output("s", 2)
     assert driver.finished[key].num_output_tokens == 2
+
+
+@pytest.mark.parametrize("groups", [(full(),), (full(), state())], ids=["full", "hybrid"])
+def test_the_next_input_of_a_stopped_session_finds_nothing_that_is_not_finite(groups: Any) -> None:
+    driver = Driver(*groups, max_steps_in_flight=2)
+    key = driver.add("s", prompt_of(14), resumable=True)
+    driver.plan()
+    driver.stop_found(key, 0)
+    driver.answer(nan_rows=[0])
+    driver.continue_session(key, [50], max_tokens=2, resumable=False)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == 0
+    assert driver.reason(key) is FinishReason.LENGTH_CAPPED

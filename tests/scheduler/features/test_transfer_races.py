@@ -14,7 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.harness.player import HintingPlayer, JobsPlayer, Player, PressedPlayer, play
+from tests.harness.player import (
+    HintingPlayer,
+    JobsPlayer,
+    Player,
+    PressedPlayer,
+    StatesPlayer,
+    play,
+)
 from tests.harness.random_runs import run_until_seen
 
 NUM_SEEDS: Final = 400
@@ -68,6 +75,28 @@ def test_hints_and_forks_with_grammars_and_drafts_change_no_token(shard: int) ->
     )
 
 
+@most_of_them_long
+@pytest.mark.req("SCH-24", "COW-01", "COW-04")
+def test_forks_and_sessions_begin_with_states_of_their_own_tokens(shard: int) -> None:
+    whats = (
+        "actions with states of forks",
+        "actions with states of sessions",
+        "kept states",
+        "copied blocks",
+        "session inputs",
+        "preemptions",
+        "rewinds",
+        "epochs",
+        "loads",
+        "abandoned loads",
+    )
+    run_until_seen(
+        lambda seed: play(seed, 200, StatesPlayer).seen(),
+        range(shard, NUM_SEEDS, SHARDS),
+        dict.fromkeys(whats, 6),
+    )
+
+
 @pytest.mark.req("ERR-34", "SCH-17", "CTM-11", "CTM-12")
 def test_pins_change_no_token_and_stop_no_request_whatever_happens() -> None:
     """Turns of jobs with forks, sessions, transfers, swaps, preemption and new epochs."""
@@ -98,6 +127,7 @@ def test_whatever_transfers_do_in_many_more_runs(shard: int) -> None:
         play(seed, 200, PressedPlayer)
         play(seed, 200, HintingPlayer)
         play(seed, 200, JobsPlayer)
+        play(seed, 200, StatesPlayer)
 
 
 class TransferMachine(RuleBasedStateMachine):
@@ -142,6 +172,14 @@ class HintMachine(TransferMachine):
 
 TestHintMachine = HintMachine.TestCase
 TestHintMachine.settings = settings(max_examples=60, stateful_step_count=80)
+
+
+class StatesMachine(TransferMachine):
+    kind = StatesPlayer
+
+
+TestStatesMachine = StatesMachine.TestCase
+TestStatesMachine.settings = settings(max_examples=60, stateful_step_count=80)
 
 
 class PinMachine(TransferMachine):

@@ -31,6 +31,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.full import FullAttentionManager
+from longshore.scheduler.kv_cache.habits import CONSUMED, INSURANCE, turn_kind, used_kind
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
 from tests.harness.kv_groups import chunked, config_of, first_seen, full, latent, state, window
@@ -111,7 +112,6 @@ class HybridMachine(RuleBasedStateMachine):
                     self.check_content(group, page, request, first)
                 for page in table:
                     self.write(group, page, request, last)
-                self.keep_state(row, group, request, first, last)
                 continue
             for entry in range(first_seen(spec, first) // size, -(-first // size)):
                 self.check_content(group, table[entry], request, min((entry + 1) * size, first))
@@ -119,22 +119,22 @@ class HybridMachine(RuleBasedStateMachine):
                 self.write(group, table[entry], request, min((entry + 1) * size, last))
         self.rows[row] = request, last
         self.manager.full_blocks.cache_row(row, request, request.token_ids, last, self.step)
+        self.keep_state(row, request, first, last)
 
-    def keep_state(self, row: int, group: int, request: Request, first: int, last: int) -> None:
+    def keep_state(self, row: int, request: Request, first: int, last: int) -> None:
         """The state at the last border that the tokens pass."""
         kept, end = self.manager.kept_states, last - last % self.manager.state_border
-        if kept is None or group != kept.group or end <= first:
+        if kept is None or end <= first:
             return
-        block_hash = request.block_hashes[end // kept.tokens_per_hash - 1]
-        if kept.has(block_hash):
-            return
-        pages = kept.keep(block_hash, end, generation=int(self.generation[row]), step=self.step)
+        kind = (CONSUMED, INSURANCE, turn_kind(0), turn_kind(9, 3), used_kind(1))[self.step % 5]
+        kept.chains.now_s = float(self.step)
+        generation = int(self.generation[row])
+        pages = self.manager.keep_state(request, end, kind, generation=generation, step=self.step)
         for page in pages or ():
-            self.write(group, page, request, end)
+            self.write(kept.group, page, request, end)
         if pages:
-            self.manager.full_blocks.record_state(request, end, pages, block_hash, self.step)
             self.manager.pool.free_blocks(pages, self.step)
-            assert kept.has(block_hash)
+            assert kept.has(request.block_hashes[end // kept.tokens_per_hash - 1])
 
     def check_content(self, group: int, block_id: int, request: Request, end: int) -> None:
         assert block_id != NULL_BLOCK

@@ -326,6 +326,26 @@ def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
     assert driver.received[late] == expected_output("late", 4)
 
 
+def test_a_wrong_state_is_followed_to_a_row_whose_prefix_hits_are_right() -> None:
+    """They are blocks that an earlier request has computed, whose state is not kept any more."""
+    driver = Driver(full(), state(), max_steps_in_flight=2)
+    driver.add("first", prompt_of(22), max_tokens=1)
+    driver.run()
+    (plan,) = (plan for plan in driver.plans if plan.kept_states)
+    driver.scheduler.kv_cache.uncache_blocks(plan.kept_states[0].block_ids)
+    bad = driver.add("bad", prompt_of(22), max_tokens=4)
+    driver.plan()
+    late = driver.add("late", [*prompt_of(22), 70, 71], max_tokens=4)
+    driver.plan()
+    assert [start.num_computed_tokens for start in driver.plans[-1].added] == [20]
+    driver.answer(nan_rows=[0])
+    driver.plan()
+    assert [rewind.num_computed_tokens for rewind in driver.plans[-1].rewound] == [0]
+    driver.run()
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert driver.received[late] == expected_output("late", 4)
+
+
 def test_a_window_frees_no_block_that_an_unanswered_step_computes() -> None:
     """Otherwise the block would be found by its hash if the step fails."""
     driver = Driver(window(6), max_steps_in_flight=2)

@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from longshore.scheduler.recorder.entries import segment_files
 from longshore.scheduler.recorder.recorder import Recorder
 from longshore.scheduler.recorder.replay import Replay
-from tests.harness.player import HintingPlayer, JobsPlayer, Player, PressedPlayer
+from tests.harness.player import HintingPlayer, JobsPlayer, Player, PressedPlayer, StatesPlayer
 from tests.harness.random_runs import run_until_seen
 from tests.scheduler.recorder.recorded_runs import UNLIMITED, recorded_schedulers
 
-PLAYERS = (Player, PressedPlayer, JobsPlayer, HintingPlayer)
+PLAYERS = (Player, PressedPlayer, JobsPlayer, HintingPlayer, StatesPlayer)
 NUM_SEEDS = 24
 SHARDS = 4
 
