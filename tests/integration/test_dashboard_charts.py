@@ -116,6 +116,31 @@ def test_hits_are_the_same_in_metrics_top_and_dashboard(deployment: Deployment, 
     wait_until(all_agree)
 
 
+def test_states_are_shown_of_models_that_have_them(page: Page) -> None:
+    page.wait_for_polls(1)
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    is_hidden = "return document.getElementById('states-part').hidden"
+    assert page.run(is_hidden)
+    names = ("kept_states", "kept_state_blocks")
+    names += tuple(f"states_{event}_total" for event in ("kept", "found", "evicted"))
+    lines = [
+        f'longshore_scheduler_{name}{{engine="{engine}"}} {1000 * engine + 1005 + index}.0'
+        for engine in (0, 1)
+        for index, name in enumerate(names)
+    ]
+    page.run("showEnds(readMetrics(arguments[0]))", "\n".join(lines))
+    assert not page.run(is_hidden)
+    assert rows(page, "states") == {
+        "now": "1,005",
+        "blocks": "1,006",
+        "kept": "1,007",
+        "found": "1,008",
+        "evicted": "1,009",
+    }
+    assert page.complaints == []
+
+
 def test_errors_rejections_and_finish_reasons_are_counted_and_drawn(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:

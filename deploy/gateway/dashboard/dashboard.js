@@ -773,6 +773,11 @@ function showEnds({ counts, scheduler }) {
     ["all", count(value("prompt"))], ["looked up", count(queried)], ["found", count(value("prefix_hit"))],
     ["hits", queried ? `${(100 * value("prefix_hit") / queried).toFixed(1)} %` : "–"],
   ], isNumber);
+  $("states-part").hidden = !scheduler.get("states_kept_total");  // a model without states keeps none
+  fill($("states"), [
+    ["now", "kept_states"], ["blocks", "kept_state_blocks"],
+    ...["kept", "found", "evicted"].map((name) => [name, `states_${name}_total`]),
+  ].map(([label, name]) => [label, count(scheduler.get(name) ?? 0)]), isNumber);
 }
 
 // ---- Polling

@@ -51,6 +51,12 @@ SCHEDULER_GAUGES: Final = (
     ),
     ("num_pins", "pins", "Turns of jobs whose KV is kept for the next turn (policy continuum)"),
     ("num_pinned_blocks", "pinned_blocks", "KV blocks of pins that no request holds"),
+    ("num_kept_states", "kept_states", "Recurrent states in the prefix cache"),
+    (
+        "num_kept_state_blocks",
+        "kept_state_blocks",
+        "Blocks of recurrent states in the prefix cache",
+    ),
 )
 """Field of SchedulerStats, name, help."""
 SCHEDULER_COUNTERS: Final = (
@@ -133,6 +139,17 @@ SCHEDULER_COUNTERS: Final = (
     ("num_pin_hits", "pin_hits", "Turns admitted while the KV of their job's last turn was pinned"),
     ("num_pins_expired", "pins_expired", "Pins that ended with their time to live"),
     ("num_pins_yielded", "pins_yielded", "Pins that ended because other requests needed blocks"),
+    ("num_states_kept", "states_kept", "Recurrent states that were kept in the prefix cache"),
+    (
+        "num_states_found",
+        "states_found",
+        "Requests that began with a recurrent state of the prefix cache",
+    ),
+    (
+        "num_states_evicted",
+        "states_evicted",
+        "Recurrent states evicted from the prefix cache because blocks were needed",
+    ),
     ("num_failed_lookups", "failed_lookups", "Lookups that failed in the connector; misses"),
     ("num_failed_loads", "failed_loads", "Loads that did not fill all of their blocks"),
     (
@@ -241,6 +258,8 @@ class EngineMetrics:
             num_quarantined_blocks=0,
             num_pins=0,
             num_pinned_blocks=0,
+            num_kept_states=0,
+            num_kept_state_blocks=0,
             tenants=(),
             pulls=pulls,
         )

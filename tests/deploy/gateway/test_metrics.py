@@ -125,6 +125,31 @@ def test_a_lost_engine_holds_nothing_and_keeps_its_counts() -> None:
         assert shown[full % 'engine="0"'] == shown[full % 'engine="1"'] > 0
 
 
+def test_the_states_of_a_lost_engine_are_gone_and_their_counts_stay() -> None:
+    metrics = GatewayMetrics()
+    stats = msgspec.structs.replace(
+        STATS,
+        num_kept_states=1,
+        num_kept_state_blocks=2,
+        num_states_kept=3,
+        num_states_found=4,
+        num_states_evicted=5,
+    )
+    for engine in ("0", "1"):
+        metrics.observe_scheduler(engine, stats)
+    metrics.engine_lost("1")
+    shown = samples(metrics)
+    for name, value, lost in (
+        ("kept_states", 1, 0),
+        ("kept_state_blocks", 2, 0),
+        ("states_kept_total", 3, 3),
+        ("states_found_total", 4, 4),
+        ("states_evicted_total", 5, 5),
+    ):
+        full = f"longshore_scheduler_{name}"
+        assert (shown[f'{full}{{engine="0"}}'], shown[f'{full}{{engine="1"}}']) == (value, lost)
+
+
 def test_every_statistic_of_pulls_is_shown() -> None:
     metrics = GatewayMetrics()
     pulls = PullStats(1, 2, 3, 4, {"complete": 5, "late": 0})
