@@ -33,6 +33,7 @@ from typing import Any, Final
 import report
 from hybrid_caches import BLOCK, Cache, Foresight, LruPool, Sglang, Vllm
 from hybrid_rules import Hybrid, Rules
+from hybrid_scheduler import Scheduled
 from hybrid_workloads import TRACES, Request, agents, read_trace
 
 GPU_BYTES: Final = 80e9
@@ -108,6 +109,9 @@ CACHES: Final[dict[str, Callable[[Plan, float, Sequence[Request]], Cache]]] = {
     "vllm": lambda plan, capacity, _: Vllm(capacity, plan.vllm_block, plan.vllm_state_tokens),
     "sglang": lambda plan, capacity, _: Sglang(capacity, plan.state_tokens),
     "ours": lambda plan, capacity, _: Hybrid(capacity, plan.paged_state_tokens),
+    "scheduler": lambda plan, capacity, requests: Scheduled(
+        capacity, plan.paged_state_tokens, requests
+    ),
     "bound": lambda plan, capacity, requests: Foresight(capacity, requests),
 }
 

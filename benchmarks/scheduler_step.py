@@ -15,9 +15,9 @@ again, up to four times in all.
 Prompts have 512 to 543 tokens, so that in every step equally many requests cross a block boundary.
 Prefix caching is on, with sha256. `async` keeps two plans unanswered, `sync` one. With several KV
 cache groups, the first one has full attention. `--kinds` selects the others: `windows` are sliding
-windows of 256 tokens; `mixed` are such a window, a state, and chunks of 256 tokens (without the
-peer, which has no states here). `growth` is the median and the mean of a row, divided by those of
-the row with the fewest groups.
+windows of 256 tokens; `states` is a state of 99 pages (with `--groups 1 2`); `mixed` are such a
+window, a state, and chunks of 256 tokens (both without the peer, which has no states here).
+`growth` is the median and the mean of a row, divided by those of the row with the fewest groups.
 
 `--connector` compares our step with the offloading connector to our step without one instead: two
 schedulers with the same requests take turns, one step each. `idle`: all requests complete a block
@@ -73,6 +73,8 @@ MAX_TRIES = 4
 OUR_STEPS = 4  # maximum number of our steps per step of theirs
 MIN_ROW_STEPS = 4000  # running requests x steps of a turn: turns of short steps have more steps
 
+NUM_PAGES = 99  # of a state, as of Qwen3.5-9B in blocks of 16 tokens
+
 # All have the same bytes per block.
 SIZES = {"num_kv_heads": 8, "head_size": 128, "dtype_bytes": 2}
 FULL = FullAttentionSpec(workload.BLOCK_SIZE, **SIZES)
@@ -82,11 +84,13 @@ CHUNKS = ChunkedLocalAttentionSpec(
 )
 STATE = StateSpec(
     block_size=workload.BLOCK_SIZE,
-    shapes=((FULL.page_size_bytes // 4,),),
+    shapes=((NUM_PAGES * FULL.page_size_bytes // 4,),),
     dtype_bytes=(4,),
+    num_pages=NUM_PAGES,
 )
 KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "windows": (WINDOW,),
+    "states": (STATE,),
     "mixed": (WINDOW, STATE, CHUNKS),
 }
 
@@ -121,7 +125,10 @@ class Load:
         trace: SchedulerTrace | None = None,
     ) -> None:
         num_running = len(work.first)
-        kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds)
+        num_blocks = groups * work.num_blocks
+        if STATE in KINDS[kinds]:  # those of rows, and those that are kept
+            num_blocks += 4 * num_running * NUM_PAGES
+        kv_cache = kv_cache_of(groups, num_blocks, kinds)
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
         arrivals = (*work.first, *work.later)
         self.scheduler = Scheduler(

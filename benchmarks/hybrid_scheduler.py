@@ -1,0 +1,98 @@
+"""The scheduler as a prefix cache, for `hybrid_hits.py`.
+
+A request is added, and its steps are planned and answered until it has ended, before the next one
+arrives. Its time is that of its arrival. Of its answer, only two tokens are computed: what follows
+the last state of a prompt is the first to go. They tell a call of a tool from another answer, as in
+templates that end calls with a token of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from hybrid_caches import BLOCK, Cache, Node
+from hybrid_workloads import Request
+
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    StateSpec,
+)
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest, RequestOptions
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE: Final = 1 << 30
+NUM_TEXT_ENDS: Final = 20
+"""Answers that are no calls end with one of so many tokens."""
+
+
+class Scheduled(Cache):
+    """capacity, state_tokens: as those of `Hybrid`. The pool also has the working state of a
+    request."""
+
+    def __init__(self, capacity: float, state_tokens: int, requests: Sequence[Request]) -> None:
+        super().__init__(BLOCK)
+        longest = max(request.num_prompt for request in requests) + 2
+        num_pages = -(-state_tokens // BLOCK)
+        attention = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=64, dtype_bytes=2)
+        state = StateSpec(
+            block_size=BLOCK, shapes=((num_pages, 2),), dtype_bytes=(4,), num_pages=num_pages
+        )
+        num_blocks = 1 + num_pages + int(min(capacity, sum(map(_most, requests))) // BLOCK)
+        groups = tuple(
+            KVCacheGroup((name,), spec) for name, spec in (("a", attention), ("s", state))
+        )
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=longest,
+                max_num_seqs=1,
+                max_num_batched_tokens=longest,
+                max_steps_in_flight=1,
+            ),
+            CacheConfig(block_size=BLOCK),
+            kv_cache=KVCacheConfig(num_blocks, groups, "bfloat16"),
+            hash_seed=b"benchmark",
+            vocab_size=VOCAB_SIZE,
+        )
+        self._num_made = 0
+
+    def _serve(self, request: Request, nodes: Sequence[Node], seen: int) -> int:
+        scheduler, now = self._scheduler, request.now
+        before = scheduler.kv_cache.stats.num_hit_tokens
+        self._num_made += 1
+        last = request.num_prompt - 1
+        ends = {min(each, last) for each in (request.turn_start, request.stable_end) if each}
+        message = AddRequest(
+            f"cmpl-{self._num_made:024x}",
+            self._num_made,
+            _prompt(request),
+            SamplingParams(max_tokens=2, ignore_eos=True),
+            options=RequestOptions(turn_ends=tuple(sorted(ends))),
+        )
+        scheduler.add_request(message, client=0, now=now)
+        ending = 1 if request.has_call else 2 + self._num_made % NUM_TEXT_ENDS
+        while (plan := scheduler.schedule(now)) is not None:
+            is_sampled = plan.num_scheduled_tokens > 0
+            tokens = np.array([ending] if is_sampled else [], np.int32)
+            output = ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
+            scheduler.update_from_output(output, now)
+        scheduler.take_outputs()
+        return scheduler.kv_cache.stats.num_hit_tokens - before
+
+
+def _most(request: Request) -> int:
+    return 2 * request.num_tokens
+
+
+def _prompt(request: Request) -> Int32Array:
+    """Equal segments have equal tokens."""
+    parts = [
+        (np.arange(length, dtype=np.int64) * 31 + key * 1_000_003) % VOCAB_SIZE
+        for key, length in request.path
+    ]
+    return np.concatenate(parts)[: request.num_prompt].astype(np.int32)
