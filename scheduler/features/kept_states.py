@@ -106,19 +106,19 @@ class PromptStates(SchedulerFeature):
     def _begin_turn(self, request: Request, junction: int) -> _Beginning:
         """The chances of the turn before are learned. A turn has one next turn: others that begin
         with its prompt only share what it begins with. So does a prompt of which others have
-        computed all blocks, unless it is the same turn again."""
+        computed all blocks. The same prompt again, perhaps with another text after the place where
+        next turns are expected to depart, is a next turn."""
         end = max(_turn_ends(request, request.num_prompt_tokens - 1), default=0)
         end -= end % self._kv_cache.state_border
+        number, is_own = 0, end > junction
         known = filter(self._turns.__contains__, reversed(request.block_hashes))
-        block_hash = next(known, None)
-        if block_hash is None:
-            return _Beginning(0, end if end > junction else 0)
-        if end and block_hash == self._hash_before(request, end):
-            return _Beginning(self._turns[block_hash].number, end)
-        before = self._turns.pop(block_hash)
-        self._chains.habits.use(before.kind)
-        self._chains.habits.wait(before.kind, self._chains.now_s - before.ended_s)
-        return _Beginning(before.number + 1, end if end > junction else 0)
+        if (block_hash := next(known, None)) is not None:
+            before = self._turns.pop(block_hash)
+            self._chains.habits.use(before.kind)
+            self._chains.habits.wait(before.kind, self._chains.now_s - before.ended_s)
+            number = before.number + 1
+            is_own |= end > 0 and block_hash == self._hash_before(request, end)
+        return _Beginning(number, end if is_own else 0)
 
     def _hash_before(self, request: Request, num_tokens: int) -> bytes:
         return request.block_hashes[num_tokens // self._kept.tokens_per_hash - 1]
