@@ -53,7 +53,9 @@ def read_engine_model(model: str | Path, settings: Mapping[str, Any]) -> EngineM
             max_model_len=max_model_len,
         )
         decoder = speech.tokenizer
-    reader = RequestReader(folder, tokenizer, decoder, max_model_len=max_model_len)
+    reader = RequestReader(
+        folder, tokenizer, decoder, max_model_len=max_model_len, keeps_states=plan.keeps_states
+    )
     return EngineModel(plan, reader, speech)
 
 

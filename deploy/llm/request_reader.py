@@ -1,12 +1,15 @@
 """Turns prompts, chats and sampling settings into answers that can be submitted, for one model."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.deploy.gateway.text.chat_template import ChatTemplate
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.llm.answer import Answer
@@ -31,6 +34,7 @@ from longshore.deploy.llm.tokenization import AS_USUAL, Tokenization
 from longshore.deploy.llm.transcriber import SpeechRequest
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.parsers.registry import AUTO, load_reasoning_parser
+from longshore.deploy.requests.chat_prompt import NEXT_TURN, turn_ends
 from longshore.deploy.requests.live_requests import MAX_JOB_ID_CHARACTERS
 from longshore.deploy.requests.prompts import PromptEncoder, Text
 from longshore.deploy.requests.sample_params import sample_params
@@ -57,6 +61,7 @@ class RequestReader:
 
     tokenizer: None: prompts must be token ids.
     decoder:   decodes answers; None: they have no text.
+    keeps_states: chats need `turn_ends`.
     """
 
     def __init__(
@@ -66,8 +71,10 @@ class RequestReader:
         decoder: TokenDecoder | None,
         *,
         max_model_len: int,
+        keeps_states: bool = False,
     ) -> None:
         self._model = model
+        self._keeps_states = keeps_states
         self.encoder = PromptEncoder(
             tokenizer, vocab_size=model.vocab_size, max_model_len=max_model_len
         )
@@ -144,8 +151,32 @@ class RequestReader:
             reasoning = reasoning_before(
                 parser, self.encoder.tokenizer, ids, vocab_size=self._model.vocab_size
             )
-            prompts.append(PromptInput(ids, text, cache_options_of(kept or {}, name), reasoning))
+            options = cache_options_of(kept or {}, name)
+            if self._keeps_states:
+                ends = self._turn_ends(template, chat, parameters, text, len(ids))
+                options = msgspec.structs.replace(options, turn_ends=ends)
+            prompts.append(PromptInput(ids, text, options, reasoning))
         return prompts
+
+    def _turn_ends(
+        self,
+        template: ChatTemplate,
+        chat: Sequence[Message],
+        parameters: ChatParameters,
+        text: str,
+        num_tokens: int,
+    ) -> tuple[int, ...]:
+        if parameters.continue_final_message:
+            return ()
+        unanswered = dataclasses.replace(parameters, add_generation_prompt=False)
+        others = []
+        for messages, form in (
+            ([*chat, *map(msgspec.to_builtins, NEXT_TURN)], parameters),
+            (chat, unanswered),
+        ):
+            with suppress(ValueError):  # of a template that demands roles in turn
+                others.append(rendered_chat(template, messages, form, "messages"))
+        return turn_ends(text, num_tokens, others, self.tokenizer())
 
     def read_pairs(
         self, pairs: Sequence[tuple[Text, Text]], tokenization: Tokenization = AS_USUAL

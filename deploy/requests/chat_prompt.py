@@ -1,7 +1,7 @@
 """Renders a chat to a prompt, with vLLM's parameters."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Protocol
@@ -19,6 +19,7 @@ from longshore.deploy.requests.errors import invalid
 _EFFORT: Final = "reasoning_effort"
 _SWITCHES: Final = ("enable_thinking", "thinking")
 """What templates call the variable that turns reasoning on and off."""
+NEXT_TURN: Final = (ChatMessage("assistant", "An answer."), ChatMessage("user", "A question."))
 # A message or a part of one takes as long as a text of this length.
 CHARACTERS_PER_STEP: Final = 64
 MAX_INLINE_PARTS: Final = MAX_INLINE_CHARACTERS // CHARACTERS_PER_STEP
@@ -317,3 +318,31 @@ def _check_shows_all(
             param="messages",
             code="unsupported_parameter",
         )
+
+
+def turn_ends(
+    text: str, num_tokens: int, others: Iterable[str], tokenizer: ModelTokenizer
+) -> tuple[int, ...]:
+    """See RequestOptions: after how many tokens of a prompt the prompts of next turns depart from
+    it. A token may cross this place, so it may be a few tokens less.
+
+    others: the chat with NEXT_TURN, and without what a prompt ends with for the answer to begin.
+            A template may drop the reasoning of former turns once a user writes.
+    """
+    rests = [text[num_common(text, other) :] for other in others]
+    ends = {
+        num_tokens - (len(tokenizer.encode_rendered(rest)) + 1 if rest else 0) for rest in rests
+    }
+    return tuple(sorted(end for end in ends if end > 0))
+
+
+def num_common(one: str, other: str) -> int:
+    """The number of leading characters that two texts have in common."""
+    first, last = 0, min(len(one), len(other))
+    while first < last:
+        middle = (first + last + 1) // 2
+        if one[first:middle] == other[first:middle]:
+            first = middle
+        else:
+            last = middle - 1
+    return first

@@ -1,10 +1,11 @@
 """Converts a request body to the engine's input: prompts as token ids, and sampling settings."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,10 +20,12 @@ from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.requests.chat_messages import ChatMessage
 from longshore.deploy.requests.chat_prompt import (
+    NEXT_TURN,
     ChatRenderer,
     ReasonedChat,
     chat_prompt_options,
     thinking_variables,
+    turn_ends,
     uses_effort,
 )
 from longshore.deploy.requests.errors import InvalidRequest, RequestError, invalid
@@ -31,8 +34,6 @@ from longshore.deploy.requests.validation import sampling_problem
 from longshore.protocol.sampling import SamplingParams
 
 T = TypeVar("T")
-
-_NEXT_TURN: Final = (ChatMessage("assistant", "An answer."), ChatMessage("user", "A question."))
 
 
 class PromptReader(PromptEncoder):
@@ -130,23 +131,15 @@ class PromptReader(PromptEncoder):
             return ()
         text = await self.chat_text(request.messages, request)
         unanswered = msgspec.structs.replace(request, add_generation_prompt=False)
-        ends = []
+        others = []
         for messages, form in (
-            ([*request.messages, *_NEXT_TURN], request),
+            ([*request.messages, *NEXT_TURN], request),
             (request.messages, unanswered),
         ):
-            try:
-                other = await self.chat_text(messages, form)
-            except RequestError:  # for example of a template that demands roles in turn
-                continue
-            rest = text[num_common(text, other) :]
-            count = partial(self._num_tokens, rest)
-            ends.append(len(prompt) - await self.off_loop_if_long(count, len(rest)))
-        return tuple(sorted({end for end in ends if end > 0}))
-
-    def _num_tokens(self, text: str) -> int:
-        """Number of tokens of the end of a prompt, or somewhat more: tokens may cross its start."""
-        return len(self.tokenizer_for("messages").encode_rendered(text)) + 1 if text else 0
+            with contextlib.suppress(RequestError):  # of a template that demands roles in turn
+                others.append(await self.chat_text(messages, form))
+        find = partial(turn_ends, text, len(prompt), others, self.tokenizer_for("messages"))
+        return await self.off_loop_if_long(find, len(others) * len(text))
 
     async def chat_text(self, messages: Sequence[ChatMessage], request: ReasonedChat) -> str:
         """The chat as text, rendered with the request's options. The response names an effort that
@@ -277,15 +270,3 @@ def _invalid_setting(problem: str) -> RequestError:
     if "bad word" in problem:
         return invalid(f"bad_words: {problem}", param="bad_words")
     return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
-
-
-def num_common(one: str, other: str) -> int:
-    """The number of leading characters that two texts have in common."""
-    first, last = 0, min(len(one), len(other))
-    while first < last:
-        middle = (first + last + 1) // 2
-        if one[first:middle] == other[first:middle]:
-            first = middle
-        else:
-            last = middle - 1
-    return first

@@ -315,3 +315,28 @@ def test_tokenization_that_is_invalid_is_a_value_error(
 ) -> None:
     with pytest.raises(ValueError, match=f"tokenization_kwargs: {message}"):
         reader.read("quay", "prompt", tokenization=as_tokenization(given))
+
+
+def test_chats_say_where_next_turns_depart_if_the_model_keeps_states(
+    tokenizer: ModelTokenizer,
+) -> None:
+    model: Any = SimpleNamespace(path=Path("folder"), vocab_size=320)
+    reader = RequestReader(model, tokenizer, None, max_model_len=64, keeps_states=True)
+    chat = [{"role": "user", "content": "text"}]
+
+    def ends(reader: RequestReader, **parameters: Any) -> tuple[int, ...]:
+        given: dict[str, Any] = {
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "tools": None,
+            "chat_template_kwargs": None,
+        }
+        (prompt,) = reader.read_chats(chat, ChatParameters(**given | parameters))
+        return prompt.options.turn_ends
+
+    num_tokens = len("<user>text")
+    assert ends(reader) == (num_tokens - 1, num_tokens + len("<assistant>"))
+    styled = {"chat_template_kwargs": {"style": "!"}}
+    assert ends(reader, **styled) == (num_tokens - 1, num_tokens + len("<assistant>") - 1)
+    assert ends(reader, add_generation_prompt=False, continue_final_message=True) == ()
+    assert ends(reader_with(tokenizer)) == ()

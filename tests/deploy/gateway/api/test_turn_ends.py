@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.api.prompts import PromptReader, num_common
+from longshore.deploy.gateway.api.prompts import PromptReader
 from longshore.deploy.gateway.api.requests import ChatRequest
 from longshore.deploy.gateway.text.chat_template import ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.requests.chat_messages import ChatMessage
+from longshore.deploy.requests.chat_prompt import num_common
 from tests.deploy.tiny_tokenizer import byte_level_tokenizer
 
 TURN = "<{{ m.role }}>{{ m.content }}</s>"
