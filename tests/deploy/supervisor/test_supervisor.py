@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from longshore.deploy.supervisor import restarts
+from longshore.deploy.supervisor import process_set, restarts
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import MAX_LATE_S, ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.process_set import ProcessSet
@@ -160,9 +160,10 @@ def test_reason_of_a_child_that_cannot_start_is_the_error(supervisor: Supervisor
 
 
 def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
-    supervisor: Supervisor,
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specs = [spec("worker 0", "suffer"), spec("worker 1", "fail"), spec("scheduler", "hang")]
+    monkeypatch.setattr(process_set, "FAILURE_WINDOW_S", 60.0)  # they start one after another
+    specs = [spec("worker 0", "suffer"), spec("worker 1", "fail"), spec("scheduler", "suffer")]
     with pytest.raises(StartFailed, match=r"^worker 1: no such model; choose another$"):
         supervisor.start(specs, timeout_s=60)
 
