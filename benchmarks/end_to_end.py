@@ -1,12 +1,13 @@
 """Output tokens per second on a CPU, compared with vLLM's CPU build and transformers' `generate`.
 
-    python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral] [--curves]
+    python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral hybrid ...] [--curves]
                                     [--systems NAME ...] [--rounds 3] [--json F]
 
 Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, a model of 0.6 B;
 `iii` 32 prompts that share 1,024 tokens and have 64 of their own, 16 out, tiny; `ragged` 64 prompts
 of 16 to 512 tokens, 16 to 256 out, tiny; `gemma3` and `mixtral` the same load, on tiny models of
-these families (six layers, five of them with a window of 128 tokens; eight experts, two per token).
+these families (six layers, five of them with a window of 128 tokens; eight experts, two per token);
+`hybrid` 8 x 512, 64 out, the shape of Qwen3.5-0.8B, and `hybrid-prompts` with one token out.
 `smallest` shows only that everything runs: 2 prompts of 8 to 16 tokens, 4 out, tiny.
 Random weights, bf16, greedy, end ids ignored, two threads; all sides with the same allocator and
 OpenMP runtime (`--preload`). All systems are loaded before timing starts and take turns. In each
@@ -36,6 +37,7 @@ Job: TypeAlias = dict[str, list[Any]]
 BASE = Path(os.environ.get("PEER_DIR") or Path.home() / ".cache" / "longshore-peers")
 TINY, BIG = BASE / "tiny-rand", BASE / "qwen3-0.6b-rand"
 GEMMA3, MIXTRAL = BASE / "gemma3-tiny-rand", BASE / "mixtral-tiny-rand"
+HYBRID = BASE / "qwen3.5-0.8b-rand"
 FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
 SETTLE_S = 0.5
@@ -73,6 +75,8 @@ CASES = {
     "ragged": Case(TINY, 64, (16, 512), (16, 256)),
     "gemma3": Case(GEMMA3, 64, (16, 512), (16, 256)),
     "mixtral": Case(MIXTRAL, 64, (16, 512), (16, 256)),
+    "hybrid": Case(HYBRID, 8, (512, 512), (64, 64)),
+    "hybrid-prompts": Case(HYBRID, 8, (512, 512), (1, 1)),
     "smallest": Case(TINY, 2, (8, 16), (4, 4)),
 }
 

@@ -33,6 +33,7 @@ from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
+from longshore.scheduler.kv_cache.habits import turn_kind
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
 
@@ -88,7 +89,7 @@ class Cache:
         self._prompt = token_ids
         self._manager = KVCacheManager(
             CacheConfig(block_size=BLOCK_SIZE, hash_algorithm=algorithm),
-            kv_cache_of(groups, groups * 3 * self.num_tokens // BLOCK_SIZE, kinds),
+            kv_cache_of(groups, groups * 3 * self.num_tokens // BLOCK_SIZE, kinds, num_states=3),
             LongestRequest(self.num_tokens + BLOCK_SIZE),
             max_num_seqs=MAX_NUM_SEQS,
             hash_seed=b"benchmark",
@@ -100,8 +101,10 @@ class Cache:
         computed = self._manager.get_computed_blocks(request)
         assert self._manager.start(0, self._manager.demand(computed, num_cached))
         self._manager.full_blocks.cache_row(0, request, token_ids, num_cached)
-        if (kept := self._manager.kept_states) is not None:
-            pages = kept.keep(request.block_hashes[-1], num_cached, generation=1, step=1)
+        if self._manager.kept_states is not None:
+            pages = self._manager.keep_state(
+                request, num_cached, turn_kind(0), generation=1, step=1
+            )
             assert pages is not None
             self._manager.pool.free_blocks(pages)
         assert self._manager.grow_row(0, self.num_tokens) is not None

@@ -103,10 +103,15 @@ def num_sampled(plan: SchedulerOutput) -> int:
     return plan.num_scheduled_tokens - int(listed.sum()) + int(np.count_nonzero(listed))
 
 
-def kv_cache_of(num_groups: int, num_blocks: int, kinds: str = "windows") -> KVCacheConfig:
-    """The first group has full attention, further ones are those of KINDS."""
-    specs = islice(cycle(KINDS[kinds]), num_groups - 1)
+def kv_cache_of(
+    num_groups: int, num_blocks: int, kinds: str = "windows", num_states: int = 0
+) -> KVCacheConfig:
+    """The first group has full attention, further ones are those of KINDS. num_states: if some have
+    states, there are blocks for so many, in addition to `num_blocks`."""
+    specs = list(islice(cycle(KINDS[kinds]), num_groups - 1))
     groups = [KVCacheGroup((f"layer.{index}",), spec) for index, spec in enumerate((FULL, *specs))]
+    if STATE in specs:
+        num_blocks += num_states * NUM_PAGES
     return KVCacheConfig(num_blocks, tuple(groups), "bfloat16")
 
 
@@ -125,10 +130,8 @@ class Load:
         trace: SchedulerTrace | None = None,
     ) -> None:
         num_running = len(work.first)
-        num_blocks = groups * work.num_blocks
-        if STATE in KINDS[kinds]:  # those of rows, and those that are kept
-            num_blocks += 4 * num_running * NUM_PAGES
-        kv_cache = kv_cache_of(groups, num_blocks, kinds)
+        # Those of rows, and those that are kept.
+        kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds, num_states=4 * num_running)
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
         arrivals = (*work.first, *work.later)
         self.scheduler = Scheduler(

@@ -453,6 +453,16 @@ def test_a_study_draws_its_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_chats_with_a_hybrid_model_find_their_earlier_turns(tmp_path: Path) -> None:
+    sizes = ("--turns", "3", "--chats", "1", "--size", "tiny", "--blocks", "400")
+    first, second, third = Result(tmp_path, "hybrid_turns.py", *sizes).rows
+    for row in (first, second, third):
+        assert row["hybrid_ms"] > 0
+        assert row["full_ms"] > 0
+    assert first["hybrid_cached"] == first["full_cached"] == 0
+    assert 800 < second["hybrid_cached"] < second["full_cached"] < third["hybrid_cached"]
+
+
 def test_preserved_thinking_keeps_the_prefix_at_the_next_question(tmp_path: Path) -> None:
     sizes = ("--questions", "2", "--calls", "1")
     off, off_next, on, on_next = Result(tmp_path, "preserved_thinking.py", *sizes).rows
