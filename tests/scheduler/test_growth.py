@@ -22,6 +22,7 @@ from longshore.protocol.requests import LoRARequest, StopFound, Tenant
 from longshore.scheduler.queue.policies import POLICIES
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.engine import Engine
+from tests.harness.kv_groups import full, state, window
 from tests.harness.operations import count_operations, grows_at_most_n_log_n
 from tests.harness.tokens import prompt_of
 
@@ -30,6 +31,12 @@ LONG_SIZES = (1024, 4096, 16384)
 NUM_STEPS = 8
 WAIT_S = 1000.0
 """How long a request waits for its connector and its load."""
+
+GROUPS = {
+    "full attention": (full(),),
+    "a window": (full(), window(16)),
+    "a state": (full(), state()),
+}
 
 STREAM = 1_000_000
 """The handle of the request that runs all the time."""
@@ -201,6 +208,35 @@ def test_what_happens_to_waiting_requests_costs_at_most_n_log_n(
 def test_a_step_costs_the_same_however_many_requests_wait(policy: str, reason: str) -> None:
     few, many = (Crowd(policy, reason, size).operations["step"] for size in (256, 2048))
     assert many <= 1.25 * few + 50
+
+
+def operations_of_chunks(kinds: str, num_tokens: int) -> list[int]:
+    """Operations of each step of a prompt in chunks, but of the last one."""
+    chunk = 64
+    engine = Engine(
+        *GROUPS[kinds],
+        num_blocks=num_tokens,
+        max_model_len=num_tokens + 1,
+        max_num_batched_tokens=chunk,
+    )
+    engine.add("long", prompt_of(num_tokens), max_tokens=1)
+
+    def step() -> None:
+        plan = engine.scheduler.schedule(0.0)
+        assert plan is not None
+        assert plan.num_scheduled_tokens == chunk
+        no_tokens = np.empty(0, np.int32)
+        engine.scheduler.update_from_output(ModelRunnerOutput(1, plan.step, no_tokens), 0.0)
+
+    return [count_operations(step) for _ in range(num_tokens // chunk - 1)]
+
+
+@pytest.mark.parametrize("kinds", list(GROUPS))
+def test_a_chunk_costs_the_same_wherever_it_is_in_a_long_prompt(kinds: str) -> None:
+    short, long = (operations_of_chunks(kinds, num_tokens) for num_tokens in (4096, 16384))
+    # The steps that keep a state look at the blocks before it. There are log n of them.
+    assert np.median(long[-50:]) <= 1.02 * np.median(long[10:60])
+    assert grows_at_most_n_log_n({4096: sum(short), 16384: sum(long)})
 
 
 @contextmanager

@@ -445,6 +445,27 @@ def test_attention_is_measured_beside_torch_and_differs_little(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")
+def test_a_long_request_is_measured_in_chunks_from_the_cache_and_from_disk(tmp_path: Path) -> None:
+    sizes = ("--tokens", "1024", "512", "--chunk", "64", "--repeats", "1")
+    result = Result(tmp_path, "long_request.py", *sizes, "--kinds", "windows", "gated DeltaNet")
+    assert [(row["kind"], row["phase"], row["tokens"]) for row in result.rows] == [
+        (kind, phase, tokens)
+        for kind in ("windows", "gated DeltaNet")
+        for phase in ("cold", "hit", "disk")
+        for tokens in (512, 1024)
+    ]
+    for short, long in zip(result.rows[::2], result.rows[1::2], strict=True):
+        assert long["growth"]["host"] == pytest.approx(long["host_ms"] / short["host_ms"])
+        assert 0 < long["engine_ms"] < long["host_ms"]
+        assert long["attention_ms"] > 0
+    for row in result.rows:
+        assert ("eighths" in row) == (row["phase"] == "cold")
+    first, *_, last = result.rows[1]["eighths"]["engine"]
+    assert result.rows[1]["last_first"]["engine"] == pytest.approx(last / first)
+
+
+@pytest.mark.slow
 def test_a_study_draws_its_picture(tmp_path: Path) -> None:
     sizes = ("tiers", "--requests", "40", "--out", str(tmp_path))
     result = Result(tmp_path, "studies.py", *sizes)

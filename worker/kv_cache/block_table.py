@@ -1,8 +1,8 @@
 """The blocks of each row in order of position: one block table per KV cache group.
 
 Plans change the host's copy; each step then updates the device's copy on the compute queue. Only
-changed rows are transferred, all in one copy. A row is append-only, except that it is overwritten
-when it starts and truncated by a rewind.
+what rows have gained is transferred, all in one copy, so a step costs the same however long rows
+are. A row is append-only, except that it is overwritten when it starts and truncated by a rewind.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,14 +61,16 @@ class BlockTable:
         self._blocks_per_id = block_size // self.kept_block_size
         self.max_blocks = -(-max_model_len // (block_size * share.size)) * self._blocks_per_id
         self.host = np.zeros((max_num_seqs, self.max_blocks), np.int32)
+        self._flat_host = self.host.reshape(-1)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.device_table = torch.zeros(
             (max_num_seqs, self.max_blocks), dtype=torch.int32, device=device
         )
-        self._is_stale = np.zeros(max_num_seqs, np.bool_)
+        self._columns = torch.arange(self.max_blocks, device=device)
+        self._num_committed = np.zeros(max_num_seqs, np.int64)  # leading entries of each row
         self._staging = StagingRing(
             {
-                "rows": ((max_num_seqs,), torch.int64),
+                "starts": ((max_num_seqs,), torch.int64),
                 "entries": ((max_num_seqs * self.max_blocks,), torch.int32),
             },
             pin_memory=device.type == "cuda",
@@ -97,29 +99,29 @@ class BlockTable:
             )
         self.host[rows, columns] = block_ids
         self.num_blocks[held] += counts
-        self._is_stale[held] = True
 
     def add_row(self, row: int, block_ids: IntArray) -> None:
         """Start a row with these blocks, overwriting its entries."""
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = self._num_committed[row] = 0
         self.append_row(row, block_ids)
 
     def truncate_row(self, row: int, num_tokens: int) -> None:
         """Keep only the blocks that the row's first `num_tokens` tokens need."""
         num_ids = -(-num_tokens // (self.block_size * self._blocks_per_id))
         self.num_blocks[row] = min(self.num_blocks[row], num_ids * self._blocks_per_id)
+        self._num_committed[row] = min(self._num_committed[row], self.num_blocks[row])
 
     def move_row(self, source: int, destination: int) -> None:
         """Move a row's blocks to `destination`; `source` is empty afterwards."""
         self.add_row(destination, self.allocated(source))
-        self.num_blocks[source] = 0
+        self.num_blocks[source] = self._num_committed[source] = 0
 
     def swap_row(self, one: int, other: int) -> None:
         """Exchange the blocks of two rows."""
         pair, swapped = [one, other], [other, one]
         self.host[pair] = self.host[swapped]
         self.num_blocks[pair] = self.num_blocks[swapped]
-        self._is_stale[pair] = True
+        self._num_committed[pair] = 0
 
     def allocated(self, row: int) -> npt.NDArray[np.int32]:
         """The row's allocated block ids, in order of position."""
@@ -142,21 +144,24 @@ class BlockTable:
     def commit(self) -> "TableUpload | None":
         """The upload that brings the device's copy up to date; None if it is. Run uploads in
         order."""
-        rows = np.flatnonzero(self._is_stale)
+        num_new = self.num_blocks - self._num_committed
+        rows = np.flatnonzero(num_new)
         if len(rows) == 0:
             return None
-        self._is_stale[:] = False
-        width = int(self.num_blocks[rows].max())
-        if width == 0:
-            return None
+        width = int(num_new.max())
+        firsts = np.minimum(self._num_committed[rows], self.max_blocks - width)
+        starts = rows * self.max_blocks + firsts
+        self._num_committed[:] = self.num_blocks
         staging = self._staging.acquire()
         num_entries = len(rows) * width
-        staging.arrays["rows"][: len(rows)] = rows
-        staging.arrays["entries"][:num_entries] = self.host[rows, :width].reshape(-1)
+        staging.arrays["starts"][: len(rows)] = starts
+        indices = (starts[:, None] + np.arange(width)).reshape(-1)
+        staging.arrays["entries"][:num_entries] = self._flat_host[indices]
         return TableUpload(
             self.device_table,
-            staging.tensors["rows"][: len(rows)],
-            staging.tensors["entries"][:num_entries].view(len(rows), width),
+            staging.tensors["starts"][: len(rows)],
+            self._columns[:width],
+            staging.tensors["entries"][:num_entries],
             staging.guard,
         )
 
@@ -187,30 +192,35 @@ class StateTable(BlockTable):
 
 
 class TableUpload:
-    """Changed rows to copy to the device. `guard` it with the operation that runs it.
+    """New entries to copy to the device: `width` of each changed row, which are also older ones of
+    the rows that have gained less. `guard` it with the operation that runs it.
 
-    rows:    (n,) int64, on the host.
-    entries: (n, width) int32, on the host: each row's first `width` entries.
+    starts:  (n,) int64, on the host: index of each row's first entry, over all rows.
+    columns: (width,) int64, on the device: 0, 1, ...
+    entries: (n * width,) int32, on the host.
     """
 
     def __init__(
         self,
         device_table: Tensor,
-        rows: Tensor,
+        starts: Tensor,
+        columns: Tensor,
         entries: Tensor,
         guard: Callable[[Completion], None],
     ) -> None:
         self._device_table = device_table
-        self.rows = rows
+        self._starts = starts
+        self._columns = columns
         self.entries = entries
         self.guard = guard
 
     def run(self) -> None:
         """Update the device's copy. On the compute queue; one copy for all rows."""
         device = self._device_table.device
-        rows = self.rows.to(device, non_blocking=True)
+        starts = self._starts.to(device, non_blocking=True)
         entries = self.entries.to(device, non_blocking=True)
-        self._device_table[:, : entries.shape[1]].index_copy_(0, rows, entries)
+        indices = (starts.unsqueeze(1) + self._columns).view(-1)
+        self._device_table.view(-1).index_copy_(0, indices, entries)
 
 
 class MultiGroupBlockTable:

@@ -158,7 +158,7 @@ def test_a_row_never_holds_more_than_the_longest_request_needs() -> None:
 
 
 @pytest.mark.req("WBT-06")
-def test_a_commit_carries_changed_rows_in_bulk_and_nothing_else() -> None:
+def test_a_commit_carries_the_new_blocks_of_all_rows_in_bulk_and_nothing_else() -> None:
     table = table_of([[1, 2], [3], [4]], max_num_seqs=6)
     first = table.commit()
     assert first is not None
@@ -166,11 +166,22 @@ def test_a_commit_carries_changed_rows_in_bulk_and_nothing_else() -> None:
     table.append_rows(ints([2, 0]), ints([8, 9]))
     upload = table.commit()
     assert upload is not None
-    assert upload.rows.tolist() == [0, 2]
-    assert upload.entries.tolist() == [[1, 2, 9], [4, 8, 0]]
+    assert upload.entries.tolist() == [9, 8]
     upload.run()
     np.testing.assert_array_equal(table.device_table.numpy(), table.host)
     assert table.commit() is None
+
+
+@pytest.mark.parametrize("num_blocks", [10, 1000])
+def test_a_commit_costs_the_same_however_long_the_row_is(num_blocks: int) -> None:
+    table = table_of([[1] * num_blocks, [2]], max_model_len=1024 * 4)
+    committed(table)
+    table.append_rows(ints([0, 1, 0]), ints([8, 9, 10]))
+    upload = table.commit()
+    assert upload is not None
+    assert len(upload.entries) == 2 * 2  # as many of each row
+    upload.run()
+    np.testing.assert_array_equal(table.device_table.numpy(), table.host)
 
 
 def check_device(tables: MultiGroupBlockTable) -> None:
