@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid_hits.py [--workloads conversation synthetic agents-keep agents-drop]
         [--plans 9B 35B-A3B] [--memory 0.25 0.5 1 2 4 inf] [--requests N] [--jobs 200]
-        [--job-rate 0.1] [--rules] [--json F]
+        [--sides scheduler] [--job-rate 0.1] [--rules] [--json F]
 
 A hybrid model has attention KV for every token and recurrent states that are kept only where a
 snapshot was taken. A prefix of length p is found if the attention blocks up to p are cached and a
@@ -12,9 +12,8 @@ snapshot at p is. Each request is looked up, computed and finished before the ne
 - `full`: a full-attention model with the same bytes of KV per token and no states, LRU
 - `vllm`, `sglang`: their rules, in `hybrid_caches.py`
 - `ours`: `hybrid_rules.py`
+- `scheduler`: the real scheduler, in `hybrid_scheduler.py`
 - `bound`: an upper bound, which knows the future and gets snapshots for free
-
-A further row, such as one that drives the scheduler, is a `Cache` in `CACHES`.
 
 `--memory` is in multiples of what an 80 GB GPU leaves for the pool. `times_peer` is ours over the
 better one of the two, and `of_full` over `full`. What ours loses against an endless cache of full
@@ -162,17 +161,21 @@ def losses(cache: Cache) -> dict[str, float]:
     }
 
 
-def compare(plan: Plan, memory: float, requests: Sequence[Request]) -> dict[str, Any]:
+def compare(
+    plan: Plan, memory: float, requests: Sequence[Request], sides: Sequence[str]
+) -> dict[str, Any]:
     capacity = plan.capacity(memory)
     row: dict[str, Any] = {}
-    for name, make in CACHES.items():
-        cache = make(plan, capacity, requests)
+    lost: dict[str, float] = {}
+    for name in sides:
+        cache = CACHES[name](plan, capacity, requests)
         row[name] = serve(cache, requests)
         if name == "ours":
             lost = losses(cache)
-    row["of_full"] = row["ours"] / row["full"] if row["full"] else None
-    peer = max(row["vllm"], row["sglang"])
-    row["times_peer"] = row["ours"] / peer if peer else None
+    if {"ours", "full", "vllm", "sglang"} <= row.keys():
+        row["of_full"] = row["ours"] / row["full"] if row["full"] else None
+        peer = max(row["vllm"], row["sglang"])
+        row["times_peer"] = row["ours"] / peer if peer else None
     return row | lost
 
 
@@ -183,7 +186,7 @@ def rows_of(options: Any) -> Iterator[dict[str, Any]]:
             for memory in options.memory:
                 row = {"workload": name, "plan": plan, "memory": str(memory)}
                 if not options.rules:
-                    yield row | compare(PLANS[plan], memory, requests)
+                    yield row | compare(PLANS[plan], memory, requests, options.sides)
                     continue
                 for rules, chosen in VARIANTS.items():
                     state_tokens = PLANS[plan].paged_state_tokens
@@ -200,6 +203,7 @@ def main() -> None:
     arguments.add_argument(
         "--memory", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0, inf]
     )
+    arguments.add_argument("--sides", nargs="+", choices=list(CACHES), default=list(CACHES))
     arguments.add_argument("--requests", type=int, help="of a trace; default: all")
     arguments.add_argument("--jobs", type=int, default=200)
     arguments.add_argument("--job-rate", type=float, default=0.1, help="jobs per second")

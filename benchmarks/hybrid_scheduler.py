@@ -24,9 +24,11 @@ from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.requests import AddRequest, RequestOptions
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.kept_states import MAX_INSURANCE, MAX_KEPT
 from longshore.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE: Final = 1 << 30
+MOST_TOKENS: Final = 300_000_000
 NUM_TEXT_ENDS: Final = 20
 """Answers that are no calls end with one of so many tokens."""
 
@@ -43,7 +45,7 @@ class Scheduled(Cache):
         state = StateSpec(
             block_size=BLOCK, shapes=((num_pages, 2),), dtype_bytes=(4,), num_pages=num_pages
         )
-        num_blocks = 1 + num_pages + int(min(capacity, sum(map(_most, requests))) // BLOCK)
+        num_blocks = 1 + num_pages + int(min(capacity, _most(requests, state_tokens)) // BLOCK)
         groups = tuple(
             KVCacheGroup((name,), spec) for name, spec in (("a", attention), ("s", state))
         )
@@ -85,8 +87,12 @@ class Scheduled(Cache):
         return scheduler.kv_cache.stats.num_hit_tokens - before
 
 
-def _most(request: Request) -> int:
-    return 2 * request.num_tokens
+def _most(requests: Sequence[Request], state_tokens: int) -> int:
+    """As many tokens as all requests fill, with all states, but at most MOST_TOKENS."""
+    distinct = {segment for request in requests for segment in request.path}
+    kept = MAX_KEPT + MAX_INSURANCE
+    tokens = sum(length for _, length in distinct) + len(requests) * kept * state_tokens
+    return min(tokens, MOST_TOKENS)
 
 
 def _prompt(request: Request) -> Int32Array:
