@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer
@@ -19,6 +20,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True)
+def close_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The clients of OpenAI's and Anthropic's libraries that a test made are closed when it ends.
+    Otherwise the garbage collector finds them during a later test, perhaps a socket before the
+    client that would close it, which is a warning."""
+    clients: list[httpx2.Client] = []
+    create = httpx2.Client.__init__
+
+    def init(client: httpx2.Client, *args: Any, **options: Any) -> None:
+        create(client, *args, **options)
+        clients.append(client)
+
+    monkeypatch.setattr(httpx2.Client, "__init__", init)
+    yield
+    for client in clients:
+        client.close()
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ async def test_streams_end_with_the_answers_of_llm(
     engine: AsyncLLM, kind: RequestOutputKind
 ) -> None:
     params = SamplingParams(
-        n=2, temperature=1.2, seed=3, max_tokens=12, logprobs=1, ignore_eos=True, output_kind=kind
+        n=2, temperature=1.2, seed=3, max_tokens=80, logprobs=1, ignore_eos=True, output_kind=kind
     )
     wanted = answers_of(params)
     outputs = await collect(engine.generate(PROMPT, params, f"kind-{kind.name}"))
@@ -65,14 +65,14 @@ async def test_streams_end_with_the_answers_of_llm(
     if kind is RequestOutputKind.FINAL_ONLY:
         assert len(outputs) == 1
     else:
-        assert len(outputs) > 2
+        assert len(outputs) > 2  # a busy machine may deliver many tokens at once
     for index, answer in enumerate(wanted.outputs):
         pieces = [each for output in outputs for each in output.outputs if each.index == index]
         assert pieces[-1].finish_reason == answer.finish_reason == "length"
         if kind is RequestOutputKind.DELTA:
             assert "".join(piece.text for piece in pieces) == answer.text
             assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids
-            assert sum(len(piece.logprobs or ()) for piece in pieces) == 12
+            assert sum(len(piece.logprobs or ()) for piece in pieces) == 80
         else:
             assert (pieces[-1].text, pieces[-1].token_ids) == (answer.text, answer.token_ids)
             lengths = [len(piece.token_ids) for piece in pieces]
