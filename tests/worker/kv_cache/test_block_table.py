@@ -215,8 +215,10 @@ def test_every_change_reaches_the_tables_of_all_groups() -> None:
     assert tables.capacity().tolist() == [0, 8, 4, 0]
     slots = tables.slots(np.array([2]), np.array([3]))
     assert [part.tolist() for part in slots] == [[4 * 4 + 3], [6 * 2 + 1]]
+    check_device(tables)
     tables.truncate_row(2, 3)
     assert [ids.tolist() for ids in tables.allocated(2)] == [[4], [5, 6]]
+    tables.append_row(2, [ints([11]), ints([12])])  # where another block was
     check_device(tables)
 
 
