@@ -165,7 +165,7 @@ def test_a_restarted_router_makes_few_decisions_without_knowledge(tmp_path: Path
 def test_routing_decisions_and_events_are_measured(tmp_path: Path) -> None:
     result = Result(tmp_path, "routing_cost.py", "--repeats", "3", "--max-blocks", "10000")
     assert [row["found"] for row in result.rows] == [0, 64]
-    assert all(0 < row["hash_us"] < row["p99_us"] for row in result.rows)
+    assert all(row["hash_us"] > 0 and row["p99_us"] > 0 for row in result.rows)
     (events,) = result.all["events"]
     assert events["bytes_per_block"] > 100
 

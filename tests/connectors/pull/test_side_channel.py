@@ -33,6 +33,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup
 from longshore.protocol.transport.security import new_secret, use_secret
+from tests.integration.deployment import wait_until
 
 FULL: Final = FullAttentionSpec(16, 2, 8, 4)
 LAYOUT: Final = RankLayout((KVCacheGroup(("layer.0",), FULL),), 1 << 14, 40)
@@ -83,6 +84,9 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Owner,
         closing.extend([client, owner])
         if is_ready:
             owner.put((RankInfo(LAYOUT, b"agent", owner.port),))
+            other = Client(owner.port, settings.secret)
+            wait_until(lambda: other.ask(HELLO) != Refused("", NOT_READY))  # its thread has them
+            other.close()
         return owner, client
 
     yield make
