@@ -23,6 +23,8 @@ class StateKind(NamedTuple):
 INSURANCE: Final = StateKind("insurance")
 CONSUMED: Final = StateKind("consumed")
 FIRST_TO_GO: Final = (INSURANCE, CONSUMED)
+_ALL_TURNS: Final = StateKind("end", -1)
+_NOTHING: Final = (0.0, 0.0, 0.0, 0.0)
 
 
 def turn_kind(turn: int, ending: int = -1) -> StateKind:
@@ -88,13 +90,7 @@ class Habits:
             each = _wider(each)
 
 
-_NOTHING: Final = (0.0, 0.0, 0.0, 0.0)
-
-
 def _wider(kind: StateKind) -> StateKind | None:
     if kind.ending >= 0:
         return kind._replace(ending=-1)
     return _ALL_TURNS if kind.name == "end" and kind != _ALL_TURNS else None
-
-
-_ALL_TURNS: Final = StateKind("end", -1)
