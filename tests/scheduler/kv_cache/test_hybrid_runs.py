@@ -311,8 +311,9 @@ def test_where_blocks_are_short_no_state_is_kept_and_none_is_lost() -> None:
     assert kept(driver) == []
 
 
-def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
-    driver = Driver(full(), state(), max_steps_in_flight=2)
+def check_a_row_after_a_wrong_state(driver: Driver) -> None:
+    """A row that began with the state of another one, which turns out to be wrong, computes again
+    from its start."""
     bad = driver.add("bad", prompt_of(22), max_tokens=4)
     driver.plan()
     late = driver.add("late", [*prompt_of(22), 70, 71], max_tokens=4)
@@ -324,6 +325,11 @@ def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
     driver.run()
     assert driver.reason(bad) is FinishReason.ERROR
     assert driver.received[late] == expected_output("late", 4)
+
+
+def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
+    driver = Driver(full(), state(), max_steps_in_flight=2)
+    check_a_row_after_a_wrong_state(driver)
 
 
 def test_a_wrong_state_is_followed_to_a_row_whose_prefix_hits_are_right() -> None:
@@ -333,17 +339,7 @@ def test_a_wrong_state_is_followed_to_a_row_whose_prefix_hits_are_right() -> Non
     driver.run()
     (plan,) = (plan for plan in driver.plans if plan.kept_states)
     driver.scheduler.kv_cache.uncache_blocks(plan.kept_states[0].block_ids)
-    bad = driver.add("bad", prompt_of(22), max_tokens=4)
-    driver.plan()
-    late = driver.add("late", [*prompt_of(22), 70, 71], max_tokens=4)
-    driver.plan()
-    assert [start.num_computed_tokens for start in driver.plans[-1].added] == [20]
-    driver.answer(nan_rows=[0])
-    driver.plan()
-    assert [rewind.num_computed_tokens for rewind in driver.plans[-1].rewound] == [0]
-    driver.run()
-    assert driver.reason(bad) is FinishReason.ERROR
-    assert driver.received[late] == expected_output("late", 4)
+    check_a_row_after_a_wrong_state(driver)
 
 
 def test_a_window_frees_no_block_that_an_unanswered_step_computes() -> None:

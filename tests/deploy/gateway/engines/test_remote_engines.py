@@ -22,6 +22,18 @@ def keypair() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
+def connect(
+    server: tuple[str, str], client: tuple[str, str], *, authorized: tuple[str, str]
+) -> tuple[FakeEngine, Engines]:
+    """An engine that accepts the keys `authorized`, and a gateway with those of `client`."""
+    address = f"tcp://127.0.0.1:{free_ports('127.0.0.1', 1)}"
+    keys = CurveKeys(*server, also_authorized=(authorized[0],))
+    engines = [Endpoint(address, CurveKeys(*client, server=server[0]))]
+    hello = ClientHello("test", IDENTITY.model_fingerprint)
+    fake = FakeEngine(Endpoint(address, keys), never_answer)
+    return fake, Engines(engines, hello, on_stats=lambda engine, stats: None)
+
+
 async def test_an_engine_that_rejects_a_gateway_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -30,16 +42,7 @@ async def test_an_engine_that_rejects_a_gateway_is_tried_again(
     other = msgspec.structs.replace(IDENTITY, model_fingerprint="another")
     monkeypatch.setattr(fake_engine, "IDENTITY", other)
     server, client = keypair(), keypair()
-    address = f"tcp://127.0.0.1:{free_ports('127.0.0.1', 1)}"
-    fake = FakeEngine(
-        Endpoint(address, CurveKeys(*server, also_authorized=(client[0],))), never_answer
-    )
-    connecting = Endpoint(address, CurveKeys(*client, server=server[0]))
-    engines = Engines(
-        [connecting],
-        ClientHello("test", IDENTITY.model_fingerprint),
-        on_stats=lambda engine, stats: None,
-    )
+    fake, engines = connect(server, client, authorized=client)
     try:
         await fake.wait_for(lambda: engines.clients[0].loss is not None)
         assert engines.death is None
@@ -65,16 +68,7 @@ async def test_keys_that_are_rejected_before_the_first_message_can_be_sent(
 
     monkeypatch.setattr(engine_client, "open_socket", open_slowly)
     server, known, unknown = keypair(), keypair(), keypair()
-    address = f"tcp://127.0.0.1:{free_ports('127.0.0.1', 1)}"
-    fake = FakeEngine(
-        Endpoint(address, CurveKeys(*server, also_authorized=(known[0],))), never_answer
-    )
-    connecting = Endpoint(address, CurveKeys(*unknown, server=server[0]))
-    engines = Engines(
-        [connecting],
-        ClientHello("test", IDENTITY.model_fingerprint),
-        on_stats=lambda engine, stats: None,
-    )
+    fake, engines = connect(server, unknown, authorized=known)
     try:
         await fake.wait_for(lambda: engines.clients[0].loss is not None)
         assert engines.death is None
