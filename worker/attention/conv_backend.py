@@ -61,7 +61,7 @@ class ConvBackend(StateBackend[ConvInputs]):
             inputs.weights,
         )
 
-    def step_in_torch(self, metadata: AttentionMetadata) -> Callable[[int, ConvInputs], Tensor]:
+    def other_tokens(self, metadata: AttentionMetadata) -> Callable[[int, ConvInputs], Tensor]:
         parts = StepParts(self.kind.conv_width, self.view, metadata, has_pieces=False)
 
         def forward(layer: int, inputs: ConvInputs) -> Tensor:

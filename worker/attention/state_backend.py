@@ -93,8 +93,8 @@ Inputs = TypeVar("Inputs", bound=StateLayerInputs)
 
 
 class StateBackend(ABC, Generic[Inputs]):
-    """Computes the layers of one group: on a GPU single tokens with a kernel, and everything else
-    in plain torch operations."""
+    """Computes the layers of one group. On a GPU, a kernel computes single tokens. All other tokens
+    are computed in plain torch operations, unless it has a kernel for them."""
 
     def __init__(self, kind: object, view: StatePages) -> None:
         self._kind = kind
@@ -103,15 +103,21 @@ class StateBackend(ABC, Generic[Inputs]):
 
     def __str__(self) -> str:
         decodes = "Triton for decodes, " if self.is_replayable else ""
-        return f"{decodes}torch, over states, {self._kind}"
+        others = "a CPU kernel" if self.has_kernel else "torch"
+        return f"{decodes}{others}, over states, {self._kind}"
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel computes all tokens, without torch."""
+        return False
 
     @abstractmethod
     def decode(self, layer: int, inputs: Inputs, metadata: AttentionMetadata) -> Tensor:
         """Compute single tokens with the kernel: the decodes of the step."""
 
     @abstractmethod
-    def step_in_torch(self, metadata: AttentionMetadata) -> Callable[[int, Inputs], Tensor]:
-        """What computes a step in torch: see StateStep.forward."""
+    def other_tokens(self, metadata: AttentionMetadata) -> Callable[[int, Inputs], Tensor]:
+        """What computes the tokens that `decode` does not: see StateStep.forward."""
 
     def begin_step(self, metadata: AttentionMetadata) -> "StateStep[Inputs]":
         return StateStep(self, metadata)
@@ -128,7 +134,7 @@ class StateStep(Generic[Inputs]):
         self._num_decodes = len(metadata.decode_rows) if backend.is_replayable else 0
         self._others: Callable[[int, Inputs], Tensor] | None = None
         if self._num_decodes < len(metadata.slot_mapping):
-            self._others = backend.step_in_torch(_after(metadata, self._num_decodes))
+            self._others = backend.other_tokens(_after(metadata, self._num_decodes))
 
     def forward(self, layer: int, inputs: Inputs) -> Tensor:
         """The outputs of every token, (n, width of all heads) float32. layer: index among the
@@ -161,7 +167,7 @@ class MambaBackend(StateBackend[StateInputs]):
             num_groups=self.kind.num_groups,
         )
 
-    def step_in_torch(self, metadata: AttentionMetadata) -> Callable[[int, StateInputs], Tensor]:
+    def other_tokens(self, metadata: AttentionMetadata) -> Callable[[int, StateInputs], Tensor]:
         return _MambaStep(self.kind, self.view, metadata).forward
 
 

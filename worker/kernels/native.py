@@ -28,7 +28,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """Minimum work per thread: waking a thread takes about a microsecond."""
 
-INTERFACE: Final = 5
+INTERFACE: Final = 6
 """Version of native/calls.h; raise both with every change."""
 
 INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
@@ -58,6 +58,7 @@ class _Variant(ctypes.Structure):
         ("linear", _one * 2),
         ("route", _one * 2),
         ("experts", _one * 2),
+        ("delta_step", _one * 2),
         ("run_graph", _graph * 1),
     ]
 
@@ -79,6 +80,7 @@ class Native:
     linear: Any
     route: Any
     experts: Any
+    delta_step: Any
     run_graph: Any
     plan_attention: Any
 
@@ -88,10 +90,11 @@ class Native:
         return bool(self.linear[DTYPES[torch.bfloat16]])
 
     def run(self, kernel: str, dtype: torch.dtype, *arguments: bytes) -> None:
-        """Call a kernel. If a graph is being captured, the call is recorded."""
-        getattr(self, kernel)[DTYPES[dtype]](*arguments)
+        """Call a kernel. If a graph is being captured, the call is recorded; a kernel that cannot
+        be has not run then."""
         if _thread.recorder is not None:
             _thread.recorder.record(kernel, dtype, arguments)
+        getattr(self, kernel)[DTYPES[dtype]](*arguments)
 
 
 class Recorder(Protocol):
@@ -112,6 +115,7 @@ LINEAR: Final = struct.Struct("@PPPPqqqqi")
 ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfii")
 ROUTE: Final = struct.Struct("@7P7qfiii")
 EXPERTS: Final = struct.Struct("@12P6qiffii")
+DELTA_STEP: Final = struct.Struct("@14P18qfi")
 ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqqqPPPPPqffii")
 ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqPPff")
 

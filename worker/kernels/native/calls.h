@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int INTERFACE = 5;  // of this file, as in native.py; raise both with every change
+constexpr int INTERFACE = 6;  // of this file, as in native.py; raise both with every change
 
 struct BFloat16 {
   uint16_t bits;
@@ -167,6 +167,27 @@ struct Experts {
   int threads;
 };
 
+// Sequences of a gated DeltaNet layer: inputs (num_tokens, num_channels), dt and beta (num_tokens,
+// num_heads), tokens `*_stride` elements apart. A sequence of no keys has one token, and no state.
+// pages: blocks of whole units. The units of a layer's states and kept inputs begin at `first_*_unit`
+// of each state. After stops[first_stops[i]...] tokens of sequence i, ascending, its state is kept, in
+// the pages of the same line of stop_tables. scratch: `scratch_floats` per thread. out (num_tokens,
+// num_heads, value_dim).
+struct DeltaStep {
+  const void *inputs, *dt, *beta;
+  uint8_t* pages;
+  const int32_t *block_table, *stop_tables;
+  const Sequence* sequences;
+  const int64_t *stops, *first_stops;
+  const float *conv_weight, *decay, *dt_bias;
+  float *out, *scratch;
+  int64_t num_seqs, num_channels, num_heads, num_key_heads, key_dim, value_dim, conv_width;
+  int64_t input_stride, dt_stride, beta_stride, table_stride, stop_stride;
+  int64_t block_bytes, unit_bytes, page_units, first_state_unit, first_kept_unit, scratch_floats;
+  float eps;
+  int threads;
+};
+
 // The kernels of a graph. GraphCall.step: index of the attention step of a replay.
 enum Kernel : int32_t { RMS_NORM, GATE, ROTARY, PAGED_ATTENTION, LINEAR, ROUTE, EXPERTS };
 
@@ -187,6 +208,7 @@ struct Variant {
   void (*linear[2])(const Linear&);  // only bfloat16, if the processor has bfloat16 products
   void (*route[2])(const Route&);
   void (*experts[2])(const Experts&);  // bfloat16 only if there is a `linear`
+  void (*delta_step[2])(const DeltaStep&);
   void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,
                     const AttentionStep* const*, int threads);
 };

@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "route.h"
 #include "experts.h"
+#include "delta_step.h"
 #include "graph.h"
 
 static const Variant VARIANT = {
@@ -31,6 +32,7 @@ static const Variant VARIANT = {
 #else
     {experts<float>},
 #endif
+    {delta_step<float>, delta_step<BFloat16>},
     run_graph,
 };
 
