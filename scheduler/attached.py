@@ -6,6 +6,7 @@ from typing import Any
 from longshore.connectors.base import EncoderConnector, SchedulerConnector
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.answer_states import AnswerStates
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache, make_encoder
 from longshore.scheduler.features.encoder_inputs import EncoderInputs
@@ -25,6 +26,7 @@ from longshore.scheduler.features.swap import Swaps
 from longshore.scheduler.features.swap_cost import PrefillMeter, PrefillRate
 from longshore.scheduler.features.tool_calls import Decoder
 from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.features.turns import Turns
 from longshore.scheduler.hooks import Hooks, SchedulerFeature
 from longshore.scheduler.inspect.trace import SchedulerTrace, Traced
 from longshore.scheduler.kv_cache.holds import Holds
@@ -94,6 +96,8 @@ class AttachedFeatures:
         - forks before grammars, because a fork is parked until its parent has computed;
         - what ends or parks requests before pins, which announce what is left of them, and pins
           before transfers, because blocks that the connector holds are no longer the request's own;
+        - states of answers before loads, which may find less of a prompt in the connector, and
+          before those of prompts, which say what becomes of them;
         - states of prompts before those of forks, which share them, and before transfers, because
           the connector gets those of this plan;
         - experts before sessions, because a session releases blocks;
@@ -103,15 +107,19 @@ class AttachedFeatures:
         """
         self._make(given)
         rows = (self.running, self.waiting)
-        encoder = shares = meter = states = fork_states = None
+        encoder = shares = meter = states = answers = fork_states = None
         if self.encoder is not None:
             encoder = EncoderInputs(self.encoder, *rows, self.plan, given.encoder_connector)
         if given.experts is not None:
             self.experts = RoutedExpertsHooks(given.experts, self.in_flight)
         if isinstance(self.policy, FairPolicy):
             shares = FairShares(self.policy.shares, *rows, self.budget)
-        if self.kv_cache.kept_states is not None:
-            states = PromptStates(self.running, self.kv_cache, self.in_flight)
+        if (kept := self.kv_cache.kept_states) is not None:
+            ends = self.kv_cache.ends
+            turns = Turns(kept.chains, ends, kept.tokens_per_hash)
+            if ends is not None:
+                answers = AnswerStates(ends, turns, self.holds, self.in_flight)
+            states = PromptStates(self.running, self.kv_cache, self.in_flight, turns, answers)
         if self.kv_cache.has_states and self.kv_cache.can_fork:
             fork_states = self.forks.states = ForkStates(self.forks, self.running, self.kv_cache)
         if self.transfers is not None or self.pins is not None:
@@ -124,6 +132,7 @@ class AttachedFeatures:
             self.grammars,
             self.loras,
             encoder,
+            answers,
             self.loads,
             self.pins,
             states,

@@ -105,6 +105,7 @@ class HoldKind(enum.Enum):
     LOADED = "an asynchronous load has filled them"
     FORK = "its parent has computed them"
     SESSION = "it keeps them between two inputs"
+    ANSWER = "an earlier request has left them"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,20 +12,21 @@ of its turns, and by the last tokens of the answer, which for instance tell a ca
 text for a user.
 """
 
-import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from longshore.connectors.base import FinishAction
 from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.plan import KeptState, SchedulerOutput
+from longshore.scheduler.features.answer_states import AnswerStates
+from longshore.scheduler.features.turns import Turns
 from longshore.scheduler.hooks import PlanChanges, SchedulerFeature
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.chains import ChainLink
 from longshore.scheduler.kv_cache.habits import (
     CONSUMED,
     INSURANCE,
-    NUM_ENDINGS,
     StateKind,
     turn_kind,
     used_kind,
@@ -43,34 +44,18 @@ MIN_INSURANCE: Final = 512
 
 MAX_INSURANCE: Final = 8
 
-MAX_TURNS: Final = 32_768
-"""Turns that are remembered, to learn from the next ones."""
-
-ENDING_TOKENS: Final = 2
-
-
-class _Turn(NamedTuple):
-    """A turn that has ended: its number in the conversation, what it ended with, and when."""
-
-    number: int
-    kind: StateKind
-    ended_s: float
-
-
-class _Beginning(NamedTuple):
-    """A turn that has not ended: its number in the conversation, and how many tokens of its prompt
-    the next turn is expected to begin with; 0 if there is none, because the prompt is others'."""
-
-    number: int
-    end: int
-
 
 class PromptStates(SchedulerFeature):
     """Plans which states the workers keep while they compute prompts, and tells what becomes of
-    them."""
+    them. answers: the states after answers, if these are kept."""
 
     def __init__(
-        self, running: RunningTable, kv_cache: KVCacheManager, in_flight: StepsInFlight
+        self,
+        running: RunningTable,
+        kv_cache: KVCacheManager,
+        in_flight: StepsInFlight,
+        turns: Turns,
+        answers: AnswerStates | None,
     ) -> None:
         assert kv_cache.kept_states is not None
         self._running = running
@@ -82,8 +67,8 @@ class PromptStates(SchedulerFeature):
         self._wanted: dict[Request, dict[int, StateKind]] = {}  # by number of tokens, ascending
         self._generations: dict[Request, int] = {}
         self._ended: deque[tuple[int, int]] = deque()  # (step, generation)
-        self._beginnings: dict[Request, _Beginning] = {}
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()  # by the block at the prompt's end
+        self._turns = turns
+        self._answers = answers
 
     def poll(self, now: float) -> None:
         self._chains.now_s = now
@@ -94,52 +79,47 @@ class PromptStates(SchedulerFeature):
             return
         self._kv_cache.extend_hashes(request)  # it may have begun without a look into the cache
         junction = self._kv_cache.find_junction(request)
-        is_new = request not in self._beginnings
+        is_new = request not in self._turns
         if is_new:
-            self._beginnings[request] = self._begin_turn(request, junction)
+            end = max(_turn_ends(request, request.num_prompt_tokens - 1), default=0)
+            self._turns.begin(request, end - end % self._kv_cache.state_border, junction)
         wanted = self._choose(request, num_computed, junction)
         if wanted:
             self._wanted[request] = wanted
         if is_new:
             self._found(request, num_computed, is_continued=bool(wanted))
 
-    def _begin_turn(self, request: Request, junction: int) -> _Beginning:
-        """The chances of the turn before are learned. A turn has one next turn: others that begin
-        with its prompt only share what it begins with. So does a prompt of which others have
-        computed all blocks. The same prompt again, perhaps with another text after the place where
-        next turns are expected to depart, is a next turn."""
-        end = max(_turn_ends(request, request.num_prompt_tokens - 1), default=0)
-        end -= end % self._kv_cache.state_border
-        number, is_own = 0, end > junction
-        known = filter(self._turns.__contains__, reversed(request.block_hashes))
-        if (block_hash := next(known, None)) is not None:
-            before = self._turns.pop(block_hash)
-            self._chains.habits.use(before.kind)
-            self._chains.habits.wait(before.kind, self._chains.now_s - before.ended_s)
-            number = before.number + 1
-            is_own |= end > 0 and block_hash == self._hash_before(request, end)
-        return _Beginning(number, end if is_own else 0)
-
-    def _hash_before(self, request: Request, num_tokens: int) -> bytes:
-        return request.block_hashes[num_tokens // self._kept.tokens_per_hash - 1]
-
     def _found(self, request: Request, num_computed: int, *, is_continued: bool) -> None:
         """The request begins with the state after `num_computed` tokens, if one is kept there. The
         first use of an end is by its own continuation. A later one, or one after which no state is
         kept, shows that others depart here."""
-        if not num_computed or num_computed % self._kept.tokens_per_hash:
-            return
-        link = self._chains.get(self._hash_before(request, num_computed))
+        link = self._link_before(request, num_computed)
         if link is None or link.kind is None:
             return
         before = link.kind
-        if before.name != "end":
+        is_first = before.name == "end" or (link.end is not None and before == INSURANCE)
+        if is_first:
+            kind = CONSUMED if is_continued else turn_kind(self._turns[request].number)
+            if link.end is not None and (prompt := link.state_before) is not None:
+                self._consume(prompt)
+        else:
             self._chains.habits.use(before)
             self._chains.habits.wait(before, self._chains.now_s - link.touched_s)
             kind = used_kind(before.turn + 1 if before.name == "used" else 1)
-        else:
-            kind = CONSUMED if is_continued else turn_kind(self._beginnings[request].number)
         self._chains.place(link, kind)
+
+    def _consume(self, link: ChainLink) -> None:
+        """The next turn has begun after it."""
+        if link.kind is not None and link.kind.name == "end":
+            self._chains.place(link, CONSUMED)
+
+    def _link_before(self, request: Request, num_tokens: int) -> ChainLink | None:
+        """What is kept of the first tokens with which a request begins."""
+        if self._answers is not None and (link := self._answers.started) is not None:
+            return link
+        if not num_tokens or num_tokens % self._kept.tokens_per_hash:
+            return None
+        return self._chains.get(self._turns.hash_before(request, num_tokens))
 
     def _choose(self, request: Request, num_computed: int, junction: int) -> dict[int, StateKind]:
         """After which numbers of tokens states are kept."""
@@ -147,7 +127,7 @@ class PromptStates(SchedulerFeature):
         turn_ends = _turn_ends(request, end)
         hint = request.options.cache_hint
         prefixes = () if hint is None else [prefix.num_tokens for prefix in hint.prefixes]
-        turn = self._beginnings[request]
+        turn = self._turns[request]
         last = turn_kind(turn.number) if turn.end else used_kind(0)
         kinds = [(each, CONSUMED) for each in turn_ends[:-1]]
         kinds += [(each, used_kind(0)) for each in (junction, *prefixes)]
@@ -170,21 +150,7 @@ class PromptStates(SchedulerFeature):
         self, request: Request, blocks: HeldBlocks | None, outcome: Outcome, now: float
     ) -> FinishAction | None:
         """The turn has ended, and its kind is known."""
-        turn = self._beginnings.pop(request, None)
-        if turn is None or not turn.end or not request.num_output_tokens:
-            return None
-        if turn.end > len(request.block_hashes) * self._kept.tokens_per_hash:
-            return None  # a session that was rewound
-        kind = turn_kind(turn.number, _ending(request))
-        self._chains.habits.make(kind)
-        block_hash = self._hash_before(request, turn.end)
-        self._turns[block_hash] = _Turn(turn.number, kind, now)
-        self._turns.move_to_end(block_hash)
-        if len(self._turns) > MAX_TURNS:
-            self._turns.popitem(last=False)
-        link = self._chains.get(block_hash)
-        if link is not None and link.kind is not None and link.kind.name == "end":
-            self._chains.place(link, kind)
+        self._turns.end(request, now, None if self._answers is None else self._answers.kept)
         return None
 
     def vacated(self, request: Request, blocks: HeldBlocks | None) -> None:
@@ -256,8 +222,3 @@ def _insured(end: int) -> Iterator[int]:
     for number in range(MAX_INSURANCE):
         if (distance := MIN_INSURANCE << number) < end:
             yield end - distance
-
-
-def _ending(request: Request) -> int:
-    """Equal for answers that end with the same tokens; otherwise mostly not."""
-    return zlib.crc32(request.token_ids[-ENDING_TOKENS:].tobytes()) % NUM_ENDINGS

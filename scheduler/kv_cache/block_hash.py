@@ -21,6 +21,7 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.requests import MultimodalFeature, PromptEmbeds
 
 _GROUP_BYTES: Final = 4
+_END: Final = b"end of a request"
 
 
 def block_key(block_hash: bytes, group: int) -> bytes:
@@ -97,6 +98,17 @@ class BlockHasher:
         if extra_keys is not None and first * size < extra_keys.num_tokens:
             blocks = _with_keys(blocks, extra_keys, first * size, size)
         hashes += self._algorithm.chain(hashes[-1] if hashes else self.none_hash, blocks)
+
+    def name_end(
+        self, parent: bytes, first: int, token_ids: Int32Array, extra_keys: ExtraKeys | None
+    ) -> bytes:
+        """A name for these tokens, of which the first `first` fill blocks, the last one with the
+        hash `parent`; no block has it."""
+        last = len(token_ids)
+        frame = b"" if extra_keys is None else extra_keys.frame(first, last)
+        length = (last - first).to_bytes(8, "big")
+        named = b"".join((_END, length, token_ids[first:].tobytes(), frame))
+        return self._algorithm.chain(parent, [(named,)])[0]
 
     def extend_each(self, chains: Sequence[list[bytes]], token_ids: Int32Array) -> list[bytes]:
         """Append to each of `chains`, all different, the hash of its next block, whose tokens are

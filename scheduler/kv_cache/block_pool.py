@@ -270,12 +270,19 @@ class BlockPool:
     # The prefix cache
 
     def cache_pages(
-        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int, step: int
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        group: int,
+        step: int,
+        *,
+        is_announced: bool = True,
     ) -> None:
-        """`cache_blocks` for the pages of a state. Events are about the first of them only."""
+        """`cache_blocks` for the pages of a state. Events are about the first of them only, or
+        (not `is_announced`) about none."""
         self.cache_blocks(block_ids, hashes, group, step)
         if self._events is not None:
-            self._unannounced.update(block_ids[1:])
+            self._unannounced.update(block_ids[is_announced:])
 
     def cache_blocks(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0, step: int = 0

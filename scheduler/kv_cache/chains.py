@@ -16,8 +16,9 @@ Tokens over bytes is from Marconi (Pan et al., 2024); `benchmarks/hybrid_hits.py
 of these rules earns.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,22 +27,36 @@ from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import page_hashes
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import BlockIds
-from longshore.scheduler.kv_cache.habits import FIRST_TO_GO, Habits, StateKind
+from longshore.scheduler.kv_cache.habits import FIRST_TO_GO, INSURANCE, Habits, StateKind
+
+
+class EndName(NamedTuple):
+    """The name of the first `num_tokens` tokens of a request, and the hash of its last block that
+    they fill."""
+
+    name: bytes
+    after: bytes
+    num_tokens: int
 
 
 class ChainLink:
     """A part of a prompt, up to `num_tokens`, and the state that is kept there.
 
-    block_hash: of the block that ends there.
+    block_hash: of the block that ends there, or the name of an end; see `add_end`.
     blocks:     the pages of the state, and what the attention groups have of this part, in pieces
                 with the mark of each.
-    pages:      of the state; empty if it is gone, and several chains share the blocks before.
+    pages:      of the state, and of an end the blocks that have no hash of their own; empty if the
+                state is gone, and several chains share the blocks before.
     kind:       None: the state is gone.
     touched_s:  when the state was kept or last found.
+    end:        its name, if it is an end; otherwise None.
+    firsts:     of an end: how many blocks of each group are before its pages.
+    step:       of an end: the plan that computes it.
     """
 
     __slots__ = (
-        "block_hash", "blocks", "children", "kind", "num_tokens", "pages", "parent", "touched_s",
+        "block_hash", "blocks", "children", "end", "firsts", "kind", "num_tokens", "pages",
+        "parent", "step", "touched_s",
     )  # fmt: skip
 
     def __init__(self, parent: "ChainLink | None", block_hash: bytes, num_tokens: int) -> None:
@@ -52,15 +67,24 @@ class ChainLink:
         self.pages: Sequence[int] = ()
         self.kind: StateKind | None = None
         self.touched_s = 0.0
+        self.end: EndName | None = None
+        self.firsts: tuple[int, ...] = ()
+        self.step = 0
         self.children: dict[ChainLink, None] = {}
+
+    @property
+    def state_before(self) -> "ChainLink | None":
+        """The last link before it with a state."""
+        link = self.parent
+        while link is not None and not link.pages:
+            link = link.parent
+        return link
 
     @property
     def num_to_replay(self) -> int:
         """Tokens from the state before."""
-        link = self.parent
-        while link is not None and not link.pages:
-            link = link.parent
-        return self.num_tokens - (0 if link is None else link.num_tokens)
+        before = self.state_before
+        return self.num_tokens - (0 if before is None else before.num_tokens)
 
 
 class Chains:
@@ -68,13 +92,20 @@ class Chains:
 
     num_pages:   of a state.
     block_sizes: of the other groups.
+    tokens_per_hash: of their blocks.
 
     now_s:       the time, which the owner sets.
     num_evicted: states so far, without those that a reset or a new epoch removed.
+    ends:        of those that are kept, by the last block that they fill, how many there are of
+                 each number of tokens; see `add_end`.
     """
 
-    def __init__(self, pool: BlockPool, num_pages: int, block_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, pool: BlockPool, num_pages: int, block_sizes: Sequence[int], tokens_per_hash: int
+    ) -> None:
         self._pool = pool
+        self._tokens_per_hash = tokens_per_hash
+        self.ends: dict[bytes, Counter[int]] = {}
         self._num_pages, self._block_sizes = num_pages, block_sizes
         self._blocks_per_token = sum(1 / size for size in block_sizes)
         self._of_mark: dict[int, ChainLink] = {}
@@ -112,34 +143,64 @@ class Chains:
         pages: Sequence[int],
         hits: Sequence[BlockIds],
         kind: StateKind,
+        *,
+        is_end: bool = False,
     ) -> None:
         """A state of this kind is kept in these pages, after `num_tokens` tokens with these hashes
-        of their blocks. hits: what each of the other groups finds of them."""
+        of their blocks. hits: what each of the other groups finds of them. is_end: see
+        `add_end`."""
         link = self._links.get(hashes[-1])
         if link is None:
-            parent = next(filter(None, map(self._links.get, reversed(hashes))), None)
-            link = self._insert(hashes, num_tokens, parent, list(map(int32_array, hits)))
+            found = list(map(int32_array, hits))
+            link = self._insert(hashes, num_tokens, found, is_end=is_end)
         block_ids = np.concatenate([int32_array(ids) for ids in (pages, *hits)])
         is_new = self._pool.are_cached(block_ids) & (self._pool.marks(block_ids) == 0)
         self._mark(link, block_ids[is_new])
         link.pages = pages
         self.place(link, kind)
 
+    def add_end(
+        self,
+        hashes: Sequence[bytes],
+        end: EndName,
+        pages: Sequence[int],
+        hits: Sequence[BlockIds],
+        firsts: tuple[int, ...],
+        *,
+        step: int,
+    ) -> ChainLink:
+        """What a request leaves of which plan `step` computes the last token: the state, and the
+        blocks after the first `firsts` of each group. They are kept in `pages` under this name;
+        until it is placed, as long as memory is left.
+
+        hashes: of all blocks that its tokens fill.
+        """
+        self.add([*hashes, end.name], end.num_tokens, pages, hits, INSURANCE, is_end=True)
+        link = self._links[end.name]
+        if link.end is None:
+            link.end = end
+            self.ends.setdefault(end.after, Counter())[end.num_tokens] += 1
+        link.firsts, link.step = firsts, step
+        return link
+
     def _insert(
         self,
         hashes: Sequence[bytes],
         num_tokens: int,
-        parent: ChainLink | None,
         hits: Sequence[Int32Array],
+        *,
+        is_end: bool,
     ) -> ChainLink:
         """A link without a state, after its parent. Blocks that it shares with other links after
-        that parent go to a link before all of them: to itself, if it shares all of its own."""
+        that parent go to a link before all of them: to itself, if it shares all of its own, and
+        others can find it by the hash of their block."""
+        parent = next(filter(None, map(self._links.get, reversed(hashes))), None)
         link = ChainLink(parent, hashes[-1], num_tokens)
         shared, others, num_shared = self._shared(parent, hits)
         common = link
-        if num_shared < num_tokens and others:
-            number = num_shared * len(hashes) // num_tokens
-            common = ChainLink(parent, hashes[number - 1], num_shared)
+        if others and (num_shared < num_tokens or is_end):
+            last = num_shared // self._tokens_per_hash - 1
+            common = ChainLink(parent, hashes[last], num_shared)
         self._attach(common, parent)
         for other in others:
             self._attach(other, common)
@@ -242,6 +303,9 @@ class Chains:
         num_freed = self._pool.num_unheld(pages)
         self._pool.uncache_blocks(pages)
         link.pages = ()
+        if link.end is not None:
+            self._forget_end(link.end)
+            link.end = None
         above: ChainLink | None = link
         while above is not None and not above.pages and not above.children:
             num_freed += sum([self._pool.unmark(*piece) for piece in above.blocks])
@@ -249,6 +313,14 @@ class Chains:
         if above is not None and not above.pages and len(above.children) == 1:
             self._merge(above, next(iter(above.children)))
         return num_freed
+
+    def _forget_end(self, end: EndName) -> None:
+        counts = self.ends[end.after]
+        counts[end.num_tokens] -= 1
+        if not counts[end.num_tokens]:
+            del counts[end.num_tokens]
+        if not counts:
+            del self.ends[end.after]
 
     def _remove(self, link: ChainLink) -> ChainLink | None:
         """Remove a link without children; returns the one before."""
@@ -269,13 +341,18 @@ class Chains:
             self._of_mark[mark] = child
         child.blocks += link.blocks
 
-    def prune(self) -> None:
-        """Let all states go of which a page is not cached any more."""
+    def prune(self, *, are_computed: bool = False) -> None:
+        """Let all states go of which a page is not cached any more. are_computed: no plan of this
+        epoch computes what is left."""
         for link in list(self._links.values()):
-            if link.pages and not self._is_whole(link):
+            link.step = 0 if are_computed else link.step
+            if link.pages and not self.is_whole(link):
                 self._drop(link)
 
-    def _is_whole(self, link: ChainLink) -> bool:
+    def is_whole(self, link: ChainLink) -> bool:
+        """Whether a state is kept, and all of its pages are cached."""
+        if not link.pages:
+            return False
         hashes = page_hashes(link.block_hash, len(link.pages))
         return list(map(self._pool.block_hash, link.pages)) == hashes
 
@@ -297,6 +374,11 @@ class Chains:
                 raise LongshoreError("a link without a state is not between several chains")
             if any(child.parent is not link for child in link.children):
                 raise LongshoreError("a link of a chain has a child that has another parent")
+        ends = [link.end for link in with_state if link.end is not None]
+        if Counter((end.after, end.num_tokens) for end in ends) != Counter(
+            {(after, each): n for after, counts in self.ends.items() for each, n in counts.items()}
+        ):
+            raise LongshoreError("an end that is kept is not found, or one is found that is not")
         marks = {mark: link for link in links for _, mark in link.blocks}
         if marks != self._of_mark:
             raise LongshoreError("a mark of blocks is not that of their link")

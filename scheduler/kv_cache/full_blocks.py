@@ -30,6 +30,7 @@ class FullBlocks:
     chunk_blocks: of the connector; 0: it stores none. Otherwise newly cached blocks are kept for
              `take_cached`, except those of requests with `no_store`.
     state_group: the group of states in pages, if there are any.
+    hasher:   of all blocks.
     recorded: these blocks, some of which may have been evicted.
     """
 
@@ -46,7 +47,7 @@ class FullBlocks:
         self._state_group = state_group
         self._caching = tuple(caching)
         self._pool = pool
-        self._hasher = hasher
+        self.hasher = hasher
         self._events = events
         self._chunk_blocks = chunk_blocks
         self.recorded: list[StorableBlocks] = []
@@ -100,7 +101,7 @@ class FullBlocks:
     ) -> None:
         """Extend the hashes of `requests`, on `rows` with `num_tokens` (len(rows),) tokens each.
         Requests that lack one hash without extra keys, as in decode, are hashed together."""
-        size = self._hasher.block_size
+        size = self.hasher.block_size
         num_links = num_tokens // size
         single: list[int] = []
         chains: list[list[bytes]] = []
@@ -112,11 +113,11 @@ class FullBlocks:
                 single.append(index)
                 chains.append(hashes)
             elif len(hashes) < count:
-                self._hasher.extend(hashes, token_ids[rows[index], : num_tokens[index]], keys)
+                self.hasher.extend(hashes, token_ids[rows[index], : num_tokens[index]], keys)
         if single:
             ends = (rows * token_ids.shape[1] + num_links * size)[single]
             positions = ends[:, None] + np.arange(-size, 0)
-            self._hasher.extend_each(chains, token_ids.reshape(-1)[positions])
+            self.hasher.extend_each(chains, token_ids.reshape(-1)[positions])
 
     def cache_row(
         self, row: int, request: Request, token_ids: Int32Array, num_tokens: int, step: int = 0
@@ -124,7 +125,7 @@ class FullBlocks:
         """`cache_rows` for one row, from its leading verified tokens: tokens beyond `token_ids` are
         not cached, whatever `num_tokens` is. At an admission it costs a third of `cache_rows`."""
         num_verified = min(num_tokens, len(token_ids))
-        if not self._caching or num_verified < self._hasher.block_size:
+        if not self._caching or num_verified < self.hasher.block_size:
             return
         self.extend_hashes(request, token_ids[:num_verified])
         for manager in self._caching:
@@ -135,8 +136,8 @@ class FullBlocks:
 
     def extend_hashes(self, request: Request, token_ids: Int32Array) -> None:
         """Compute the hashes that the request lacks for full blocks of `token_ids`."""
-        if len(request.block_hashes) < len(token_ids) // self._hasher.block_size:
-            self._hasher.extend(request.block_hashes, token_ids, request.extra_keys)
+        if len(request.block_hashes) < len(token_ids) // self.hasher.block_size:
+            self.hasher.extend(request.block_hashes, token_ids, request.extra_keys)
 
     def record_state(
         self, request: Request, num_tokens: int, pages: list[int], block_hash: bytes, step: int
@@ -145,13 +146,13 @@ class FullBlocks:
         pages."""
         if self._chunk_blocks and not request.options.no_store:
             hashes = page_hashes(block_hash, len(pages))
-            positions = [num_tokens // self._hasher.block_size - 1] * len(pages)
+            positions = [num_tokens // self.hasher.block_size - 1] * len(pages)
             name, chain = request.request_id, request.block_hashes
             self.recorded.append(
                 StorableBlocks(step, name, self._state_group, pages, hashes, positions, chain)
             )
         if self._events is not None:
-            size, group = self._hasher.block_size, self._state_group
+            size, group = self.hasher.block_size, self._state_group
             parents = request.block_hashes[: num_tokens // size - 1][-1:]
             event = BlockStored(
                 block_hash=block_hash,

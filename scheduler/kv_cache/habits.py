@@ -11,6 +11,7 @@ MAX_USES: Final = 3
 class StateKind(NamedTuple):
     """Of states that are as likely to be used again.
 
+    name:   "end" of a turn, "insurance", "consumed" or "used"; "answer" of no state.
     turn:   of the conversation, at most MAX_TURN; of states that are no ends, how often used.
     ending: how the answer ended, less than NUM_ENDINGS; -1: it has not, or does not matter.
     """
@@ -23,13 +24,19 @@ class StateKind(NamedTuple):
 INSURANCE: Final = StateKind("insurance")
 CONSUMED: Final = StateKind("consumed")
 FIRST_TO_GO: Final = (INSURANCE, CONSUMED)
-_ALL_TURNS: Final = StateKind("end", -1)
+_ALL_TURNS: Final = -1
+_OF_TURNS: Final = ("end", "answer")
 _NOTHING: Final = (0.0, 0.0, 0.0, 0.0)
 
 
 def turn_kind(turn: int, ending: int = -1) -> StateKind:
     """The end of a turn, counted from 0: what comes next is the next turn."""
     return StateKind("end", min(turn, MAX_TURN), ending)
+
+
+def answer_kind(turn: int, ending: int = -1) -> StateKind:
+    """A turn that has a next one, made then, and used if that repeats its answer."""
+    return StateKind("answer", min(turn, MAX_TURN), ending)
 
 
 def used_kind(num_uses: int) -> StateKind:
@@ -93,4 +100,5 @@ class Habits:
 def _wider(kind: StateKind) -> StateKind | None:
     if kind.ending >= 0:
         return kind._replace(ending=-1)
-    return _ALL_TURNS if kind.name == "end" and kind != _ALL_TURNS else None
+    is_widest = kind.name not in _OF_TURNS or kind.turn == _ALL_TURNS
+    return None if is_widest else kind._replace(turn=_ALL_TURNS)

@@ -1,4 +1,5 @@
-"""Waiting requests that hold blocks: loaded requests, forks, and sessions between two inputs.
+"""Waiting requests that hold blocks: loaded requests, forks, sessions between two inputs, and, only
+while they start, those that begin with an earlier answer.
 
 No hold is necessary: when blocks are short, holds are released, the youngest first, and their
 requests recompute everything when they are admitted.

@@ -35,6 +35,7 @@ from longshore.scheduler.kv_cache.blocks import (
     table_entries,
 )
 from longshore.scheduler.kv_cache.coordinator import make_coordinator
+from longshore.scheduler.kv_cache.ends import Ends
 from longshore.scheduler.kv_cache.free_order import FreeOrder
 from longshore.scheduler.kv_cache.full import SingleTypeManager
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
@@ -72,6 +73,7 @@ class KVCacheManager:
     resumes_anywhere: a row can go on after any number of its tokens; see `resume_point`.
     kept_states: the states that later requests can begin with; None: the model has no states, or
                  there is no prefix caching.
+    ends:        what requests leave for those that begin with all of it; None: nothing.
     state_border: they are after multiples of so many tokens.
     follows_from_tokens: equal tokens have equal KV in all groups.
     num_yieldable: blocks that features release when others need them.
@@ -145,6 +147,9 @@ class KVCacheManager:
             chunk_blocks=chunk_blocks,
             state_group=sum(manager.group for manager in self._paged_states),
         )
+        self.ends: Ends | None = None
+        if self.kept_states is not None and self.can_fork:
+            self.ends = Ends(self._managers, self.pool, self.full_blocks, self.kept_states)
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
         self._log_stats = cache.log_stats

@@ -11,7 +11,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
 from longshore.protocol.kv_cache_spec import LongestRequest, StateSpec, page_hashes
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import BlockIds
-from longshore.scheduler.kv_cache.chains import Chains
+from longshore.scheduler.kv_cache.chains import ChainLink, Chains, EndName
 from longshore.scheduler.kv_cache.full import SingleTypeManager
 from longshore.scheduler.kv_cache.habits import INSURANCE, StateKind
 
@@ -72,7 +72,7 @@ class KeptStates:
     ) -> None:
         self.num_pages, self.group = manager.num_pages, manager.group
         self._pool = pool
-        self.chains = Chains(pool, self.num_pages, block_sizes)
+        self.chains = Chains(pool, self.num_pages, block_sizes, tokens_per_hash)
         self.tokens_per_hash = tokens_per_hash
         self.num_kept = self.num_found = 0
         self._of_generation: dict[int, list[tuple[int, bytes, list[int]]]] = {}
@@ -127,6 +127,23 @@ class KeptStates:
         self.num_kept += 1
         return block_ids
 
+    def keep_end(
+        self,
+        hashes: Sequence[bytes],
+        end: EndName,
+        block_ids: list[int],
+        hits: Sequence[BlockIds],
+        firsts: tuple[int, ...],
+        *,
+        step: int,
+    ) -> ChainLink:
+        """Keep a state and other blocks of a request, which has references to them, in order of the
+        groups; see `Chains.add_end`."""
+        names = page_hashes(end.name, len(block_ids))
+        self._pool.cache_pages(block_ids, names, self.group, step, is_announced=False)
+        self.num_kept += 1
+        return self.chains.add_end(hashes, end, block_ids, hits, firsts, step=step)
+
     def source_of(self, pages: BlockIds) -> tuple[int, int] | None:
         """The generation of the row that has computed the state in these pages, and the number of
         tokens before it, unless no output of that generation can be wrong any more."""
@@ -151,7 +168,7 @@ class KeptStates:
 
     def begin_epoch(self) -> None:
         self._of_generation.clear()
-        self.chains.prune()
+        self.chains.prune(are_computed=True)
         self._sources.clear()
 
     def _hashes(self, block_hash: bytes) -> list[bytes]:

@@ -541,9 +541,10 @@ class HintingPlayer(PressedPlayer):
 
 
 class StatesPlayer(Player):
-    """Models with states, many forks and sessions.
+    """Models with states, many forks and sessions, and requests that go on after an answer.
 
     num_waiting: actions after which forks waited with a state; num_exact: sessions that held one.
+    next_turns: by their ids, how many tokens the requests have that they go on after.
     """
 
     MODELS = ("state", "state", "states alone")
@@ -552,6 +553,7 @@ class StatesPlayer(Player):
     def __init__(self, chance: random.Random) -> None:
         super().__init__(chance)
         self.num_waiting = self.num_exact = 0
+        self.next_turns: dict[str, int] = {}
 
     def act(self, action: str) -> None:
         super().act(action)
@@ -563,9 +565,18 @@ class StatesPlayer(Player):
 
     def _draw(self) -> tuple[str, str, list[int], dict[str, Any]]:
         kind, request_id, prompt, fields = super()._draw()
-        if kind == "text" and self.chance.random() < 0.5:
+        what = self.chance.random()
+        if kind == "text" and what < 0.4:
             parents = RandomRequests(self.chance, self.driver, {"fork": 1})
             return parents.draw()
+        ended = [self.driver.names[key] for key in self.driver.finished]
+        if kind == "text" and what < 0.8 and ended:
+            before = self.driver.requests[self.chance.choice(ended)]
+            options, tokens = before.options, before.token_ids.tolist()
+            if not options.multimodal and len(tokens) < self.driver.config.max_model_len - 2:
+                prompt = [*tokens, 20 + len(self.next_turns) % 70]
+                fields |= {"cache_salt": options.cache_salt, "lora": options.lora}
+                self.next_turns[request_id] = len(tokens)
         return kind, request_id, prompt, fields
 
     def seen(self) -> dict[str, int]:
@@ -573,6 +584,12 @@ class StatesPlayer(Player):
             "kept states": sum(len(plan.kept_states) for plan in self.driver.plans),
             "actions with states of forks": self.num_waiting,
             "actions with states of sessions": self.num_exact,
+            "next turns that begin with an answer": sum(
+                start.num_computed_tokens in (before - 1, before) and not start.resumed
+                for plan in self.driver.plans
+                for start in plan.added
+                if (before := self.next_turns.get(start.request_id)) is not None
+            ),
         }
 
 

@@ -161,6 +161,31 @@ def test_beams_survive_a_pool_that_is_too_small(
         assert [beam.tokens for beam in one.sequences] == [beam.tokens for beam in other.sequences]
 
 
+@pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_next_turn_computes_no_token_of_the_last_answer(
+    hybrid: tuple[Path, Any], caching: bool, chunk: int
+) -> None:
+    """Two ways to go on after the first answer, and a long chat; beside other requests."""
+    path, model = hybrid
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    settings = {"enable_prefix_caching": caching, "max_num_batched_tokens": chunk}
+    with Counting(path, max_num_seqs=4, **settings) as engine:
+        talks, num_known = [prompt_of(21, seed=1)] * 2, 0
+        for turn in range(6):
+            talks = [[*talk, *prompt_of(5, seed=9 * n + turn)] for n, talk in enumerate(talks)]
+            other: Any = {"prompt_token_ids": prompt_of(30, seed=50 + turn)}
+            prompts: list[Any] = [{"prompt_token_ids": talk} for talk in talks]
+            *outputs, _ = engine.llm.generate([*prompts, other], params, use_tqdm=False)
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            assert_greedy_equal(answers, [greedy_reference(model, talk, 7) for talk in talks])
+            if turn:
+                num_found = [output.num_cached_tokens for output in outputs]
+                assert num_found == [num_known if caching else 0] * 2
+            talks = [[*talk, *answer] for talk, answer in zip(talks, answers, strict=True)]
+            num_known = len(talks[0]) - 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str
@@ -264,7 +289,7 @@ def test_a_conversation_among_single_requests_finds_its_prompts_and_has_its_own_
         talk, num_known = prompt_of(30, seed=1), 0
         for turn in range(9):
             between: list[Any] = [
-                {"prompt_token_ids": prompt_of(60, seed=100 + 8 * turn + number)}
+                {"prompt_token_ids": prompt_of(40, seed=100 + 8 * turn + number)}
                 for number in range(8)
             ]
             engine.llm.generate(between, params, use_tqdm=False)

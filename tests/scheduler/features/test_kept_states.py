@@ -46,7 +46,7 @@ def test_the_end_of_a_turn_is_consumed_by_the_next_one() -> None:
     assert kind is not None
     assert (kind.name, kind.turn) == ("end", 0)
     assert kind.ending >= 0, "the answer is known"
-    second = ask(driver, "second", [*first, *[70] * 10])
+    second = ask(driver, "second", [*first[:-2], *[70] * 12])
     assert num_cached(driver) == 20
     assert kinds(driver)[20] == CONSUMED
     ends = {end: kind for end, kind in kinds(driver).items() if kind and kind.name == "end"}
@@ -160,18 +160,18 @@ def test_states_are_counted_that_are_kept_found_and_evicted() -> None:
     driver = Driver(full(), state(3), num_blocks=40, max_model_len=100)
     assert counted(driver) == (0, 0, 0, 0, 0)
     first = ask(driver, "first", prompt_of(22))
-    assert counted(driver) == (1, 3, 1, 0, 0)
+    assert counted(driver) == (2, 6, 2, 0, 0), "after the prompt, and after the answer"
     second = ask(driver, "second", [*first, *[70] * 10])
-    assert counted(driver) == (3, 9, 3, 1, 0), "also a junction"
-    ask(driver, "third", [*second, *[71] * 10])
-    assert counted(driver) == (5, 15, 5, 2, 0)
+    assert counted(driver) == (4, 12, 4, 1, 0)
+    ask(driver, "third", [*second[:-2], *[71] * 10])
+    assert counted(driver) == (7, 21, 7, 2, 0), "also a junction"
     for number in range(8):
         ask(driver, f"other{number}", [80 + number, *prompt_of(30)])
     now, blocks, num_kept, found, evicted = counted(driver)
     states = driver.scheduler.kv_cache.kept_states
     assert states is not None
     assert (now, found) == (len([link for link in states.chains if link.pages]), 2)
-    assert (blocks, num_kept) == (3 * now, len(kept(driver)))
+    assert (blocks, num_kept) == (3 * now, len(kept(driver)) + 11)
     assert evicted == num_kept - now > 0
 
 
@@ -179,10 +179,10 @@ def test_states_that_are_reset_are_not_evicted() -> None:
     driver = Driver(full(), state(3))
     ask(driver, "r", prompt_of(22))
     assert driver.scheduler.reset_prefix_cache()
-    assert counted(driver) == (0, 0, 1, 0, 0)
+    assert counted(driver) == (0, 0, 2, 0, 0)
     ask(driver, "again", prompt_of(22))
     driver.restart_workers()
-    assert counted(driver) == (0, 0, 2, 0, 0)
+    assert counted(driver) == (0, 0, 4, 0, 0)
 
 
 def test_a_request_that_is_admitted_again_can_find_its_own_state() -> None:
@@ -204,7 +204,7 @@ def test_models_without_states_count_none() -> None:
 
 
 def test_what_is_remembered_of_turns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.scheduler.features.kept_states.MAX_TURNS", 5)
+    monkeypatch.setattr("longshore.scheduler.features.turns.MAX_TURNS", 5)
     driver = Driver(full(), state())
     for number in range(12):
         ask(driver, f"r{number}", [60 + number, *prompt_of(20)])
@@ -213,5 +213,5 @@ def test_what_is_remembered_of_turns_is_bounded(monkeypatch: pytest.MonkeyPatch)
         for each in chain(*vars(driver.scheduler._hooks).values())
         if isinstance(each, PromptStates)
     }
-    assert len(feature._turns) == 5
-    assert not feature._beginnings
+    assert len(feature._turns._turns) == 5
+    assert not feature._turns._beginnings

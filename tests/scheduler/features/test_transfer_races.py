@@ -89,6 +89,7 @@ def test_forks_and_sessions_begin_with_states_of_their_own_tokens(shard: int) ->
         "epochs",
         "loads",
         "abandoned loads",
+        "next turns that begin with an answer",
     )
     run_until_seen(
         lambda seed: play(seed, 200, StatesPlayer).seen(),

@@ -37,7 +37,7 @@ class Cache:
 
     def __init__(self, num_pages: int = 2, num_blocks: int = NUM_BLOCKS) -> None:
         self.pool = BlockPool(num_blocks, 2)
-        self.chains = Chains(self.pool, num_pages, [1])
+        self.chains = Chains(self.pool, num_pages, [1], 1)
         self.num_pages = num_pages
 
     def compute(self, prompt: Prompt, kind: StateKind, end: int | None = None) -> None:

@@ -335,7 +335,7 @@ def test_a_state_that_turns_out_to_be_wrong_is_found_no_more() -> None:
 def test_a_wrong_state_is_followed_to_a_row_whose_prefix_hits_are_right() -> None:
     """They are blocks that an earlier request has computed, whose state is not kept any more."""
     driver = Driver(full(), state(), max_steps_in_flight=2)
-    driver.add("first", prompt_of(22), max_tokens=1)
+    driver.add("first", [*prompt_of(21), 9], max_tokens=1)
     driver.run()
     (plan,) = (plan for plan in driver.plans if plan.kept_states)
     driver.scheduler.kv_cache.uncache_blocks(plan.kept_states[0].block_ids)
