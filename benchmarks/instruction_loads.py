@@ -16,11 +16,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 import report
 from block_pool import Pool
+from hybrid_scheduler import Scheduled
+from hybrid_workloads import agents
 from offload_ledger import Side
 from peers import workload
 from peers.ledger_workload import Tier
@@ -38,6 +41,8 @@ NUM_PROCESSORS: Final = 2
 NUM_ROWS: Final = 64
 PREFIX_TOKENS: Final = 4096
 LEDGER_BLOCKS: Final = 16  # of a request
+TURNS_CAPACITY: Final = 150_000  # tokens
+TURNS_STATE_TOKENS: Final = 1_584  # of Qwen3.5-9B
 
 Round = Callable[[], object]
 
@@ -81,6 +86,21 @@ def instrument() -> None:
 def scheduler(work: str, num_rows: int, num_rounds: int) -> Round:
     """A step as in `scheduler_step.py`, with two plans in flight."""
     return Load(workload.make(work, num_rows, num_rounds), mode="async").step
+
+
+def states(num_rounds: int) -> Round:
+    """A decode step of rows with states."""
+    work = workload.make("steady", NUM_ROWS, num_rounds)
+    return Load(work, mode="async", groups=2, kinds="states").step
+
+
+def turns(num_rounds: int) -> Round:
+    """A turn of an agent's conversation with a hybrid model, where memory is short: states are
+    found, kept and evicted."""
+    made = islice(agents(num_rounds, 0.1, is_dropped=False), num_rounds)
+    cache = Scheduled(TURNS_CAPACITY, TURNS_STATE_TOKENS, requests := list(made))
+    waiting = iter(requests)
+    return lambda: cache.serve_one(next(waiting))
 
 
 def prefix_lookup(num_rounds: int) -> Round:
@@ -185,6 +205,8 @@ LOADS: Final[Mapping[str, CountedLoad]] = {
     ),
     "scheduler-step-64": CountedLoad(partial(scheduler, "steady", NUM_ROWS), "step", 128),
     "scheduler-step-1": CountedLoad(partial(scheduler, "steady", 1), "step", 128),
+    "scheduler-step-states": CountedLoad(states, "step", 128),
+    "scheduler-turn-states": CountedLoad(turns, "turn", 32, warm_up=64),
     "offload-ledger-load": CountedLoad(ledger_load, "block", 256, units=LEDGER_BLOCKS),
     "offload-ledger-store": CountedLoad(ledger_store, "block", 256, units=LEDGER_BLOCKS),
     "prefix-lookup": CountedLoad(prefix_lookup, "request", 32),
