@@ -1,7 +1,8 @@
 """One long request on the CPU through chunks, prefix hits and the disk tier, in tiny models of each
 kind: the CPU time per 1,000 tokens, apart from the attention kernel.
 
-    python benchmarks/long_request.py [--tokens N ...] [--kinds NAME ...] [--chunk N] [--json F]
+    python benchmarks/long_request.py [--tokens N ...] [--kinds NAME ...] [--chunk N]
+                                      [--without-attention] [--json F]
 
 A prompt of each length is computed in chunks (`cold`), asked for again with a few more tokens
 (`hit`), and asked for once more by a restarted engine that finds it on disk (`disk`). Scheduler and
@@ -13,6 +14,10 @@ per 1,000 tokens of the prompt; for hits and loads, the minimum of `--repeats`. 
 with the shortest prompt. Of a computed prompt, `last_first` compares medians of the steps in its
 last and first eighth, and `max_min` the largest and smallest median of an eighth (`eighths`, ms per
 1,000 tokens).
+
+`--without-attention` leaves the attention kernel out, which reads more and more memory and so takes
+the processor's caches from everything else. Prompts are computed `--repeats` times then, and an
+eighth has the least of its medians; nothing is looked up.
 """
 
 import argparse
@@ -106,7 +111,8 @@ class Clock:
 class Meter:
     """applied: the clock whenever the scheduler had applied an answer of the worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_attention: bool) -> None:
+        self._has_attention = has_attention
         self.applied: list[Clock] = []
         self._attention_s = 0.0
 
@@ -124,7 +130,8 @@ class Meter:
                 run(kernels, kernel, *arguments)
                 return
             began = time.thread_time()
-            run(kernels, kernel, *arguments)
+            if self._has_attention:
+                run(kernels, kernel, *arguments)
             self._attention_s += time.thread_time() - began
 
         def timed_update(scheduler: Scheduler, *arguments: Any) -> None:
@@ -141,8 +148,10 @@ class Meter:
 class Engine:
     """Serves one request at a time."""
 
-    def __init__(self, folder: Path, meter: Meter, options: argparse.Namespace) -> None:
-        """folder: of the model, and of what survives a restart."""
+    def __init__(
+        self, model: Path, folder: Path, meter: Meter, options: argparse.Namespace
+    ) -> None:
+        """folder: of what survives a restart."""
         longest = max(options.tokens) + NUM_MORE_TOKENS + 1
         num_tokens = sum(options.tokens) + 2 * options.chunk
         tiers = {
@@ -165,7 +174,7 @@ class Engine:
             "kv_connector": "offloading",
             "kv_connector_config": json.dumps(tiers),
         }
-        self._engine = InProcessEngine(read_engine_model(folder / "model", settings).plan)
+        self._engine = InProcessEngine(read_engine_model(model, settings).plan)
         self._meter = meter
         self._num_served = 0
         self.serve(int32_array([1] * (2 * options.chunk)))  # what is slow once
@@ -245,41 +254,48 @@ class Prompts:
             else:
                 row["growth"] = {name: row[f"{name}_ms"] / first[f"{name}_ms"] for name in PARTS}
             if phase == "cold":
-                row |= by_eighth(best.steps, num_tokens)
+                row |= by_eighth([each.steps for each in served], num_tokens)
             rows.append(row)
         return rows
 
 
-def by_eighth(steps: Sequence[Clock], num_tokens: int) -> dict[str, Any]:
-    """What the steps of a computed prompt took per 1,000 tokens, median of each eighth."""
-    chunk = num_tokens / len(steps)
-    used = [step.ms_per_1k(chunk) for step in steps]
+def by_eighth(runs: Sequence[Sequence[Clock]], num_tokens: int) -> dict[str, Any]:
+    """What the steps of a computed prompt took per 1,000 tokens, median of each eighth; the least
+    of several runs."""
     eighths = {
-        name: [
-            float(np.median([each[f"{name}_ms"] for each in part]))
-            for part in np.array_split(np.array(used), NUM_EIGHTHS)
-        ]
+        name: np.min([medians(steps, f"{name}_ms", num_tokens) for steps in runs], axis=0).tolist()
         for name in PARTS
     }
     return {
-        "last_first": {name: medians[-1] / medians[0] for name, medians in eighths.items()},
-        "max_min": {name: max(medians) / min(medians) for name, medians in eighths.items()},
+        "last_first": {name: each[-1] / each[0] for name, each in eighths.items()},
+        "max_min": {name: max(each) / min(each) for name, each in eighths.items()},
         "eighths": eighths,
     }
 
 
+def medians(steps: Sequence[Clock], name: str, num_tokens: int) -> list[float]:
+    used = [step.ms_per_1k(num_tokens / len(steps))[name] for step in steps]
+    return [float(np.median(part)) for part in np.array_split(used, NUM_EIGHTHS)]
+
+
 def measure(kind: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     family, settings = KINDS[kind]
-    prompts, meter = Prompts(kind, options.tokens), Meter()
+    prompts = Prompts(kind, options.tokens)
+    meter = Meter(has_attention=not options.without_attention)
     with tempfile.TemporaryDirectory() as name, meter.attached():
         folder = Path(name)
         make_tiny_config(family, folder / "model", **SHAPE | settings)
-        with Engine(folder, meter, options) as engine:
+        for number in range(options.repeats if options.without_attention else 0):
+            with Engine(folder / "model", folder / str(number), meter, options) as engine:
+                prompts.serve(engine, "cold")
+        if options.without_attention:
+            return prompts.rows()
+        with Engine(folder / "model", folder, meter, options) as engine:
             prompts.serve(engine, "cold")
             for _ in range(options.repeats):
                 prompts.serve(engine, "hit")
         for _ in range(options.repeats):
-            with Engine(folder, meter, options) as engine:
+            with Engine(folder / "model", folder, meter, options) as engine:
                 prompts.serve(engine, "disk")
     return prompts.rows()
 
@@ -290,6 +306,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--chunk", type=int, default=2048, help="tokens per step: %(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="of hits and loads: %(default)s")
+    parser.add_argument("--without-attention", action="store_true", help="leave out its kernel")
     options = parser.parse_args()
     if min(options.tokens) < NUM_EIGHTHS * options.chunk:
         parser.error(f"a prompt must have at least {NUM_EIGHTHS} chunks")
