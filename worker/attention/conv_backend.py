@@ -50,6 +50,10 @@ class ConvBackend(StateBackend[ConvInputs]):
         super().__init__(kind, view)
         self.kind = kind
 
+    @property
+    def has_kernel(self) -> bool:
+        return False
+
     def decode(self, layer: int, inputs: ConvInputs, metadata: AttentionMetadata) -> Tensor:
         return conv_step(
             inputs.inputs,

@@ -19,14 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.attention.state_backend import SLAB_BYTES, STATES, StateBackend, StepParts
+from longshore.worker.attention.state_backend import (
+    SLAB_BYTES,
+    STATES,
+    StateBackend,
+    StepParts,
+    sequences_of,
+)
 from longshore.worker.attention.state_pieces import PIECE_TOKENS, Pieces
 from longshore.worker.kernels.delta_step import (
-    DeltaSequences,
     DeltaWeights,
     delta_sequences,
     delta_step,
-    native_kernels,
     normalise,
 )
 from longshore.worker.kv_cache.state_pages import StatePages
@@ -126,10 +130,6 @@ class DeltaBackend(StateBackend[DeltaInputs]):
         super().__init__(kind, view)
         self.kind = kind
 
-    @property
-    def has_kernel(self) -> bool:
-        return native_kernels(self.view) is not None
-
     def decode(self, layer: int, inputs: DeltaInputs, metadata: AttentionMetadata) -> Tensor:
         return delta_step(
             inputs.channels,
@@ -145,39 +145,18 @@ class DeltaBackend(StateBackend[DeltaInputs]):
         )
 
     def other_tokens(self, metadata: AttentionMetadata) -> Callable[[int, DeltaInputs], Tensor]:
-        if self.has_kernel:
-            return _NativeStep(self.kind, self.view, metadata).forward
-        return _DeltaStep(self.kind, self.view, metadata).forward
+        if not self.has_kernel:
+            return _DeltaStep(self.kind, self.view, metadata).forward
+        view, sequences = self.view, sequences_of(metadata)
 
+        def forward(layer: int, inputs: DeltaInputs) -> Tensor:
+            channels, dt, beta, weights = inputs
+            of_tokens, num_key_heads = (channels, dt, beta), self.kind.num_key_heads
+            return delta_sequences(
+                *of_tokens, view, layer, sequences, weights, num_key_heads=num_key_heads
+            )
 
-class _NativeStep:
-    """Tokens of a step in the CPU kernel."""
-
-    def __init__(self, kind: DeltaKind, view: StatePages, metadata: AttentionMetadata) -> None:
-        self._kind, self._view = kind, view
-        rows, lens, chunks = metadata.decode_rows, metadata.decode_lens, metadata.prefill_chunks
-        decodes = torch.stack((rows, torch.arange(len(rows)), torch.ones_like(rows), lens), dim=1)
-        of_chunks = [[c.row, c.first_token, c.num_tokens, c.seq_len] for c in chunks]
-        stops = [
-            [(state.num_tokens - chunk.start, state.block_ids) for state in chunk.kept_states]
-            for chunk in chunks
-        ]
-        self._sequences = DeltaSequences(
-            metadata.block_table,
-            torch.cat((decodes, torch.tensor(of_chunks, dtype=torch.int64).view(-1, 4))),
-            [*[()] * len(rows), *stops],
-        )
-
-    def forward(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """See StateStep.forward."""
-        return delta_sequences(
-            *inputs[:3],
-            self._view,
-            layer,
-            self._sequences,
-            inputs.weights,
-            num_key_heads=self._kind.num_key_heads,
-        )
+        return forward
 
 
 class _DeltaStep:

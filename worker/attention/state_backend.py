@@ -25,7 +25,8 @@ from longshore.worker.attention.state_pieces import Convolution, Pieces, num_pie
 from longshore.worker.attention.state_storage import StepPages
 from longshore.worker.kernels.carry_state import carry_state
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.state_step import StateWeights, state_step
+from longshore.worker.kernels.state_sequences import StateSequences, native_kernels
+from longshore.worker.kernels.state_step import StateWeights, state_sequences, state_step
 from longshore.worker.kv_cache.state_pages import StatePages
 
 SLAB_BYTES: Final = 1 << 20
@@ -109,7 +110,7 @@ class StateBackend(ABC, Generic[Inputs]):
     @property
     def has_kernel(self) -> bool:
         """Whether a kernel computes all tokens, without torch."""
-        return False
+        return native_kernels(self.view) is not None
 
     @abstractmethod
     def decode(self, layer: int, inputs: Inputs, metadata: AttentionMetadata) -> Tensor:
@@ -168,7 +169,36 @@ class MambaBackend(StateBackend[StateInputs]):
         )
 
     def other_tokens(self, metadata: AttentionMetadata) -> Callable[[int, StateInputs], Tensor]:
-        return _MambaStep(self.kind, self.view, metadata).forward
+        if not self.has_kernel:
+            return _MambaStep(self.kind, self.view, metadata).forward
+        view, sequences = self.view, sequences_of(metadata)
+
+        def forward(layer: int, inputs: StateInputs) -> Tensor:
+            channels, dt, weights = inputs
+            num_groups = self.kind.num_groups
+            return state_sequences(
+                channels, dt, view, layer, sequences, weights, num_groups=num_groups
+            )
+
+        return forward
+
+
+def sequences_of(metadata: AttentionMetadata) -> StateSequences:
+    """The sequences of a step, single tokens first, on a CPU."""
+    decodes = StateSequences.of_single_tokens(
+        metadata.block_table, metadata.decode_rows, metadata.decode_lens
+    )
+    chunks = metadata.prefill_chunks
+    lines = [[each.row, each.first_token, each.num_tokens, each.seq_len] for each in chunks]
+    stops = [
+        [(state.num_tokens - chunk.start, state.block_ids) for state in chunk.kept_states]
+        for chunk in chunks
+    ]
+    return StateSequences(
+        metadata.block_table,
+        torch.cat((decodes.lines, torch.tensor(lines, dtype=torch.int64).view(-1, 4))),
+        [*[()] * len(decodes.lines), *stops],
+    )
 
 
 def _after(metadata: AttentionMetadata, num_decodes: int) -> AttentionMetadata:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.state_step import placement
+from longshore.worker.kernels.state_sequences import placement
 from longshore.worker.kv_cache.state_pages import StatePages
 
 KEPT_INPUTS = 1

@@ -1,33 +1,25 @@
 """Sequences through a gated DeltaNet layer, token by token: convolution, state and output."""
 
-import threading
-from collections.abc import Sequence
-from itertools import accumulate, chain
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.protocol.arrays import Int32Array
-from longshore.worker.kernels.native import (
-    DELTA_STEP,
-    DTYPES,
-    Native,
-    empty,
-    native,
-    num_threads,
-)
+from longshore.worker.kernels.native import DELTA_STEP
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.state_step import placement, read_state, write_state
+from longshore.worker.kernels.state_sequences import (
+    PIECE_TOKENS,
+    StateSequences,
+    native_kernels,
+    placement,
+    run,
+)
+from longshore.worker.kernels.state_step import read_state, write_state
 from longshore.worker.kv_cache.state_pages import StatePages
 
 NORM_EPS: Final = 1e-6
 """Added to the squared length of queries and keys before they are divided by it."""
-
-PIECE_TOKENS: Final = 32
-"""As in native/delta_step.h."""
 
 
 class DeltaWeights(NamedTuple):
@@ -70,16 +62,15 @@ def delta_step(
         from longshore.worker.kernels.gpu import delta_step as gpu
 
         placed = placement(pages, layer, inputs.dtype)
-        sequences = (block_table, rows, lens)
+        of_seqs = (block_table, rows, lens)
         out: Tensor = gpu.delta_step(
-            inputs, dt, beta, *placed, *sequences, *weights, num_key_heads, NORM_EPS
+            inputs, dt, beta, *placed, *of_seqs, *weights, num_key_heads, NORM_EPS
         )
         return out
     if native_kernels(pages) is not None:
-        lines = torch.stack((rows, torch.arange(len(rows)), torch.ones_like(rows), lens), dim=1)
-        of_step = DeltaSequences(block_table, lines)
+        sequences = StateSequences.of_single_tokens(block_table, rows, lens)
         return delta_sequences(
-            inputs, dt, beta, pages, layer, of_step, weights, num_key_heads=num_key_heads
+            inputs, dt, beta, pages, layer, sequences, weights, num_key_heads=num_key_heads
         )
     return reference(
         inputs,
@@ -95,97 +86,40 @@ def delta_step(
     )
 
 
-class DeltaSequences:
-    """The sequences of a step, for `delta_sequences`.
-
-    block_table: as that of `delta_step`.
-    sequences:   (n, 4) int64, on the CPU: line of the table, first token in the step, number of its
-                 tokens in the step, and of all of its tokens.
-    stops:       for each sequence, the numbers of its tokens in the step, ascending, after which
-                 its state is also written to the pages given there, (num_pages,) int32.
-    """
-
-    def __init__(
-        self,
-        block_table: Tensor,
-        sequences: Tensor,
-        stops: Sequence[Sequence[tuple[int, Int32Array]]] = (),
-    ) -> None:
-        self.block_table, self.sequences = block_table, sequences.contiguous()
-        of_all = list(chain.from_iterable(stops))
-        counts = [len(of_one) for of_one in stops] or [0] * len(sequences)
-        self.first_stops = torch.tensor([0, *accumulate(counts)])
-        self.stops = torch.tensor([stop for stop, _ in of_all], dtype=torch.int64)
-        tables = np.array([pages for _, pages in of_all], np.int32)
-        self.stop_tables = torch.from_numpy(np.atleast_2d(tables))
-
-
 def delta_sequences(
     inputs: Tensor,
     dt: Tensor,
     beta: Tensor,
     pages: StatePages,
     layer: int,
-    of_step: DeltaSequences,
+    sequences: StateSequences,
     weights: DeltaWeights,
     *,
     num_key_heads: int,
 ) -> Tensor:
     """Advance each sequence by its tokens, one after the other, its state in place. Arguments and
     result are those of `delta_step`, for all tokens of the step. Needs `native_kernels`."""
-    kernels = native_kernels(pages)
-    assert kernels is not None
-    (num_heads, key_dim, value_dim), (num_kept, num_channels) = pages.spec.shapes
+    num_heads, key_dim, value_dim = pages.spec.shapes[0]
     assert num_heads % num_key_heads == 0
-    assert inputs.stride(1) == dt.stride(1) == beta.stride(1) == of_step.block_table.stride(1) == 1
+    assert dt.stride(1) == beta.stride(1) == 1
     assert inputs.dtype == dt.dtype == beta.dtype
-    states = placement(pages, layer, inputs.dtype)
-    out = empty((len(inputs), num_heads * value_dim), torch.float32)
-    num_in_team = num_threads(len(inputs) * num_heads * key_dim * value_dim * 4)
-    scratch_floats = 2 * key_dim + PIECE_TOKENS * (2 * key_dim + value_dim + 3)
-    scratch_floats += key_dim * value_dim + num_kept * max(key_dim, value_dim)
-    scratch_floats += scratch_floats % 2  # it begins with pointers
-    scratch = _scratch(num_in_team * scratch_floats)
-    kernels.run(
+    return run(
         "delta_step",
-        inputs.dtype,
         DELTA_STEP.pack(
-            *(each.data_ptr() for each in (inputs, dt, beta, states.buffer)),
-            *(each.data_ptr() for each in (of_step.block_table, of_step.stop_tables)),
-            *(each.data_ptr() for each in (of_step.sequences, of_step.stops, of_step.first_stops)),
-            *(each.data_ptr() for each in (*weights, out, scratch)),
-            *(len(of_step.sequences), num_channels, num_heads, num_key_heads),
-            *(key_dim, value_dim, num_kept + 1),
-            *(each.stride(0) for each in (inputs, dt, beta, of_step.block_table)),
-            of_step.stop_tables.shape[1],
-            *(states.buffer.stride(0), states.unit_bytes, states.page_units, *states.first_units),
-            scratch_floats,
+            *(each.data_ptr() for each in (dt, beta, weights.decay, weights.dt_bias)),
+            *(num_heads, num_key_heads, key_dim, value_dim, dt.stride(0), beta.stride(0)),
             NORM_EPS,
-            num_in_team,
         ),
+        inputs,
+        pages,
+        layer,
+        sequences,
+        weights.conv_weight,
+        None,
+        scratch_floats=2 * key_dim
+        + PIECE_TOKENS * (2 * key_dim + value_dim + 3)
+        + key_dim * value_dim,
     )
-    return out
-
-
-class _Scratch(threading.local):
-    """Memory that a thread keeps from call to call: new pages would cost more than the kernel."""
-
-    memory = torch.empty(0)
-
-
-_of_thread = _Scratch()
-
-
-def _scratch(num_floats: int) -> Tensor:
-    if len(_of_thread.memory) < num_floats:
-        _of_thread.memory = torch.empty(num_floats)
-    return _of_thread.memory
-
-
-def native_kernels(pages: StatePages) -> Native | None:
-    """The compiled kernels, if they have one for these states."""
-    is_supported = pages.dtypes[0] == torch.float32 and pages.dtypes[1] in DTYPES
-    return native() if is_supported and pages.device.type == "cpu" else None
 
 
 def reference(

@@ -59,6 +59,7 @@ class _Variant(ctypes.Structure):
         ("route", _one * 2),
         ("experts", _one * 2),
         ("delta_step", _one * 2),
+        ("mamba_step", _one * 2),
         ("run_graph", _graph * 1),
     ]
 
@@ -81,6 +82,7 @@ class Native:
     route: Any
     experts: Any
     delta_step: Any
+    mamba_step: Any
     run_graph: Any
     plan_attention: Any
 
@@ -115,7 +117,9 @@ LINEAR: Final = struct.Struct("@PPPPqqqqi")
 ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfii")
 ROUTE: Final = struct.Struct("@7P7qfiii")
 EXPERTS: Final = struct.Struct("@12P6qiffii")
-DELTA_STEP: Final = struct.Struct("@14P18qfi")
+STATE_STEP: Final = struct.Struct("@11P13q")  # followed by the rest of one of these:
+DELTA_STEP: Final = struct.Struct("@4P6qf")
+MAMBA_STEP: Final = struct.Struct("@4P5q")
 ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqqqPPPPPqffii")
 ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqPPff")
 

@@ -1,4 +1,4 @@
-"""One token of each sequence through a Mamba 2 layer: convolution, state and output."""
+"""Sequences through a Mamba 2 layer, token by token: convolution, state and output."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.native import MAMBA_STEP
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.state_sequences import (
+    PIECE_TOKENS,
+    StateSequences,
+    native_kernels,
+    placement,
+    run,
+)
 from longshore.worker.kv_cache.state_pages import StatePages
 
 
@@ -56,32 +64,46 @@ def state_step(
             inputs, dt, *placed, block_table, rows, lens, *weights, num_groups
         )
         return out
+    if native_kernels(pages) is not None:
+        sequences = StateSequences.of_single_tokens(block_table, rows, lens)
+        return state_sequences(inputs, dt, pages, layer, sequences, weights, num_groups=num_groups)
     return reference(
         inputs, dt, pages, layer, block_table, rows, lens, weights, num_groups=num_groups
     )
 
 
-class Placement(NamedTuple):
-    """A layer's states in the pool, as the Triton operators take it. shape: of the first tensor.
-    first_units: of each tensor."""
-
-    buffer: Tensor
-    shape: tuple[int, ...]
-    first_units: list[int]
-    unit_bytes: int
-    page_units: int
-
-
-def placement(pages: StatePages, layer: int, dtype: torch.dtype) -> Placement:
-    """dtype: of the layer's inputs."""
-    assert pages.dtypes == (torch.float32, dtype)
-    begin = layer * pages.layer_units
-    return Placement(
-        pages.buffer,
-        pages.spec.shapes[0],
-        [begin + first for first in pages.first_units],
-        pages.spec.unit_bytes,
-        pages.page_units,
+def state_sequences(
+    inputs: Tensor,
+    dt: Tensor,
+    pages: StatePages,
+    layer: int,
+    sequences: StateSequences,
+    weights: StateWeights,
+    *,
+    num_groups: int,
+) -> Tensor:
+    """Advance each sequence by its tokens, one after the other, its state in place. Arguments and
+    result are those of `state_step`, for all tokens of the step. Needs `native_kernels`."""
+    num_heads, head_dim, state_size = pages.spec.shapes[0]
+    assert num_heads % num_groups == 0
+    assert dt.stride(1) == 1
+    assert inputs.dtype == dt.dtype
+    of_heads = (weights.decay, weights.skip, weights.dt_bias)
+    return run(
+        "mamba_step",
+        MAMBA_STEP.pack(
+            *(each.data_ptr() for each in (dt, *of_heads)),
+            *(num_heads, num_groups, head_dim, state_size, dt.stride(0)),
+        ),
+        inputs,
+        pages,
+        layer,
+        sequences,
+        weights.conv_weight,
+        weights.conv_bias,
+        scratch_floats=2 * head_dim
+        + PIECE_TOKENS * (2 * state_size + head_dim + 2)
+        + head_dim * state_size,
     )
 
 

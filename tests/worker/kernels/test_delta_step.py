@@ -6,24 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore.protocol.kv_cache_spec import StateSpec
-from longshore.worker.kernels.delta_step import (
-    DeltaSequences,
-    DeltaWeights,
-    delta_sequences,
-    delta_step,
-    reference,
-)
-from longshore.worker.kernels.native import Native
+from longshore.worker.kernels.delta_step import DeltaWeights, delta_step, reference
 from longshore.worker.kernels.operators import num_launches
-from longshore.worker.kv_cache.state_pages import StatePages
 from tests.worker.kernels.placed_states import ANY_LENGTHS, LAYER, PlacedStates
-from tests.worker.kernels.variants import (
-    every_variant_and_triton,
-    in_triton,
-    native_only,
-    using,
-)
+from tests.worker.kernels.variants import every_variant_and_triton, in_triton, using
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -116,75 +102,3 @@ def test_a_step_without_sequences_launches_nothing() -> None:
 
 def test_the_launches_are_declared() -> None:
     assert num_launches("delta_step") == 2
-
-
-@native_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [
-    Shape(num_heads=4, unit_bytes=16),
-    Shape(num_heads=2, num_key_heads=2, key_dim=8, value_dim=64, unit_bytes=1024, num_pages=9),
-], ids=["scattered rows", "whole rows"])  # fmt: skip
-def test_tokens_of_one_step_have_the_bits_of_steps_of_their_own(
-    kernels: Native, shape: Shape, dtype: torch.dtype
-) -> None:
-    """Also the states that are kept on the way; 70 tokens are several pieces."""
-    counts, stops = (70, 1, 33, 2), ((1, 32, 40, 70), (), (33,), (1,))
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
-
-    channels, num_tokens = shape.num_channels, sum(counts)
-    weights = DeltaWeights(
-        normal(4, channels), -normal(shape.num_heads).exp(), normal(shape.num_heads)
-    )
-    inputs = normal(num_tokens, channels).to(dtype)
-    dt, beta = (normal(num_tokens, shape.num_heads).to(dtype) for _ in range(2))
-    spec = StateSpec(
-        block_size=16,
-        shapes=((shape.num_heads, shape.key_dim, shape.value_dim), (3, channels)),
-        dtype_bytes=(4, dtype.itemsize),
-        num_pages=shape.num_pages,
-        unit_bytes=shape.unit_bytes,
-    )
-    num_blocks = (len(counts) + 6) * shape.num_pages
-    tables = torch.randperm(num_blocks, generator=generator).int().view(-1, shape.num_pages)
-    of_seqs, of_stops = tables[: len(counts)], iter(tables[len(counts) :])
-    lens_before = torch.tensor([9, 0, 5, 0])
-    at_stops = [[(stop, next(of_stops).numpy()) for stop in each] for each in stops]
-
-    def pages() -> StatePages:
-        buffer = torch.zeros(num_blocks, spec.page_bytes(2), dtype=torch.uint8)
-        made = StatePages(buffer, spec, 2, (torch.float32, dtype))
-        memory = torch.Generator().manual_seed(1)
-        for tensor, of_dtype in enumerate(made.dtypes):
-            values = torch.randn(len(tables), *spec.shapes[tensor], generator=memory)
-            made.write(tensor, 1, tables.long(), values.to(of_dtype))
-        return made
-
-    firsts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
-    together, apart = pages(), pages()
-    keys = {"num_key_heads": shape.num_key_heads}
-    with using(kernels.instruction_set, num_threads=2):
-        lines = torch.stack(
-            (torch.arange(4), firsts, torch.tensor(counts), lens_before + torch.tensor(counts)), 1
-        )
-        got = delta_sequences(
-            inputs, dt, beta, together, 1, DeltaSequences(of_seqs, lines, at_stops), weights, **keys
-        )
-        for seq, count in enumerate(counts):
-            for token in range(count):
-                line = slice(int(firsts[seq]) + token, int(firsts[seq]) + token + 1)
-                length = lens_before[seq : seq + 1] + token + 1
-                row = torch.tensor([seq])
-                of_token = (inputs[line], dt[line], beta[line])
-                out = delta_step(*of_token, apart, 1, of_seqs, row, length, weights, **keys)
-                assert torch.equal(out, got[line])
-                for stop, kept in at_stops[seq]:
-                    if stop == token + 1:
-                        for tensor in range(2):
-                            state = apart.read(tensor, 1, of_seqs[row].long())
-                            apart.write(tensor, 1, torch.from_numpy(kept)[None].long(), state)
-    for tensor in range(2):
-        states = (each.read(tensor, 1, tables.long()) for each in (together, apart))
-        assert torch.equal(*states)

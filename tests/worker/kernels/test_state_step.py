@@ -1,4 +1,4 @@
-"""One token of Mamba 2 sequences: the Triton kernel against float64, and what it may touch."""
+"""One token of Mamba 2 sequences: the kernels against float64, and what they may touch."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from longshore.worker.kernels.gpu.state_step import places_of
 from longshore.worker.kernels.operators import num_launches
 from longshore.worker.kernels.state_step import StateWeights, reference, state_step
 from tests.worker.kernels.placed_states import ANY_LENGTHS, LAYER, PlacedStates
-from tests.worker.kernels.variants import in_triton
+from tests.worker.kernels.variants import every_variant_and_triton, in_triton, using
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -80,21 +80,30 @@ def run(
 
 
 def check(
-    shape: Shape, lens: tuple[int, ...], dtype: torch.dtype, *, has_bias: bool = True
+    variant: str,
+    shape: Shape,
+    lens: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    has_bias: bool = True,
 ) -> None:
-    with in_triton():
+    with using(variant, num_threads=2):
         got, wanted, states = run(shape, lens, dtype, has_bias=has_bias)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
     states.check(tolerance)
 
 
+@every_variant_and_triton
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_sequences_of_any_length_advance_by_one_token(dtype: torch.dtype, has_bias: bool) -> None:
-    check(Shape(num_heads=2), ANY_LENGTHS, dtype, has_bias=has_bias)
+def test_sequences_of_any_length_advance_by_one_token(
+    variant: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    check(variant, Shape(num_heads=2), ANY_LENGTHS, dtype, has_bias=has_bias)
 
 
+@every_variant_and_triton
 @pytest.mark.parametrize("shape", [
     Shape(num_heads=3, head_dim=2, num_groups=3, state_size=1, conv_width=5, unit_bytes=8),
     Shape(num_heads=4, head_dim=16, num_groups=1, state_size=16, conv_width=2, unit_bytes=64,
@@ -104,9 +113,11 @@ def test_sequences_of_any_length_advance_by_one_token(dtype: torch.dtype, has_bi
     Shape(num_heads=2, head_dim=20, num_groups=1, state_size=32, unit_bytes=512, num_pages=20),
     Shape(num_heads=2, head_dim=8, num_groups=2, state_size=64, unit_bytes=2048, num_pages=5),
 ], ids=str)  # fmt: skip
-def test_sizes_cross_every_border_of_a_program_a_unit_and_a_page(shape: Shape) -> None:
+def test_sizes_cross_every_border_of_a_program_a_unit_and_a_page(
+    variant: str, shape: Shape
+) -> None:
     """Units are parts of a row of a state, one, several, or a whole head."""
-    check(shape, (1, 2, 5, 0, 3), torch.float32)
+    check(variant, shape, (1, 2, 5, 0, 3), torch.float32)
 
 
 def test_a_pool_has_more_elements_than_an_int32_counts() -> None:

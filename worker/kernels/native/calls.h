@@ -167,25 +167,39 @@ struct Experts {
   int threads;
 };
 
-// Sequences of a gated DeltaNet layer: inputs (num_tokens, num_channels), dt and beta (num_tokens,
-// num_heads), tokens `*_stride` elements apart. A sequence of no keys has one token, and no state.
-// pages: blocks of whole units. The units of a layer's states and kept inputs begin at `first_*_unit`
-// of each state. After stops[first_stops[i]...] tokens of sequence i, ascending, its state is kept, in
-// the pages of the same line of stop_tables. scratch: `scratch_floats` per thread. out (num_tokens,
-// num_heads, value_dim).
-struct DeltaStep {
-  const void *inputs, *dt, *beta;
+// Sequences of a layer with states: inputs (num_tokens, num_channels), tokens `input_stride` elements
+// apart; conv_bias may be null. A sequence of no keys has one token, and no state. pages: blocks of
+// whole units. The units of a layer's states and kept inputs begin at `first_*_unit` of each state. After
+// stops[first_stops[i]...] tokens of sequence i, ascending, its state is kept, in the pages of the same
+// line of stop_tables. scratch: `scratch_floats` per thread. out (num_tokens, width of all heads).
+struct StateStep {
+  const void* inputs;
   uint8_t* pages;
   const int32_t *block_table, *stop_tables;
   const Sequence* sequences;
   const int64_t *stops, *first_stops;
-  const float *conv_weight, *decay, *dt_bias;
+  const float *conv_weight, *conv_bias;
   float *out, *scratch;
-  int64_t num_seqs, num_channels, num_heads, num_key_heads, key_dim, value_dim, conv_width;
-  int64_t input_stride, dt_stride, beta_stride, table_stride, stop_stride;
+  int64_t num_seqs, num_channels, conv_width, input_stride, table_stride, stop_stride;
   int64_t block_bytes, unit_bytes, page_units, first_state_unit, first_kept_unit, scratch_floats;
+  int64_t threads;
+};
+
+// dt and beta (num_tokens, num_heads), tokens `*_stride` elements apart.
+struct DeltaStep {
+  StateStep step;
+  const void *dt, *beta;
+  const float *decay, *dt_bias;
+  int64_t num_heads, num_key_heads, key_dim, value_dim, dt_stride, beta_stride;
   float eps;
-  int threads;
+};
+
+// dt (num_tokens, num_heads), tokens `dt_stride` elements apart.
+struct MambaStep {
+  StateStep step;
+  const void* dt;
+  const float *decay, *skip, *dt_bias;
+  int64_t num_heads, num_groups, head_dim, state_size, dt_stride;
 };
 
 // The kernels of a graph. GraphCall.step: index of the attention step of a replay.
@@ -209,6 +223,7 @@ struct Variant {
   void (*route[2])(const Route&);
   void (*experts[2])(const Experts&);  // bfloat16 only if there is a `linear`
   void (*delta_step[2])(const DeltaStep&);
+  void (*mamba_step[2])(const MambaStep&);
   void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,
                     const AttentionStep* const*, int threads);
 };

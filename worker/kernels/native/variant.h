@@ -12,7 +12,9 @@
 #include "linear.h"
 #include "route.h"
 #include "experts.h"
+#include "state_sequences.h"
 #include "delta_step.h"
+#include "mamba_step.h"
 #include "graph.h"
 
 static const Variant VARIANT = {
@@ -33,6 +35,7 @@ static const Variant VARIANT = {
     {experts<float>},
 #endif
     {delta_step<float>, delta_step<BFloat16>},
+    {mamba_step<float>, mamba_step<BFloat16>},
     run_graph,
 };
 
