@@ -38,17 +38,20 @@ class AnswerStates(SchedulerFeature):
     def begin(
         self, admission: Admitter, request: Request, prefix: ComputedBlocks, now: float
     ) -> Attempt | None:
-        """Start a request with an earlier one's end, if that is more than its cached prefix. It
-        takes more blocks than a start without it, which is tried next if these are too many. What
-        another engine has computed for the request is loaded instead."""
+        """Start a request with an earlier one's end, if that is more than its cached prefix. Until
+        the plan that computes it is answered, the request waits. It takes more blocks than a start
+        without it, which is tried next if these are too many. What another engine has computed for
+        the request is loaded instead."""
         if request.skips_prefix_cache or request.options.kv_transfer_params or request.is_swapped:
             return None
-        found = self.ends.find(request, prefix.num_tokens, self.in_flight.last_answered_step)
-        if found is None:
+        link = self.ends.find(request, prefix.num_tokens)
+        if link is None:
             return None
-        self.started, blocks = found
-        num_tokens = self.started.num_tokens
-        hold = Hold(HoldKind.ANSWER, blocks, num_tokens, self.holds.next_order())
+        if link.step > self.in_flight.last_answered_step:
+            request.resume_after_step = link.step
+            return Attempt.SET_ASIDE
+        self.started, blocks = link, self.ends.hold(link, request)
+        hold = Hold(HoldKind.ANSWER, blocks, link.num_tokens, self.holds.next_order())
         self.holds.add(request, hold)
         attempt = admission.start(request, hold)
         self.started = None

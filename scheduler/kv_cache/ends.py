@@ -79,22 +79,35 @@ class Ends:
         found = [ids for ids, each in zip(hits, self._managers, strict=True) if not _is_state(each)]
         return self.kept_states.keep_end(hashes, end, own.tolist(), found, firsts, step=step)
 
-    def find(
-        self, request: Request, num_tokens: int, answered_step: int
-    ) -> tuple[ChainLink, HeldBlocks] | None:
+    def find(self, request: Request, num_tokens: int) -> ChainLink | None:
         """What an earlier request has left of the first tokens of a waiting one, if these are more
-        than `num_tokens`. The caller has a reference to each block."""
+        than `num_tokens`."""
         for end in self._ends(request, num_tokens):
             link = self._chains.get(end.name)
-            if link is None or link.step > answered_step or not self._chains.is_whole(link):
-                continue
-            hits = [
-                self._find(manager, request.block_hashes, first * manager.block_size)
-                for manager, first in zip(self._managers, link.firsts, strict=True)
-            ]
-            if tuple(map(len, hits)) == link.firsts:
-                return link, self._hold(link, hits)
+            if link is not None and self._chains.is_whole(link):
+                found = tuple(map(len, self._before(link, request)))
+                if found == link.firsts:
+                    return link
         return None
+
+    def hold(self, link: ChainLink, request: Request) -> HeldBlocks:
+        """The blocks of all tokens of what was found for a request. The caller has a reference to
+        each."""
+        tables, first = [], 0
+        for manager, found in zip(self._managers, self._before(link, request), strict=True):
+            last = first + manager.num_positions(link.num_tokens) - len(found)
+            own = int32_array(link.pages[first:last])
+            tables.append(np.concatenate((int32_array(found), own)))
+            self._pool.touch(tables[-1])
+            first = last
+        return HeldBlocks(tuple(tables))
+
+    def _before(self, link: ChainLink, request: Request) -> list[BlockIds]:
+        """Of each group, what the prefix cache has of the blocks before those of the link."""
+        return [
+            self._find(manager, request.block_hashes, first * manager.block_size)
+            for manager, first in zip(self._managers, link.firsts, strict=True)
+        ]
 
     @staticmethod
     def _find(manager: SingleTypeManager, hashes: Sequence[bytes], num_tokens: int) -> BlockIds:
@@ -113,16 +126,6 @@ class Ends:
             for each in sorted(ends[block_hash], reverse=True):
                 if num_tokens < each <= last and (end := self.name(request, each)) is not None:
                     yield end
-
-    def _hold(self, link: ChainLink, hits: Sequence[BlockIds]) -> HeldBlocks:
-        tables, first = [], 0
-        for manager, found in zip(self._managers, hits, strict=True):
-            last = first + manager.num_positions(link.num_tokens) - len(found)
-            own = int32_array(link.pages[first:last])
-            tables.append(np.concatenate((int32_array(found), own)))
-            self._pool.touch(tables[-1])
-            first = last
-        return HeldBlocks(tuple(tables))
 
 
 def _is_state(manager: SingleTypeManager) -> bool:

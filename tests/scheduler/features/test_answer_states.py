@@ -107,8 +107,8 @@ def test_a_request_that_differs_in_the_last_token_begins_with_the_prompt() -> No
     assert began(driver) == 20, "a token is computed to sample from"
 
 
-def test_an_end_is_not_used_before_it_is_computed() -> None:
-    """The step that was planned ahead may still fail."""
+def test_a_next_turn_waits_until_the_step_that_was_planned_ahead_is_answered() -> None:
+    """It may still fail."""
     driver = Driver(
         full(),
         state(),
@@ -126,9 +126,7 @@ def test_an_end_is_not_used_before_it_is_computed() -> None:
     talk = [*prompt_of(22), 20, 21, EOS]
     driver.add("next", [*talk, 70], max_tokens=2)
     driver.plan()
-    assert began(driver) == 20
-    driver.run()
-    driver.add("later", [*talk, 71], max_tokens=2)
+    assert [start.request_id for plan in driver.plans for start in plan.added] == ["first"]
     driver.run()
     assert began(driver) == 25
 
@@ -186,9 +184,9 @@ def test_a_reset_that_is_refused_proves_nothing() -> None:
     assert not driver.scheduler.reset_prefix_cache()
     driver.add("next", [*prompt_of(22), 20, 21, EOS, 70], max_tokens=4)
     driver.plan()
-    assert began(driver) == 20
     driver.answer(nan_rows=[1])
     driver.run()
+    assert began(driver) <= 20
     assert not driver.invalid_ids & {"next"}
 
 
