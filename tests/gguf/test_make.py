@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 
 from tests.gguf.cases import CASES, FILES
 from tests.gguf.ggml import Ggml
@@ -54,7 +54,20 @@ def test_the_files_are_what_the_converter_makes(llama_cpp: Path, tmp_path: Path)
     names += [str(path.relative_to(FILES)) for path in FILES.glob("[!_]*/*.*")]
     assert {"nvfp4/model.gguf", "types/model.gguf", "tokenizers/bert.json"} < set(names)
     for name in names:
-        assert (tmp_path / name).read_bytes() == (FILES / name).read_bytes(), name
+        if (tmp_path / name).read_bytes() != (FILES / name).read_bytes():
+            check_same_but_for_rounding(tmp_path / name, FILES / name)
+
+
+def check_same_but_for_rounding(made: Path, expected: Path) -> None:
+    """Exponentials in the converter are rounded otherwise on other processors."""
+    assert made.suffix == ".gguf", made.name
+    one, other = GGUFReader(made), GGUFReader(expected)
+    assert one.fields.keys() == other.fields.keys(), made.name
+    for name, field in other.fields.items():
+        assert one.fields[name].contents() == field.contents(), (made.name, name)
+    for tensor, wanted in zip(one.tensors, other.tensors, strict=True):
+        assert (tensor.name, tensor.tensor_type) == (wanted.name, wanted.tensor_type)
+        np.testing.assert_allclose(tensor.data, wanted.data, rtol=2**-22)
 
 
 def test_the_reference_has_the_values_of_llama_cpp(llama_cpp: Path, tmp_path: Path) -> None:

@@ -492,8 +492,10 @@ def test_the_quick_start_shows_two_answers_and_a_prefix_hit(folder: Path) -> Non
         timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
-    assert "The direction of the dance shows the direction of the flowers." in run.stdout
-    assert "> A worker lives about six weeks in summer, and several months in winter." in run.stdout
+    # In bfloat16, the words depend on the processor.
+    answers = re.findall(r"^> (.*)", run.stdout, re.M)
+    assert any("direction" in answer for answer in answers)
+    assert any("worker" in answer and "six weeks" in answer for answer in answers)
     hits = re.findall(r"prompt's (\d+) tokens, (\d+) came from the prefix cache", run.stdout)
     assert [int(cached) > 0 for _, cached in hits] == [False, True]
 

@@ -481,7 +481,7 @@ def test_chats_with_a_hybrid_model_find_their_earlier_turns(tmp_path: Path) -> N
         assert row["hybrid_ms"] > 0
         assert row["full_ms"] > 0
     assert first["hybrid_cached"] == first["full_cached"] == 0
-    assert 800 < second["hybrid_cached"] < second["full_cached"] < third["hybrid_cached"]
+    assert 800 < second["full_cached"] <= second["hybrid_cached"] < third["full_cached"]
 
 
 def test_preserved_thinking_keeps_the_prefix_at_the_next_question(tmp_path: Path) -> None:
