@@ -63,6 +63,7 @@ class Ends:
         link = self._chains.get(end.name)
         if link is not None and self._chains.is_whole(link):
             return link
+        self._full_blocks.cache_last(request, held, end.num_tokens, step)
         hashes = request.block_hashes[: end.num_tokens // self._tokens_per_hash]
         hits = [self._find(manager, hashes, end.num_tokens) for manager in self._managers]
         firsts = tuple(map(len, hits))

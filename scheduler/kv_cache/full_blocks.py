@@ -16,6 +16,7 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK, page_hashes
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.full import SingleTypeManager
 from longshore.scheduler.request import Request
 
@@ -134,6 +135,25 @@ class FullBlocks:
                 self._tell(manager, row, request, token_ids, num_full, step)
             manager.cache_row(row, request.block_hashes, num_full, step)
 
+    def cache_last(
+        self, request: Request, held: HeldBlocks, num_tokens: int, step: int = 0
+    ) -> None:
+        """Cache the last full blocks of a request that has ended with these blocks: plans of its
+        row have not cached those that plan `step`, or one just before, has completed. Connectors
+        do not get them any more."""
+        token_ids = request.token_ids[:num_tokens]
+        self.extend_hashes(request, token_ids)
+        for manager in self._caching:
+            table = held.block_ids[manager.group].tolist()
+            first = last = num_tokens // manager.block_size
+            while first and self._pool.block_hash(table[first - 1]) is None:
+                first -= 1
+            block_ids = table[first:last]
+            if self._events is not None:
+                self._announce(manager, request, token_ids, first, block_ids, step)
+            hashes = manager.hashes_of_blocks(request.block_hashes, first, last)
+            self._pool.cache_blocks(block_ids, hashes, manager.group, step)
+
     def extend_hashes(self, request: Request, token_ids: Int32Array) -> None:
         """Compute the hashes that the request lacks for full blocks of `token_ids`."""
         if len(request.block_hashes) < len(token_ids) // self.hasher.block_size:
@@ -192,7 +212,7 @@ class FullBlocks:
         step: int,
     ) -> None:
         """Report that the row's blocks up to `num_full` are about to be cached."""
-        group, size, first = manager.group, manager.block_size, int(manager.num_cached_blocks[row])
+        group, first = manager.group, int(manager.num_cached_blocks[row])
         if num_full <= first:
             return
         chain, positions = request.block_hashes, range(first, num_full)
@@ -209,11 +229,26 @@ class FullBlocks:
             self.recorded.append(
                 StorableBlocks(step, name, group, block_ids, hashes, positions, chain, earlier)
             )
-        if self._events is None:
-            return
+        if self._events is not None:
+            self._announce(manager, request, token_ids, first, block_ids, step)
+
+    def _announce(
+        self,
+        manager: SingleTypeManager,
+        request: Request,
+        token_ids: Int32Array,
+        first: int,
+        block_ids: Sequence[int],
+        step: int,
+    ) -> None:
+        """Record the events of a request's blocks from position `first` on, which are about to be
+        cached."""
+        assert self._events is not None
+        group, size, chain = manager.group, manager.block_size, request.block_hashes
+        hashes = manager.hashes_of_blocks(chain, first, first + len(block_ids))
         parents = manager.hashes_of_blocks(chain, first - 1, first) if first else [None]
-        for index, block_id, block_hash, parent_hash in zip(
-            positions, block_ids, hashes, [*parents, *hashes], strict=False
+        for index, (block_id, block_hash, parent_hash) in enumerate(
+            zip(block_ids, hashes, [*parents, *hashes], strict=False), first
         ):
             if block_id == NULL_BLOCK:
                 continue

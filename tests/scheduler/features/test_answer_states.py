@@ -274,3 +274,21 @@ def test_an_end_survives_new_workers_that_keep_the_memory() -> None:
     driver.restart_workers()
     ask(driver, "later", [*talk, 71])
     assert began(driver) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_block_that_the_last_step_fills_is_cached_as_others_are(steps: int) -> None:
+    """A conversation is found from its beginning, too, by a request that departs before its end."""
+    driver = Driver(full(), state(), num_blocks=200, max_model_len=100, max_steps_in_flight=steps)
+    for num_prompt in range(20, 30):
+        start = [50 + num_prompt, *prompt_of(num_prompt)]
+        talk = ask(driver, f"first{num_prompt}", start)
+        for number in range(3):
+            before = len(talk)
+            talk = ask(driver, f"next{num_prompt}.{number}", [*talk, *[70 + number] * 5])
+            assert began(driver) == before - 1
+        hits, num_hits = driver.scheduler.kv_cache._coordinator.find_longest_hit(
+            driver.requests[f"next{num_prompt}.2"].block_hashes, len(talk)
+        )
+        assert num_hits == (len(talk) - 1) // 4 * 4
+        assert len(hits[0]) == num_hits // 4
