@@ -1,7 +1,7 @@
 """Layers with states, over states in pages, against the recurrence, token by token, in float64."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -9,7 +9,12 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 from longshore.worker.attention import delta_backend, state_backend
@@ -30,7 +35,7 @@ from tests.worker.attention.state_layers import (
     check_free_blocks,
     scaled,
 )
-from tests.worker.kernels.variants import TRITON, using
+from tests.worker.kernels.variants import NEWEST, TRITON, using
 
 New: TypeAlias = Callable[..., Any]
 """Makes a StateLayer."""
@@ -40,6 +45,16 @@ of_every_layer = pytest.mark.parametrize(
 )
 with_recurrences = pytest.mark.parametrize("new", [MambaLayer, DeltaLayer], ids=["mamba", "delta"])
 with_and_without_the_kernel = pytest.mark.parametrize("variant", ["torch", TRITON])
+
+pytestmark = pytest.mark.usefixtures("implementation")
+
+
+@pytest.fixture(params=["torch", *([NEWEST] if NEWEST else [])])
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch operations, which compute chunks on a GPU, and the compiled CPU kernels."""
+    with using(request.param):
+        yield
+
 
 LENGTHS = (1, 2, 3, 16, 17, PIECE_TOKENS - 1, PIECE_TOKENS, PIECE_TOKENS + 1, 3 * PIECE_TOKENS + 5)
 
@@ -311,7 +326,8 @@ class ConvRows(Rows):
     paging = Paging(unit_bytes=8, num_pages=2)
 
 
-SETTINGS = settings(max_examples=12, stateful_step_count=15, deadline=None)
-TestMambaRows, TestDeltaRows = MambaRows.TestCase, DeltaRows.TestCase
-TestConvRows = ConvRows.TestCase
-TestMambaRows.settings = TestDeltaRows.settings = TestConvRows.settings = SETTINGS
+@pytest.mark.parametrize("rows", [MambaRows, DeltaRows, ConvRows])
+def test_rows_in_any_steps_are_computed_as_token_by_token(rows: type[Rows]) -> None:
+    run_state_machine_as_test(
+        rows, settings=settings(max_examples=12, stateful_step_count=15, deadline=None)
+    )
