@@ -7,9 +7,8 @@ of the prefixes that the request names in its cache hint; and where its prefix s
 an earlier request (the junction of Marconi, Pan et al., 2024), which others may share, too. As long
 as there is memory that nothing else is cached in, also at doubling distances from the end.
 
-How soon a conversation goes on, if it does, is learned from the turns that are seen: by the number
-of its turns, and by the last tokens of the answer, which for instance tell a call of a tool from a
-text for a user.
+`turns` learns how soon a conversation goes on, if it does, and `answer_states` keeps what is after
+answers.
 """
 
 from collections import deque

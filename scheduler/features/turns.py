@@ -1,8 +1,9 @@
 """Turns of conversations, as far as a scheduler can see them, and what is learned from them.
 
 A next turn is recognised by the blocks that its prompt begins with, also if they have been evicted.
-What is learned is how likely and how soon a turn has a next one, and whether that repeats the
-answer: templates may drop its reasoning, and clients may not send it back.
+What is learned is how likely and how soon a turn has a next one, by its number and by the last
+tokens of its answer, which for instance tell a call of a tool from a text for a user; and whether
+the next one repeats the answer: templates may drop its reasoning, and clients may not send it back.
 """
 
 import zlib
