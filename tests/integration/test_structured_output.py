@@ -281,12 +281,13 @@ def test_prefix_hits_and_preemptions_leave_constrained_answers_as_they_are() -> 
 
     with make_llm(600) as llm:
         first, again = generate(llm), generate(llm)
-    with make_llm(60) as llm:
+    with make_llm(40) as llm:
         preempted = generate(llm)
     assert all(output.num_cached_tokens > 0 for output in again)
     for output in first:
         assert output.outputs[0].num_preemptions == 0
-    assert sum(output.outputs[0].num_preemptions for output in preempted[::3]) > 0
+    constrained = preempted[::3] + preempted[1::3]
+    assert sum(output.outputs[0].num_preemptions for output in constrained) > 1
     texts = [output.outputs[0].text for output in first]
     for others in (again, preempted):
         assert [output.outputs[0].text for output in others] == texts
