@@ -27,9 +27,9 @@ from longshore.worker.loading.gguf_architecture import (
 )
 from longshore.worker.loading.gguf_recipes import (
     Recipe,
-    Take,
     below_each_other,
     plain,
+    reordered,
     reshaped,
     with_values,
 )
@@ -61,13 +61,15 @@ def with_grouped_values(
     """
     _check_size(recipe, recipe.shape[0], before + heads.num_values * width)
     rows = before + _grouped(heads, width)
-    return _reordered(recipe, np.concatenate([np.arange(before), rows]))
+    return reordered(recipe, np.concatenate([np.arange(before), rows]))
 
 
 def with_grouped_columns(recipe: Recipe, heads: DeltaHeads) -> Recipe:
     """The same for a matrix with a column for each element of value heads."""
     _check_size(recipe, recipe.shape[-1], heads.value_width)
     order = _grouped(heads, heads.value_dim)
+    if (np.diff(order) == 1).all():
+        return recipe
     return with_values(recipe, lambda values: values[:, order])
 
 
@@ -82,7 +84,7 @@ def grouped_by_keys(parts: list[Recipe], heads: DeltaHeads) -> Recipe:
     rows = np.arange(recipe.shape[0])
     ends = np.cumsum([keys, keys, values])
     of_keys = [part.reshape(heads.num_keys, -1) for part in np.split(rows, ends)]
-    return _reordered(recipe, np.concatenate(of_keys, axis=1).flatten())
+    return reordered(recipe, np.concatenate(of_keys, axis=1).flatten())
 
 
 def _grouped(heads: DeltaHeads, width: int) -> np.ndarray:
@@ -97,18 +99,6 @@ def _check_size(recipe: Recipe, size: int, wanted: int) -> None:
             f"{shortened(recipe.sources[0])} has {size:,} rows or columns of heads, but the "
             f"settings imply {wanted:,}"
         )
-
-
-def _reordered(recipe: Recipe, order: np.ndarray) -> Recipe:
-    """Row i is row `order[i]` of the recipe, which is read in runs of adjacent rows."""
-
-    def read(take: Take, first: int, last: int) -> np.ndarray:
-        rows = order[first:last]
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        found = [recipe.read(take, int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
-        return np.concatenate(found) if found else recipe.read(take, 0, 0)
-
-    return recipe._replace(read=read)
 
 
 def _ordered(
