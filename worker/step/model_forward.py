@@ -23,7 +23,8 @@ GRAPH_TOKENS: Final = (256, 64, 16)
 """Step sizes for which a graph is tried, largest first."""
 
 LONG_STEP_S: Final = 0.05
-"""A step that takes this long or longer does not profit from a graph."""
+"""A step that takes this long or longer does not profit from a graph. Those of the fewest tokens
+are tried however long they take, because steps of one token do."""
 
 NUM_TIMINGS: Final = 3
 
@@ -87,7 +88,8 @@ class ModelForward:
             made.append(_LayerGraph(self._model, inputs, positions, attention))
 
         try:
-            if self._seconds(make, 1) <= LONG_STEP_S:
+            taken_s = self._seconds(make, 1)
+            if taken_s <= LONG_STEP_S or len(positions) <= GRAPH_TOKENS[-1]:
                 self._layers = made[0]
         except NotCapturable as reason:
             logger.debug("small steps do not use a graph: %s", reason)
@@ -97,9 +99,13 @@ class ModelForward:
         """Discard the graph unless a replay gives the same bits as running its kernels one by one.
 
         Call it with other inputs than the captured ones, and no two tokens in one slot of the
-        cache.
+        cache. A step larger than the captured one is ignored, and so are further calls.
         """
-        if self._layers is not None and not self._layers.is_right(inputs, positions, attention):
+        layers = self._layers
+        if layers is None or layers.is_verified or len(positions) > layers.max_tokens:
+            return
+        layers.is_verified = True
+        if not layers.is_right(inputs, positions, attention):
             logger.warning(
                 "the graph for small steps gives wrong results and is not used; steps run kernel "
                 "by kernel. Please report this."
@@ -137,6 +143,7 @@ class _LayerGraph:
         self._kernels = kernels
         self._model = model
         self.max_tokens = len(positions)
+        self.is_verified = False
         self._positions = positions.clone()
         hidden = model.embed(inputs) if model.parallel.is_first_stage else inputs
         self._hidden = hidden.clone()

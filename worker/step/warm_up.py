@@ -113,8 +113,9 @@ class WarmUp:
             self.compute(_first_tokens(size), forward.capture)
         if forward.has_graph or launcher.state.parallel.num_stages > 1:  # stages step together
             # The null block alone has distinct slots for this many tokens.
-            num_verified = min(*launcher.tables.block_sizes, sizes[0])
-            self.compute(_first_tokens(num_verified), forward.verify)
+            num_slots = min(launcher.tables.block_sizes)
+            for size in dict.fromkeys(min(size, num_slots) for size in sizes):
+                self.compute(_first_tokens(size), forward.verify)
             for size in sizes:
                 self.compute(_first_tokens(size), forward.time)
 

@@ -42,7 +42,7 @@ static inline Floats gated(const Gate& gate, Floats x, Floats up) {
 template <class T>
 static void gate_in_team(const GateAndMul& call) {
   const int64_t size = call.size;
-#pragma omp for
+#pragma omp for nowait
   for (int64_t row = 0; row < call.num_rows; ++row) {
     const T* gates = (const T*)call.gate_up + row * call.stride;
     T* out = (T*)call.out + row * size;
@@ -55,6 +55,5 @@ static void gate_in_team(const GateAndMul& call) {
 
 template <class T>
 static void gate(const GateAndMul& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  gate_in_team<T>(call);
+  run_in_team(call.threads, [&] { gate_in_team<T>(call); });
 }

@@ -1,7 +1,7 @@
 // A fixed sequence of calls on one team of threads: a CUDA graph for the CPU.
 //
-// The calls were recorded with `captured` tokens and are replayed with `tokens`. Each call ends with a
-// barrier of its threads, so the next one sees its results.
+// The calls were recorded with `captured` tokens and are replayed with `tokens`. The threads wait for
+// each other after each call, so the next one sees its results.
 
 template <class T>
 static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
@@ -26,12 +26,9 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
     case PAGED_ATTENTION:
       return paged_attention_in_team<T>(*steps[call.step], *(const AttentionLayer*)call.arguments);
     case LINEAR: {
-#if HAS_BF16_DOT
       Linear one = *(const Linear*)call.arguments;
       one.num_rows = rows(one.num_rows);
-      return linear_in_team(one);
-#endif
-      __builtin_trap();  // never recorded here
+      return linear_in_team<T>(one);
     }
     case ROUTE: {
       Route one = *(const Route*)call.arguments;
@@ -41,18 +38,20 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
     case EXPERTS: {
       Experts one = *(const Experts*)call.arguments;
       one.num_tokens = rows(one.num_tokens);
-      if constexpr (MULTIPLIES<T>) return experts_in_team<T>(one);
-      __builtin_trap();  // never recorded here
+      return experts_in_team<T>(one);
     }
   }
 }
 
 static void run_graph(const GraphCall* calls, int64_t num_calls, int64_t captured, int64_t tokens,
                       const AttentionStep* const* steps, int threads) {
-#pragma omp parallel num_threads(threads)
-  for (int64_t i = 0; i < num_calls; ++i)
-    if (calls[i].is_bfloat16)
-      run_call<BFloat16>(calls[i], captured, tokens, steps);
-    else
-      run_call<float>(calls[i], captured, tokens, steps);
+  run_in_team(threads, [&] {
+    for (int64_t i = 0; i < num_calls; ++i) {
+      if (calls[i].is_bfloat16)
+        run_call<BFloat16>(calls[i], captured, tokens, steps);
+      else
+        run_call<float>(calls[i], captured, tokens, steps);
+      wait_for_team();
+    }
+  });
 }

@@ -522,13 +522,15 @@ static void attend_in_team(const AttentionStep& step, const AttentionLayer& laye
   const int64_t width = padded(step.head_dim);
   const int64_t group = step.num_heads / step.num_kv_heads;
   const int64_t num_tasks = step.plans[step.num_seqs].first_task;
-#pragma omp for
+#pragma omp for nowait
   for (int64_t token = 0; token < step.num_tokens; ++token) write_cache<T, C>(step, layer, token);
+  wait_for_team();
   float* memory = step.workspace + omp_get_thread_num() * step.scratch_floats;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
   for (int64_t number = num_tasks - 1; number >= 0; --number)  // chunks, the longer tasks, first
     attend<T, C>(step, layer, make_task(step, number), memory);
-#pragma omp for schedule(dynamic)
+  wait_for_team();
+#pragma omp for schedule(dynamic) nowait
   for (int64_t s = 0; s < step.num_seqs; ++s) {
     const SequencePlan& plan = step.plans[s];
     if (plan.num_parts == 1) continue;
@@ -553,6 +555,5 @@ static void paged_attention_in_team(const AttentionStep& step, const AttentionLa
 
 template <class T>
 static void paged_attention(const AttentionStep& step, const AttentionLayer& layer) {
-#pragma omp parallel num_threads(step.threads)
-  paged_attention_in_team<T>(step, layer);
+  run_in_team(step.threads, [&] { paged_attention_in_team<T>(step, layer); });
 }

@@ -25,7 +25,7 @@ static void rms_norm_row(const T* x, T* residual, const W* weight, T* out, int64
 template <class T, class W>
 static void rms_norm_rows(const RmsNorm& call) {
   const int64_t size = call.size;
-#pragma omp for
+#pragma omp for nowait
   for (int64_t row = 0; row < call.num_rows; ++row)
     rms_norm_row((const T*)call.x + row * call.x_stride,
                  call.residual ? (T*)call.residual + row * call.residual_stride : nullptr,
@@ -39,6 +39,5 @@ static void rms_norm_in_team(const RmsNorm& call) {
 
 template <class T>
 static void rms_norm(const RmsNorm& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  rms_norm_in_team<T>(call);
+  run_in_team(call.threads, [&] { rms_norm_in_team<T>(call); });
 }

@@ -15,7 +15,7 @@ static inline void rotate_head(T* head, const float* cos, const float* sin, int6
 
 template <class T>
 static void rotary_in_team(const Rotary& call) {
-#pragma omp for
+#pragma omp for nowait
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     const float* cos = call.table + call.positions[token] * 2 * call.num_pairs;
     for (const Heads& heads : call.heads)
@@ -32,6 +32,5 @@ static void rotary_in_team(const Rotary& call) {
 
 template <class T>
 static void rotary(const Rotary& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  rotary_in_team<T>(call);
+  run_in_team(call.threads, [&] { rotary_in_team<T>(call); });
 }

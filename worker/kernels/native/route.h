@@ -106,11 +106,12 @@ static void choose(const Route& call, float* scores, float* weights, int64_t* ch
 template <class T>
 static void route_in_team(const Route& call) {
   const int64_t stride = 3 * call.num_experts;
-#pragma omp for collapse(2)
+#pragma omp for collapse(2) nowait
   for (int64_t token = 0; token < call.num_tokens; token += ROUTE_TILE)
     for (int64_t expert = 0; expert < call.num_experts; expert += ROUTE_TILE)
       score<T>(call, token, expert, call.scores, stride);
-#pragma omp for
+  wait_for_team();
+#pragma omp for nowait
   for (int64_t token = 0; token < call.num_tokens; ++token)
     choose(call, call.scores + token * stride, call.weights + token * call.top_k,
            call.chosen + token * call.top_k);
@@ -118,6 +119,5 @@ static void route_in_team(const Route& call) {
 
 template <class T>
 static void route(const Route& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  route_in_team<T>(call);
+  run_in_team(call.threads, [&] { route_in_team<T>(call); });
 }
