@@ -2,12 +2,15 @@
 
     python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral hybrid ...] [--curves]
                                     [--systems NAME ...] [--rounds 3] [--json F]
+    python benchmarks/end_to_end.py --model FILE.gguf --cases gguf-one ... --systems llamacpp ...
 
 Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, a model of 0.6 B;
 `iii` 32 prompts that share 1,024 tokens and have 64 of their own, 16 out, tiny; `ragged` 64 prompts
 of 16 to 512 tokens, 16 to 256 out, tiny; `gemma3` and `mixtral` the same load, on tiny models of
 these families (six layers, five of them with a window of 128 tokens; eight experts, two per token);
 `hybrid` 8 x 512, 64 out, the shape of Qwen3.5-0.8B, and `hybrid-prompts` with one token out.
+`gguf-one`, `gguf-1024`, `gguf-16` and `gguf-prompts` need `--model FILE.gguf`: a prompt of 16 or of
+1,024 tokens, 128 out; 16 x 16, 128 out; 4 x 1,024, one out.
 `smallest` shows only that everything runs: 2 prompts of 8 to 16 tokens, 4 out, tiny.
 Random weights, bf16, greedy, end ids ignored, two threads; all sides with the same allocator and
 OpenMP runtime (`--preload`). All systems are loaded before timing starts and take turns. In each
@@ -25,7 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +41,7 @@ BASE = Path(os.environ.get("PEER_DIR") or Path.home() / ".cache" / "longshore-pe
 TINY, BIG = BASE / "tiny-rand", BASE / "qwen3-0.6b-rand"
 GEMMA3, MIXTRAL = BASE / "gemma3-tiny-rand", BASE / "mixtral-tiny-rand"
 HYBRID = BASE / "qwen3.5-0.8b-rand"
+NO_MODEL = Path()  # given by --model
 FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
 SETTLE_S = 0.5
@@ -78,6 +82,10 @@ CASES = {
     "hybrid": Case(HYBRID, 8, (512, 512), (64, 64)),
     "hybrid-prompts": Case(HYBRID, 8, (512, 512), (1, 1)),
     "smallest": Case(TINY, 2, (8, 16), (4, 4)),
+    "gguf-one": Case(NO_MODEL, 1, (16, 16), (128, 128)),
+    "gguf-1024": Case(NO_MODEL, 1, (1024, 1024), (128, 128)),
+    "gguf-16": Case(NO_MODEL, 16, (16, 16), (128, 128)),
+    "gguf-prompts": Case(NO_MODEL, 4, (1024, 1024), (1, 1)),
 }
 
 
@@ -95,12 +103,15 @@ IN_PROCESS = (str(MAX_MODEL_LEN),)
 PROCESSES = (*IN_PROCESS, "--processes")
 OURS = Path(sys.executable), "generate_longshore.py"
 VLLM = BASE / "cpu/bin/python", "generate_vllm.py"
+GGUF = "llamacpp", "dequantised"  # systems for GGUF files only
 SYSTEMS = {
     "vllm": System(*VLLM, IN_PROCESS),
     "vllm_processes": System(*VLLM, PROCESSES),
     "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
     "longshore": System(*OURS, IN_PROCESS, ("vllm", "transformers")),
-    "longshore_processes": System(*OURS, PROCESSES, ("vllm_processes", "transformers")),
+    "longshore_processes": System(*OURS, PROCESSES, ("vllm_processes", "transformers", *GGUF)),
+    "dequantised": System(*OURS, (*PROCESSES, "--dequantise"), GGUF[:1]),
+    "llamacpp": System(BASE / "llamacpp/bin/python", "generate_llamacpp.py", IN_PROCESS),
 }
 
 
@@ -146,7 +157,7 @@ def random_ids(generator: np.random.Generator, length: int) -> list[int]:
 
 
 def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    case = CASES[name]
+    case = CASES[name] if options.model is None else replace(CASES[name], model=options.model)
     with ExitStack() as stack:
         systems = Systems(case.model, options.systems, options.preload, stack)
         # The same jobs for all systems, new ones in each round.
@@ -229,9 +240,11 @@ def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     arguments = report.parser(__doc__)
-    cases = [name for name in CASES if name != "smallest"]
+    cases = [name for name in CASES if name != "smallest" and not name.startswith("gguf")]
+    systems = [name for name in SYSTEMS if name not in GGUF]
     arguments.add_argument("--cases", nargs="*", choices=CASES, default=cases)
-    arguments.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    arguments.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems)
+    arguments.add_argument("--model", type=Path, help="instead of those of the cases")
     arguments.add_argument("--curves", action="store_true")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument(

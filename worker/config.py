@@ -29,6 +29,11 @@ _SIZES: Final = (
 """What the ranks and the scheduler must agree on."""
 
 
+def can_stay_quantised(device: str, dtype: str) -> bool:
+    """Whether there are kernels that compute with quantised matrices. device: its type."""
+    return device == "cpu" and dtype in ("float32", "bfloat16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(Settings):
     """What users can set of a worker: where and how it computes, and how much memory it uses."""
@@ -55,6 +60,15 @@ class WorkerSettings(Settings):
             "Model",
             "Data type of weights and KV cache. auto uses that of the checkpoint (float16 becomes "
             "float32 on a CPU).",
+        ),
+    ] = "auto"
+    quantised_weights: Annotated[
+        Literal["auto", "dequantised"],
+        Setting(
+            "Model",
+            "How a quantised model is computed. auto multiplies by its weights as they are stored "
+            "if there are kernels for their format, with the same results as if they had been "
+            "dequantised to dtype; dequantised does this once, when it loads.",
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -124,6 +138,15 @@ class WorkerSettings(Settings):
             "full block changes while a request holds it (slow; for debugging).",
         ),
     ] = False
+
+    def keeps_quantised(self, device: str, dtype: str) -> bool:
+        """Whether matrices stay quantised if there are kernels for their format. device: its type;
+        dtype: of the computation."""
+        return (
+            self.quantised_weights == "auto"
+            and self.cpu_kernels == "auto"
+            and can_stay_quantised(device, dtype)
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -152,13 +152,19 @@ class Worker:
             parallel=parallel,
         )
         # On `meta`, tensors have shapes and no memory.
-        has_checkpoint = config.load_format == "auto"
+        weights = find_weights(model_dir) if config.load_format == "auto" else None
+        build = partial(
+            build,
+            is_packed=weights is not None
+            and weights.method is not None
+            and config.keeps_quantised(self._device.type, dtype_name(self._dtype))
+            and native.native() is not None,
+        )
         shapes = build(device=torch.device("meta"))
         self.routed_experts: RoutedExpertsShape | None = None
         if config.routed_experts_fd is not None:
             self.routed_experts = shape_of_experts(shapes.routers)
             check_longest(self.routed_experts, self.max_model_len)
-        weights = find_weights(model_dir) if has_checkpoint else None
         num_bytes = weight_bytes(shapes) if weights is None else check_weights(shapes, weights)
         check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):

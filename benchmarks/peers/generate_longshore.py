@@ -1,6 +1,6 @@
 """Longshore's `LLM` with the protocol of `report.Peer`.
 
-    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes] [--grammars NAME]
+    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes] [--grammars NAME] [--dequantise]
 
 The jobs are those of generate_vllm.py; `--grammars` is `llguidance` or `xgrammar`. Without
 `--processes`, scheduler and worker run in this process. The model runs in bfloat16, with a KV cache of
@@ -28,6 +28,7 @@ def main() -> None:
     arguments.add_argument(
         "--grammars", metavar="NAME", default="auto", help="backend of structured output"
     )
+    arguments.add_argument("--dequantise", action="store_true", help="when the weights are loaded")
     options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
@@ -42,6 +43,7 @@ def main() -> None:
         max_num_seqs=256,
         num_blocks=num_blocks(options.model),
         structured_output_backend=options.grammars,
+        quantised_weights="dequantised" if options.dequantise else "auto",
     ) as llm:
         print(json.dumps({"longshore": __version__}), file=answers, flush=True)
         for line in sys.stdin:
@@ -67,7 +69,10 @@ def main() -> None:
 
 def num_blocks(model: str) -> int:
     """The number of blocks of 16 tokens that fit into KV_CACHE_BYTES, with all layers in bfloat16. If a
-    model has several KV cache groups, its blocks are smaller, and a token needs one in each group."""
+    model has several KV cache groups, its blocks are smaller, and a token needs one in each group. A
+    GGUF file, which has no such config, gets the tokens of generate_llamacpp.py."""
+    if os.path.isfile(model):
+        return 1024
     with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -18,6 +18,7 @@ from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
 from longshore.scheduler.config import CacheConfig
+from longshore.worker.config import can_stay_quantised
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
     DTYPE_BYTES,
@@ -95,14 +96,17 @@ def plan(options: CachePlanOptions) -> PlanReport:
         for name, size in ((kept, num_sharing), ("auto", num_sharing), (kept, 1))
     )
     weights = _weights(folder.path)
-    num_elements = 0 if weights is None else weights.num_elements
+    num_bytes = 0
+    if weights is not None:
+        is_packed = can_stay_quantised(resolve_device(options.device), dtype)
+        num_bytes = weights.num_bytes(DTYPE_BYTES[dtype], is_packed=is_packed)
     return PlanReport(
         model=folder.name,
         dtype=dtype,
         kv_cache_dtype=kept,
         tensor_parallel_size=options.tensor_parallel_size,
         decode_context_parallel_size=num_sharing,
-        weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
+        weight_bytes=num_bytes // options.tensor_parallel_size,
         weight_file_bytes=0 if weights is None else weights.num_file_bytes,
         quantization=None if weights is None else weights.method,
         cache=cache,
@@ -188,7 +192,7 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     shard = f", one of {num_shards} shards" if num_shards > 1 else ""
     yield f"weights in {report.dtype}{shard}", byte_size(report.weight_bytes)
     if report.quantization is not None:
-        name = f"dequantised from files in {report.quantization}"
+        name = f"from files in {report.quantization}"
         yield name, byte_size(report.weight_file_bytes)
     yield (
         "KV cache (--kv-cache-bytes)",

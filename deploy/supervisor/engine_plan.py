@@ -108,6 +108,13 @@ class EnginePlan:
         """Read from the headers of the files, once. Raises as `find_weights`."""
         return find_weights(self.model.path)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, in memory."""
+        dtype = self.identity.dtype
+        is_packed = self.options.keeps_quantised(self.device, dtype)
+        return self.weights.num_bytes(DTYPE_BYTES[dtype], is_packed=is_packed)
+
 
 def plan_engine(
     options: EngineOptions, model: ModelFolder, hash_seed: bytes | None = None
@@ -252,7 +259,7 @@ def _check_quantization(plan: EnginePlan) -> None:
             weights.method,
             dtype,
             byte_size(weights.num_file_bytes),
-            byte_size(weights.num_elements * DTYPE_BYTES[dtype]),
+            byte_size(plan.weight_bytes),
         )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 
 from longshore.deploy.supervisor.engine_plan import EnginePlan
 from longshore.protocol.errors import ConfigError
-from longshore.worker.kv_cache.plan import DTYPE_BYTES
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.host_resources import available_host_bytes
 
@@ -21,7 +20,7 @@ def check_host_memory(
     for plan in plans:
         if plan.device == "cpu" and plan.options.load_format != "dummy":
             name = f"{plan.model.name} in {plan.identity.dtype}"
-            sizes[name] = plan.weights.num_elements * DTYPE_BYTES[plan.identity.dtype]
+            sizes[name] = plan.weight_bytes
             copies[name] += 1
     needed = sum(sizes[name] * count for name, count in copies.items())
     if not needed or needed <= (available := available_bytes()):

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from longshore.worker.kernels import linear
 from longshore.worker.kernels.gate import Gate
-from longshore.worker.kernels.linear import PANEL, empty_panels, fill_panels
-from longshore.worker.kernels.native import EXPERTS, empty, native, num_threads
+from longshore.worker.kernels.linear import PackedMatrix, empty_panels, fill_panels
+from longshore.worker.kernels.native import EXPERTS, PANEL, empty, native, num_threads
+from longshore.worker.kernels.packing import native_packing
 
 
 def compute(
@@ -74,20 +75,20 @@ def supports(gate_up: Tensor, down: Tensor) -> bool:
     return linear.supports(gate_up[0]) and linear.supports(down[0])
 
 
-def pack_gate_up(gate_up: Tensor, gate: Gate) -> Tensor:
-    """A copy in panels of `PANEL` rows: the gate rows of PANEL / 2 outputs, then their up rows.
-    Each half is padded with zeros. gate_up: see `supports`."""
-    return _pack(gate_up, _gate_order(gate_up.shape[1] // 2, gate.is_interleaved))
+def pack_gate_up(gate_up: Tensor, gate: Gate) -> PackedMatrix:
+    """A copy in panels of `PANEL` rows, in the order of `gate_order`. gate_up: see `supports`."""
+    return _pack(gate_up, gate_order(gate_up.shape[1] // 2, gate))
 
 
-def pack_down(down: Tensor) -> Tensor:
+def pack_down(down: Tensor) -> PackedMatrix:
     """A copy in panels of `PANEL` rows, padded with zeros. down: see `supports`."""
-    return _pack(down, torch.arange(down.shape[1]))
+    return _pack(down, down_order(down.shape[1]))
 
 
 class PackedExperts:
-    """gate_up, down:        results of `pack_gate_up` and `pack_down`.
-    width, size:             sizes of the original matrices.
+    """gate_up, down:        those of all experts below each other, as `pack_gate_up` and
+                             `pack_down` make them, or quantised in the same orders of rows.
+    num_experts, width, size: the shapes of the original matrices.
     gate_up_bias, down_bias: (num_experts, 2 * width), (num_experts, size); each may be None.
     gate:                    the activation, and the order of gate and up rows.
     weighs_inputs:           routing weights multiply the inputs of experts, not their outputs.
@@ -95,20 +96,21 @@ class PackedExperts:
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: PackedMatrix,
+        down: PackedMatrix,
         gate: Gate,
         *,
+        num_experts: int,
         width: int,
         size: int,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         weighs_inputs: bool = False,
     ) -> None:
-        self._num_experts, self._size, self._width = len(down), size, width
+        self._num_experts, self._size, self._width = num_experts, size, width
         self._dtype, self._gate, self._weighs_inputs = down.dtype, gate, weighs_inputs
         self._gate_up, self._down = gate_up, down
-        order = _gate_order(width, gate.is_interleaved)
+        order = gate_order(width, gate)
         self._gate_up_bias = None if gate_up_bias is None else _take(gate_up_bias.t(), order).t()
         self._down_bias = down_bias
         if self._gate_up_bias is not None:
@@ -136,7 +138,10 @@ class PackedExperts:
         hidden = empty((num_rows, self._width), x.dtype)
         is_sorted = empty((1 + 2 * self._num_experts + num_rows,), torch.int64)
         out = empty((num_tokens, self._size), x.dtype)
-        expert_bytes = (self._gate_up.nbytes + self._down.nbytes) // self._num_experts
+        expert_bytes = (self._gate_up.panels.nbytes + self._down.panels.nbytes) // self._num_experts
+        groups, packings = zip(
+            native_packing(self._gate_up.packing), native_packing(self._down.packing), strict=True
+        )
         kernels.run(
             "experts",
             x.dtype,
@@ -144,8 +149,8 @@ class PackedExperts:
                 x.data_ptr(),
                 weights.data_ptr(),
                 chosen.data_ptr(),
-                self._gate_up.data_ptr(),
-                self._down.data_ptr(),
+                self._gate_up.panels.data_ptr(),
+                self._down.panels.data_ptr(),
                 0 if self._gate_up_bias is None else self._gate_up_bias.data_ptr(),
                 0 if self._down_bias is None else self._down_bias.data_ptr(),
                 0 if shared is None else shared.data_ptr(),
@@ -159,6 +164,8 @@ class PackedExperts:
                 self._size,
                 self._width,
                 x.stride(0),
+                *groups,
+                *packings,
                 *self._gate.native,
                 self._weighs_inputs,
                 num_threads(num_rows * expert_bytes),
@@ -191,12 +198,19 @@ def _check(
         raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
 
 
-def _gate_order(width: int, is_interleaved: bool) -> Tensor:
-    """The row of `gate_up` for each row of its panels; -1 is padding."""
+def down_order(size: int) -> Tensor:
+    """The row of an expert's `down` for each row of its panels; -1 is padding."""
+    rows = torch.arange(-(-size // PANEL) * PANEL)
+    return torch.where(rows < size, rows, -1)
+
+
+def gate_order(width: int, gate: Gate) -> Tensor:
+    """The same of its `gate_up`: in each panel the gate rows of PANEL / 2 outputs, then their up
+    rows."""
     half = PANEL // 2
     columns = torch.arange(-(-width // half) * half).view(-1, 1, half)
     both = torch.tensor([0, 1]).view(2, 1)
-    rows = 2 * columns + both if is_interleaved else columns + width * both
+    rows = 2 * columns + both if gate.is_interleaved else columns + width * both
     return torch.where(columns < width, rows, -1).flatten()
 
 
@@ -207,14 +221,11 @@ def _take(rows: Tensor, order: Tensor) -> Tensor:
     return taken
 
 
-def _pack(matrices: Tensor, order: Tensor) -> Tensor:
-    """Pack matrices, (num_experts, rows, columns), to (num_experts, panels, ...). Needs temporary
-    memory for one expert at a time."""
+def _pack(matrices: Tensor, order: Tensor) -> PackedMatrix:
+    """Pack matrices, (num_experts, rows, columns), below each other. Needs temporary memory for one
+    expert at a time."""
     num_experts, _, num_columns = matrices.shape
-    panels = empty_panels(
-        num_experts * -(-len(order) // PANEL) * PANEL, num_columns, matrices.dtype
-    )
-    packed = panels.unflatten(0, (num_experts, -1))
-    for matrix, panels in zip(matrices, packed, strict=True):
-        fill_panels(panels, _take(matrix, order))
-    return packed
+    panels = empty_panels(num_experts * len(order), num_columns, matrices.dtype)
+    for matrix, part in zip(matrices, panels.unflatten(0, (num_experts, -1)), strict=True):
+        fill_panels(part, _take(matrix, order))
+    return PackedMatrix(panels, None, num_experts * len(order), num_columns, matrices.dtype)

@@ -28,10 +28,13 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """Minimum work per thread: waking a thread takes about a microsecond."""
 
-INTERFACE: Final = 6
+INTERFACE: Final = 7
 """Version of native/calls.h; raise both with every change."""
 
-INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
+PANEL: Final = 32
+"""Outputs of a matrix that are packed together, as in native/calls.h."""
+
+INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of library.cpp, each better than the one before."""
 
 
@@ -56,6 +59,7 @@ class _Variant(ctypes.Structure):
         ("paged_attention", _two * 2),
         ("argmax", _one * 1),
         ("linear", _one * 2),
+        ("look_up", _one * 2),
         ("route", _one * 2),
         ("experts", _one * 2),
         ("delta_step", _one * 2),
@@ -79,6 +83,7 @@ class Native:
     paged_attention: Any
     argmax: Any
     linear: Any
+    look_up: Any
     route: Any
     experts: Any
     delta_step: Any
@@ -88,8 +93,8 @@ class Native:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the instruction set has bfloat16 products, and therefore a `linear`."""
-        return bool(self.linear[DTYPES[torch.bfloat16]])
+        """Whether the instruction set has products of bfloat16, and plain panels of it."""
+        return self.instruction_set in ("avx512bf16", "amx")
 
     def run(self, kernel: str, dtype: torch.dtype, *arguments: bytes) -> None:
         """Call a kernel. If a graph is being captured, the call is recorded; a kernel that cannot
@@ -113,10 +118,11 @@ class Recorder(Protocol):
 RMS_NORM: Final = struct.Struct("@PPPPqqqqqfii")
 GATE: Final = struct.Struct("@PPqqqiffi")
 ARGMAX: Final = struct.Struct("@PPPqqqi")
-LINEAR: Final = struct.Struct("@PPPPqqqqi")
+LINEAR: Final = struct.Struct("@4P6qii")
+LOOK_UP: Final = struct.Struct("@3P3qii")
 ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfii")
 ROUTE: Final = struct.Struct("@7P7qfiii")
-EXPERTS: Final = struct.Struct("@12P6qiffii")
+EXPERTS: Final = struct.Struct("@12P8qiiiffii")
 STATE_STEP: Final = struct.Struct("@11P13q")  # followed by the rest of one of these:
 DELTA_STEP: Final = struct.Struct("@4P6qf")
 MAMBA_STEP: Final = struct.Struct("@4P5q")

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.kernels.embedding import embed_part
+from longshore.worker.kernels.embedding import embed_part, look_up
 from longshore.worker.kernels.logits import to_logits
 from longshore.worker.layers.matrix import Matrix
 from longshore.worker.layers.placement import Placement
@@ -29,11 +28,9 @@ class VocabShare:
         first = min(vocab_size, parallel.shard * num_rows)
         return cls(vocab_size, num_rows, first, min(num_rows, vocab_size - first))
 
-    def table(self, hidden_size: int, placement: Placement) -> Tensor:
-        """(num_rows, hidden_size), to be filled; padding rows are zero."""
-        table = placement.empty(self.num_rows, hidden_size)
-        table[self.num_tokens :].zero_()
-        return table
+    def clear_padding(self, matrix: Matrix) -> None:
+        """Padding rows are zero. matrix: before it is filled."""
+        matrix.stored[self.num_tokens :].zero_()
 
     def stored(self, table: Tensor) -> StoredTensor:
         """The checkpoint's table, of which `table` holds this share."""
@@ -42,23 +39,31 @@ class VocabShare:
 
 
 class VocabParallelEmbedding:
-    """weight: (num_rows, hidden_size), a vector per token of this rank."""
+    """matrix: (num_rows, hidden_size), a vector per token of this rank."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         self._parallel = placement.parallel
         self._share = VocabShare.of(placement.parallel, vocab_size)
-        self.weight = self._share.table(hidden_size, placement)
+        self.matrix = Matrix(
+            self._share.num_rows, hidden_size, placement, is_table=True, is_multiplied=False
+        )
+        self._share.clear_padding(self.matrix)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids: (n,) int32 or int64 -> (n, hidden_size)."""
         if self._parallel.num_shards == 1:
-            return F.embedding(token_ids, self.weight)
+            return look_up(token_ids, self.matrix.table)
         share = self._share
-        vectors = embed_part(token_ids, self.weight, share.first, share.num_tokens)
+        vectors = embed_part(token_ids, self.matrix.table, share.first, share.num_tokens)
         return self._parallel.all_reduce(vectors)
 
+    @property
+    def weight(self) -> Tensor:
+        """The floats, unless the table is quantised."""
+        return self.matrix.weight
+
     def stored(self) -> StoredTensor:
-        return self._share.stored(self.weight)
+        return self._share.stored(self.matrix.stored)
 
 
 class OutputHead:
@@ -75,8 +80,12 @@ class OutputHead:
         self._parallel = placement.parallel
         self._share = VocabShare.of(placement.parallel, vocab_size)
         self.is_tied = tied_to is not None
-        table = self._share.table(hidden_size, placement) if tied_to is None else tied_to.weight
-        self._matrix = Matrix(table, placement)
+        if tied_to is None:
+            self._matrix = Matrix(self._share.num_rows, hidden_size, placement)
+            self._share.clear_padding(self._matrix)
+        else:
+            self._matrix = tied_to.matrix
+            self._matrix.is_multiplied = True
 
     def __call__(self, hidden: Tensor, *, scale: float = 1.0, cap: float | None = None) -> Tensor:
         """hidden: (n, hidden_size) -> (n, vocab_size) float32, over all shards. scale, cap: see

@@ -24,7 +24,7 @@ class LatentAttention:
     the cached vector.
 
     Heads are divided among the shards; the projection to the latents is not, so every shard caches
-    the same vectors. After loading, rotary rows are reordered as the kernels need them: the halves
+    the same vectors. Rotary rows are reordered as the kernels need them: the halves
     of rotated pairs apart and, in the queries, the rotary parts of all heads first.
     """
 
@@ -33,7 +33,6 @@ class LatentAttention:
         heads = placement.parallel.share(config.num_heads)
         self._heads = heads
         self.num_heads = heads.stop - heads.start
-        placement.when_loaded(self._reorder)  # registered first: it must run before packing
         queries = Columns.of_heads(heads, config.num_heads, config.qk_head_dim)
         cached = _all(config.kv_lora_rank + config.qk_rope_head_dim)
         rank = config.q_lora_rank
@@ -61,6 +60,7 @@ class LatentAttention:
             bias=config.out_bias,
             placement=placement,
         )
+        self._reorder()
 
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
@@ -122,21 +122,15 @@ class LatentAttention:
         )
         cached = torch.cat((latents, self._halves(rope)))
         if self.q_up is not None:
-            _reorder_rows(self.q_up, queries)
+            self.q_up.reorder(queries)
             queries = torch.arange(self.down.weight.stored.shape[0] - len(cached))
-        _reorder_rows(self.down, torch.cat((queries, len(queries) + cached)))
+        self.down.reorder(torch.cat((queries, len(queries) + cached)))
 
     def _halves(self, rope: Tensor) -> Tensor:
         """(..., rope_dim) -> the same shape, the first elements of all pairs before the second."""
         if not self._config.rope_interleave:
             return rope
         return torch.cat((rope[..., 0::2], rope[..., 1::2]), dim=-1)
-
-
-def _reorder_rows(linear: ColumnParallelLinear, order: Tensor) -> None:
-    stored = [linear.weight.stored] + ([] if linear.bias is None else [linear.bias])
-    for tensor in stored:
-        tensor.copy_(tensor[order.to(tensor.device)])
 
 
 def _all(size: int) -> Columns:

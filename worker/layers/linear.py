@@ -6,6 +6,7 @@ divided by output columns, those out of it by input rows, followed by one all-re
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -44,6 +45,10 @@ def stacked(local: Tensor, columns: Sequence[Columns]) -> StoredTensor:
     return StoredTensor((start, *local.shape[1:]), parts)
 
 
+def _reorder(tensor: Tensor, order: Tensor) -> None:
+    tensor.copy_(tensor[order.to(tensor.device)])
+
+
 class ColumnParallelLinear:
     """Several maps y = x W^T + b of one input, concatenated; each rank computes some outputs.
 
@@ -61,9 +66,9 @@ class ColumnParallelLinear:
         """bias: whether all maps, or each of them, have a bias. If only some do, the others get
         zeros."""
         num_local = sum(column.num_local for column in columns)
-        self._columns = columns
+        self._columns, self._placement = columns, placement
         self._has_bias = [bias] * len(columns) if isinstance(bias, bool) else list(bias)
-        self.weight = Matrix(placement.empty(num_local, in_features), placement)
+        self.weight = Matrix(num_local, in_features, placement)
         self.bias = placement.empty(num_local) if any(self._has_bias) else None
         if self.bias is not None and not all(self._has_bias):
             self.bias.zero_()
@@ -71,6 +76,12 @@ class ColumnParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, in_features) -> (n, local outputs)."""
         return self.weight.product(x, self.bias)
+
+    def reorder(self, order: Tensor) -> None:
+        """Output i is output order[i] of what is stored. order: (local outputs,) int64."""
+        self.weight.reorder(order)
+        if self.bias is not None:
+            self._placement.when_loaded(partial(_reorder, self.bias, order))
 
     def checkpoint_tensors(self, names: Sequence[str]) -> StoredTensors:
         """names: one per map, or a single one if the checkpoint stacks them too."""
@@ -112,7 +123,7 @@ class RowParallelLinear:
         self._has_bias = bias
         self._out_features = out_features
         num_local = self._local.stop - self._local.start
-        self.weight = Matrix(placement.empty(out_features, num_local), placement)
+        self.weight = Matrix(out_features, num_local, placement)
         self.bias = placement.empty(out_features) if bias and self._parallel.shard == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longshore.worker.kernels import experts as kernel
 from longshore.worker.kernels.gate import SILU, Gate
+from longshore.worker.kernels.linear import can_be_plain
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.mlp import ACTIVATIONS, UngatedActivation
@@ -80,8 +81,16 @@ class Experts:
         self._share = placement.parallel.share(width)
         self._ids = torch.arange(num_experts, device=placement.device)
         num_local = self._share.stop - self._share.start
-        self.gate_up = ExpertMatrices(num_experts, 2 * num_local, hidden_size, placement)
-        self.down = ExpertMatrices(num_experts, hidden_size, num_local, placement)
+        self.gate_up = ExpertMatrices(
+            num_experts,
+            2 * num_local,
+            hidden_size,
+            placement,
+            kernel.gate_order(num_local, form.gate),
+        )
+        self.down = ExpertMatrices(
+            num_experts, hidden_size, num_local, placement, kernel.down_order(hidden_size)
+        )
         self.gate_up_bias = placement.empty(num_experts, 2 * num_local) if form.bias else None
         adds_bias = form.bias and placement.parallel.shard == 0
         self.down_bias = placement.empty(num_experts, hidden_size) if adds_bias else None
@@ -90,25 +99,39 @@ class Experts:
 
     def _lay_out(self) -> None:
         form, width = self._form, self._share.stop - self._share.start
-        if not kernel.supports(self.gate_up.all_stored, self.down.all_stored):
+        if not self._is_for_kernel():
+            self.gate_up.dequantise()
+            self.down.dequantise()
             self.gate_up.pack()
             self.down.pack()
             return
         # Pack one after the other, so that never both are in memory twice.
-        gate_up = kernel.pack_gate_up(self.gate_up.all_stored, form.gate)
-        self.gate_up.release()
-        down = kernel.pack_down(self.down.all_stored)
-        self.down.release()
+        gate_up = self.gate_up.quantised
+        if gate_up is None:
+            gate_up = kernel.pack_gate_up(self.gate_up.weights, form.gate)
+            self.gate_up.release()
+        down = self.down.quantised
+        if down is None:
+            down = kernel.pack_down(self.down.weights)
+            self.down.release()
         self._packed = kernel.PackedExperts(
             gate_up,
             down,
             form.gate,
+            num_experts=len(self._ids),
             width=width,
             size=self._size,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             weighs_inputs=form.weighs_inputs,
         )
+
+    def _is_for_kernel(self) -> bool:
+        both = self.gate_up, self.down
+        floats = [each.weights for each in both if each.quantised is None]
+        if len(floats) < len(both):
+            return all(can_be_plain(weight[0]) for weight in floats)
+        return kernel.supports(*floats)
 
     def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
         """x: (n, hidden_size) -> the same shape: this shard's part of the sum over the chosen
@@ -120,8 +143,8 @@ class Experts:
                 x,
                 *routed,
                 shared,
-                self.gate_up.all_stored,
-                self.down.all_stored,
+                self.gate_up.weights,
+                self.down.weights,
                 self._form.gate,
                 gate_up_bias=self.gate_up_bias,
                 down_bias=self.down_bias,

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.linear import PackedMatrix
+from longshore.worker.layers.matrix_memory import ReadRows
 from longshore.worker.layers.placement import Placement
 
 _MIN_PACKED: Final = 1 << 18
@@ -24,31 +26,74 @@ class ExpertMatrices:
     a long prefill, and for few rows reading the matrix takes most of the time.
     """
 
-    def __init__(self, num_experts: int, rows: int, columns: int, placement: Placement) -> None:
-        self._stored: Tensor | None = placement.empty(num_experts, rows, columns)
+    def __init__(
+        self,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        placement: Placement,
+        order: Tensor | None = None,
+    ) -> None:
+        """order: of an expert's rows, if they may stay quantised, see `PackedExperts`; a negative
+        one is padding."""
+        self._shape = num_experts, rows, columns
+        self._order = order
+        read = None if order is None else self._read
+        self._memory = placement.matrix(num_experts * rows, columns, read)
+        self.quantised: PackedMatrix | None = None
         self._packed: list[Tensor] = []
-        self._is_grouped = _can_group(self._stored)
+        self._is_grouped = _can_group(self._memory.tensor.view(self._shape))
 
     @property
     def all_stored(self) -> Tensor:
         """(num_experts, rows, columns): the memory to fill."""
-        assert self._stored is not None, "the matrices have already been packed"
-        return self._stored
+        return self._memory.tensor.view(self._shape)
+
+    @property
+    def weights(self) -> Tensor:
+        """The same, once it is filled with floats."""
+        return self._memory.floats().view(self._shape)
 
     def stored(self, expert: int) -> Tensor:
-        """(rows, columns) of one of them."""
+        """(rows, columns) of one of them, to fill."""
         return self.all_stored[expert]
+
+    def _read(self, read: ReadRows) -> None:
+        """Pack matrices that are quantised, all in the same format, below each other."""
+        assert self._order is not None
+        num_experts, rows, _ = self._shape
+        firsts = rows * torch.arange(num_experts).view(-1, 1)
+        order = torch.where(self._order < 0, -1, firsts + self._order).flatten()
+        segments = self._memory.segments(order)
+        if len(segments) > 1:
+            self._memory.dequantise(read)
+            return
+        self.quantised = self._memory.pack(read, segments[0], order)
+        self._memory.release()
+
+    def dequantise(self) -> None:
+        """Turn quantised matrices into floats."""
+        if self.quantised is not None:
+            assert self._order is not None
+            num_experts, rows, _ = self._shape
+            firsts = len(self._order) * torch.arange(num_experts).view(-1, 1)
+            places = torch.empty(rows, dtype=torch.int64)
+            kept = (self._order >= 0).nonzero().flatten()
+            places[self._order[kept]] = kept
+            found = self.quantised.rows((firsts + places).flatten())
+            self._memory.floats().copy_(found)
+            self.quantised = None
 
     def pack(self) -> None:
         """Pack the matrices if that is faster. Called once all are filled."""
-        if _can_pack(self.all_stored):
+        if _can_pack(self.weights):
             linear = torch.ops.mkldnn._reorder_linear_weight
-            self._packed = [linear(matrix) for matrix in self.all_stored]
-            self._stored = None
+            self._packed = [linear(matrix) for matrix in self.weights]
+            self.release()
 
     def release(self) -> None:
         """Free the stored matrices, which the caller has packed elsewhere."""
-        self._stored = None
+        self._memory.release()
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: (n, columns), sorted by expert; ends: (num_experts,) int32, end of each expert's rows.
@@ -60,8 +105,8 @@ class ExpertMatrices:
                 [linear(rows, self._packed[i], None, "none", [], "") for i, rows in pieces]
             )
         if self._is_grouped:
-            return F.grouped_mm(x, self.all_stored.transpose(1, 2), offs=ends)
-        return torch.cat([F.linear(rows, self.stored(i)) for i, rows in _pieces(x, ends)])
+            return F.grouped_mm(x, self.weights.transpose(1, 2), offs=ends)
+        return torch.cat([F.linear(rows, self.weights[i]) for i, rows in _pieces(x, ends)])
 
 
 def _pieces(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:

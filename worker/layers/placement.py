@@ -6,21 +6,39 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from longshore.worker.layers.matrix_memory import MatrixMemory, ReadRows
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Passed to every layer of a model at construction."""
+    """Passed to every layer of a model at construction.
+
+    is_packed: whether matrices stay in the format of a quantised checkpoint where they can.
+    """
 
     dtype: torch.dtype
     device: torch.device
     parallel: Parallel = ALONE
+    is_packed: bool = False
+    memories: list[MatrixMemory] = field(default_factory=list)
     _when_loaded: list[Callable[[], None]] = field(default_factory=list)
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised memory for a weight, filled by the loader."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(
+        self, rows: int, columns: int, read: Callable[[ReadRows], None] | None
+    ) -> MatrixMemory:
+        """Memory for the weights of a matrix. read: packs rows that stay as they are in the files;
+        None: they become floats."""
+        memory = MatrixMemory(
+            rows, columns, self.dtype, self.device, read if self.is_packed else None
+        )
+        if memory.read is not None:
+            self.memories.append(memory)
+        return memory
 
     def when_loaded(self, action: Callable[[], None]) -> None:
         """Register an action to call once all weights are filled. Actions run in order."""

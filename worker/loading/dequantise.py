@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from longshore.worker.errors import BrokenCheckpoint
+from longshore.worker.kernels.packing import FP4_VALUES
 from longshore.worker.loading.quantised_tensor import Blocks, Coding, Numbers, QuantisedTensor
 from longshore.worker.loading.stored_weights import ReadTensor
 
 _CHUNK: Final = 1 << 22  # numbers whose intermediate results are in memory at once
 _WORD_BITS: Final = 32
-_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise(tensor: QuantisedTensor, index: tuple[slice, ...], read: ReadTensor) -> Tensor:
@@ -33,11 +33,11 @@ def dequantise(tensor: QuantisedTensor, index: tuple[slice, ...], read: ReadTens
     for begin in range(0, sizes[-2], step):
         end = min(sizes[-2], begin + step)
         part = slice(rows.start + begin, rows.start + end)
-        values[..., begin:end, :] = _Matrix(tensor, leading, read)(part, columns)
+        values[..., begin:end, :] = StoredMatrix(tensor, leading, read)(part, columns)
     return values.transpose(-1, -2) if tensor.is_transposed else values
 
 
-class _Matrix:
+class StoredMatrix:
     """Reads parts of the matrices of a tensor. leading: of its leading dimensions."""
 
     def __init__(self, tensor: QuantisedTensor, leading: Sequence[slice], read: ReadTensor) -> None:
@@ -45,15 +45,18 @@ class _Matrix:
 
     def __call__(self, rows: slice, columns: slice) -> Tensor:
         tensor = self._tensor
-        values = self._numbers(tensor.numbers, rows, columns)
+        values = self.numbers(tensor.numbers, rows, columns)
         if tensor.zeros is not None:
             values = values.sub_(self._of_blocks(tensor.zeros, rows, columns))
-        scales = self._of_blocks(tensor.scales, rows, columns)
-        if tensor.divisor is not None:
-            scales = scales / self._read(tensor.divisor, ()).float()
-        if tensor.factor is not None:
-            scales = scales * self._read(tensor.factor, ()).float()
-        return values.mul_(scales)
+        return values.mul_(self.scaled(self._of_blocks(tensor.scales, rows, columns)))
+
+    def scaled(self, scales: Tensor) -> Tensor:
+        """By the scale of all scales."""
+        if self._tensor.divisor is not None:
+            scales = scales / self._read(self._tensor.divisor, ()).float()
+        if self._tensor.factor is not None:
+            scales = scales * self._read(self._tensor.factor, ()).float()
+        return scales
 
     def _of_blocks(self, blocks: Blocks, rows: slice, columns: slice) -> Tensor:
         """The number of the block of each element, in a shape that broadcasts to them."""
@@ -67,7 +70,7 @@ class _Matrix:
         if groups is not None:
             dim = self._tensor.groups_dim
             covering[dim] = slice(0, numbers.shape[dim])
-        found = self._numbers(numbers, *covering)
+        found = self.numbers(numbers, *covering)
         for dim, (part, size) in enumerate(zip(wanted, blocks.block, strict=True)):
             if groups is not None and dim == self._tensor.groups_dim:
                 found = found.index_select(dim - 2, groups)
@@ -92,8 +95,8 @@ class _Matrix:
             )
         return groups
 
-    def _numbers(self, numbers: Numbers, rows: slice, columns: slice) -> Tensor:
-        """In float32."""
+    def numbers(self, numbers: Numbers, rows: slice, columns: slice) -> Tensor:
+        """In float32, or codes of the coding."""
         if numbers.num_dims == 0:
             found = self._read(numbers.name, ()).reshape(1, 1)
             return _DECODE[numbers.coding](found, numbers)
@@ -115,10 +118,14 @@ def _plain(found: Tensor, numbers: Numbers) -> Tensor:
     return found.to(torch.float32)
 
 
+def _bytes(found: Tensor, numbers: Numbers) -> Tensor:
+    return found.view(torch.uint8)
+
+
 def _exponents(found: Tensor, numbers: Numbers) -> Tensor:
     """The exponent of a float32 has the same bias; the smallest one is that of subnormal numbers,
     with half of its range."""
-    exponents = found.view(torch.uint8).to(torch.int32)
+    exponents = _bytes(found, numbers).to(torch.int32)
     return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
 
 
@@ -141,13 +148,14 @@ def _integers(words: Tensor, numbers: Numbers) -> Tensor:
     return found.flatten(-2).to(torch.float32).add_(numbers.offset)
 
 
-def _fp4(found: Tensor, numbers: Numbers) -> Tensor:
+def _fp4_codes(found: Tensor, numbers: Numbers) -> Tensor:
     """Along the last dimension, or the last two."""
-    values = torch.tensor((*_FP4, *(-value for value in _FP4)))
-    codes = torch.stack((found & 0xF, found >> 4), dim=-1).flatten(
-        -3 if numbers.num_dims == 3 else -2
-    )
-    return values[codes.long()]
+    codes = torch.stack((found & 0xF, found >> 4), dim=-1)
+    return codes.flatten(-3 if numbers.num_dims == 3 else -2)
+
+
+def _fp4(found: Tensor, numbers: Numbers) -> Tensor:
+    return FP4_VALUES[_fp4_codes(found, numbers).long()]
 
 
 _DECODE: Final[dict[Coding, Callable[[Tensor, Numbers], Tensor]]] = {
@@ -155,4 +163,6 @@ _DECODE: Final[dict[Coding, Callable[[Tensor, Numbers], Tensor]]] = {
     "exponent": _exponents,
     "integers": _integers,
     "fp4": _fp4,
+    "bytes": _bytes,
+    "fp4_codes": _fp4_codes,
 }

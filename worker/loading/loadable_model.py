@@ -1,7 +1,9 @@
 """The interface of a model that the weight loader needs."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from longshore.worker.layers.matrix_memory import MatrixMemory
 from longshore.worker.layers.stored_tensor import StoredTensors
 
 
@@ -10,6 +12,11 @@ class LoadableModel(Protocol):
 
     def checkpoint_tensors(self) -> StoredTensors:
         """The memory of each tensor, by name."""
+        ...
+
+    @property
+    def memories(self) -> Sequence[MatrixMemory]:
+        """Those that may stay quantised."""
         ...
 
     def is_redundant(self, name: str) -> bool:

@@ -6,6 +6,7 @@ read (`checkpoint.py`); `check_weights` checks it before memory is allocated.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -15,10 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.layers.matrix_memory import MatrixMemory, Source
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.checkpoint import Checkpoint, match_checkpoint
 from longshore.worker.loading.loadable_model import LoadableModel
-from longshore.worker.loading.stored_weights import ReadTensor, StoredWeights
+from longshore.worker.loading.stored_weights import StoredWeights, WeightReader
 from longshore.worker.process.byte_size import byte_size
 
 logger = logging.getLogger(__name__)
@@ -64,16 +66,25 @@ def fill_at_random(model: LoadableModel) -> None:
 
 
 def weight_bytes(model: LoadableModel) -> int:
-    """Bytes of the weights of this rank; the model may be on torch's device `meta`."""
+    """Bytes of the weights of this rank as floats; the model may be on torch's device `meta`."""
     tensors = model.checkpoint_tensors().values()
     return sum(target.nbytes for stored in tensors for target, _ in stored.parts)
 
 
 def check_weights(model: LoadableModel, weights: StoredWeights) -> int:
-    """Check that the checkpoint fits `model`, as `load_weights` does, without
-    touching the model's memory: it may be on torch's device `meta`. Returns `weight_bytes`."""
-    _match(model, weights)
-    return weight_bytes(model)
+    """Check that the checkpoint fits `model`, as `load_weights` does, without touching the model's
+    memory: it may be on torch's device `meta`. Returns the bytes of this rank's weights, of which
+    some may stay quantised."""
+    checkpoint, tensors = _match(model, weights)
+    memories = _Memories(model)
+    num_bytes = 0
+    with weights.reader() as read:
+        for name, stored in checkpoint.names.items():
+            for target, index in tensors[name].parts if name in tensors else ():
+                memory, shape = memories.of(target), tensors[name].shape
+                found = _quantised(memory, read, stored, shape, target, index)
+                num_bytes += target.nbytes if found is None else found.num_bytes
+    return num_bytes
 
 
 def _match(model: LoadableModel, weights: StoredWeights) -> tuple[Checkpoint, StoredTensors]:
@@ -96,33 +107,94 @@ def _fill(
         unit="tensor",
         disable=None if show_progress is None else not show_progress,
     )
+    memories = _Memories(model)
     num_bytes = 0
     with bar, weights.reader() as read:
         for name, stored in checkpoint.names.items():
             if name in tensors:
-                num_bytes += _copy_tensor(read, stored, tensors[name])
+                num_bytes += _copy_tensor(memories, read, stored, tensors[name])
                 bar.update()
+        for memory in model.memories:
+            if memory.is_quantised and memory.read is not None:
+                memory.read(read.rows)
         _check_copies(model, checkpoint, read, tensors)
     return len(tensors), num_bytes
 
 
-def _copy_tensor(read: ReadTensor, name: str, stored: StoredTensor) -> int:
-    """Copy one tensor into the model; returns the bytes loaded. name: in the checkpoint."""
-    for target, index in _chunks(stored):
-        target.copy_(read(name, index))
-    return sum(target.nbytes for target, _ in stored.parts)
+class _Memories:
+    """Finds the matrix of which a target is a part."""
+
+    def __init__(self, model: LoadableModel) -> None:
+        self._by_storage = {_storage(memory.tensor): memory for memory in model.memories}
+
+    def of(self, target: Tensor) -> MatrixMemory | None:
+        return self._by_storage.get(_storage(target))
+
+
+def _storage(tensor: Tensor) -> int:
+    """The same for all views of a tensor, also on the device `meta`."""
+    return tensor.untyped_storage()._cdata
+
+
+def _copy_tensor(memories: _Memories, read: WeightReader, name: str, stored: StoredTensor) -> int:
+    """Copy one tensor into the model, or note where rows that stay quantised are; returns their
+    bytes. name: in the checkpoint."""
+    num_bytes = 0
+    for target, index in stored.parts:
+        memory = memories.of(target)
+        found = _quantised(memory, read, name, stored.shape, target, index)
+        if memory is not None and found is not None:
+            memory.add(found)
+            num_bytes += found.num_bytes
+            continue
+        num_bytes += target.nbytes
+        if memory is not None:
+            target = memory.target(target)
+        for part, part_index in _chunks(stored.shape, target, index):
+            part.copy_(read(name, part_index))
+    return num_bytes
+
+
+def _quantised(
+    memory: MatrixMemory | None,
+    read: WeightReader,
+    name: str,
+    shape: tuple[int, ...],
+    target: Tensor,
+    index: tuple[slice, ...],
+) -> Source | None:
+    """The rows of a matrix that are `stored[index]`, if they can stay quantised. shape: of what is
+    stored under this name."""
+    form = None if memory is None else read.form(name)
+    if memory is None or form is None:
+        return None
+    rows = memory.rows_of(target, form.column_dim)
+    parts = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=False)]
+    parts += [slice(0, size) for size in shape[len(index) :]]
+    columns = parts.pop(form.column_dim)
+    span = form.packing.span
+    if rows is None or columns.start % span or columns.stop % span:
+        return None
+    grid = list(shape)
+    grid.pop(form.column_dim)
+    stored_rows = torch.arange(math.prod(grid)).view(grid)[tuple(parts)]
+    if stored_rows.shape != rows.shape:
+        return None
+    return Source(form.packing, name, rows, stored_rows, columns)
 
 
 def _check_copies(
-    model: LoadableModel, checkpoint: Checkpoint, read: ReadTensor, tensors: StoredTensors
+    model: LoadableModel, checkpoint: Checkpoint, read: WeightReader, tensors: StoredTensors
 ) -> None:
     for name, stored in checkpoint.names.items():
         original = None if name in tensors else model.copy_of(name)
         if original not in tensors:
             continue
         weight = checkpoint.weights.tensors[stored]
-        if weight.shape != tensors[original].shape or not _is_copy(read, stored, tensors[original]):
-            other = checkpoint.layout.stored_name(original)
+        other = checkpoint.layout.stored_name(original)
+        if weight.shape != tensors[original].shape or not _is_copy(
+            read, stored, other, tensors[original]
+        ):
             raise UnsupportedModel(
                 f"{weight.path}: {stored} differs from {other}, but config.json ties the two, so "
                 "one of them would be ignored. Set tie_word_embeddings to false in config.json to "
@@ -130,26 +202,28 @@ def _check_copies(
             )
 
 
-def _is_copy(read: ReadTensor, name: str, original: StoredTensor) -> bool:
+def _is_copy(read: WeightReader, name: str, original: str, stored: StoredTensor) -> bool:
     return all(
-        torch.equal(read(name, index).to(target.device, target.dtype), target)
-        for target, index in _chunks(original)
+        torch.equal(*(read(each, index).to(target.dtype) for each in (name, original)))
+        for part in stored.parts
+        for target, index in _chunks(stored.shape, *part)
     )
 
 
-def _chunks(stored: StoredTensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """The parts of a tensor, some rows at a time: a bound of the memory that reading needs, which
-    the checks before it do not count."""
-    for target, index in stored.parts:
-        bounds = [range(size)[part] for size, part in zip(stored.shape, index, strict=False)]
-        shape = (*map(len, bounds), *stored.shape[len(index) :])
-        if not index or shape != target.shape:  # another one broadcasts to the target
-            yield target, index
-            continue
-        step = max(1, _CHUNK * len(target) // max(1, target.numel()))
-        for first in range(0, len(target), step):
-            rows = bounds[0][first : first + step]
-            yield (
-                target[first : first + step],
-                (slice(rows.start, rows.stop, rows.step), *index[1:]),
-            )
+def _chunks(
+    shape: tuple[int, ...], target: Tensor, index: tuple[slice, ...]
+) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """A part of a stored tensor, some rows at a time: a bound of the memory that reading needs,
+    which the checks before it do not count."""
+    bounds = [range(size)[part] for size, part in zip(shape, index, strict=False)]
+    wanted = (*map(len, bounds), *shape[len(index) :])
+    if not index or wanted != target.shape:  # another one broadcasts to the target
+        yield target, index
+        return
+    step = max(1, _CHUNK * len(target) // max(1, target.numel()))
+    for first in range(0, len(target), step):
+        rows = bounds[0][first : first + step]
+        yield (
+            target[first : first + step],
+            (slice(rows.start, rows.stop, rows.step), *index[1:]),
+        )

@@ -8,9 +8,12 @@ perhaps a zero point for each block. Every format here is of this form:
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-Coding: TypeAlias = Literal["plain", "exponent", "integers", "fp4"]
+KEPT_BLOCK: Final = 32
+"""Numbers in the blocks of kernels/packing.py."""
+
+Coding: TypeAlias = Literal["plain", "exponent", "integers", "fp4", "bytes", "fp4_codes"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Numbers:
             3: a matrix whose packed elements have several bytes, in a dimension of their own.
     coding: plain: an element per number. exponent: bytes e for 2 ** (e - 127), E8M0. integers:
             without sign, without gaps in words of 32 bits, the first one in the lowest bits. fp4:
-            two per byte, E2M1, the first one in the lower bits.
+            two per byte, E2M1, the first one in the lower bits. bytes, fp4_codes: the codes of
+            exponents and of fp4, without their values.
     bits:   of an integer.
     dim:    the dimension of the matrix that is packed.
     period, units: as many numbers are in as many stored elements along `dim`.
@@ -95,6 +99,41 @@ class QuantisedTensor:
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.numbers.shape
         return *self.leading, *((columns, rows) if self.is_transposed else (rows, columns))
+
+    @property
+    def inputs_dim(self) -> int:
+        """The dimension of the matrix along which the numbers of a group are."""
+        rows, columns = self.scales.block
+        return 0 if columns == 1 and rows > 1 else 1
+
+    @property
+    def group(self) -> int:
+        """Numbers with one scale, along that dimension."""
+        return self.scales.block[self.inputs_dim]
+
+    def kept_bits(self, dtype: str) -> int | None:
+        """Bits of a code that CPU kernels compute with: 4 or 8. None: they have no such format.
+        dtype: of the stored numbers."""
+        numbers, scales = self.numbers, self.scales
+        if self.group % KEPT_BLOCK or numbers.shape[self.inputs_dim] % self.group:
+            return None
+        if numbers.coding == "fp4":
+            is_mxfp4 = scales.numbers.coding == "exponent" and self.group == KEPT_BLOCK
+            return None if not is_mxfp4 or self.zeros or self.divisor or self.factor else 4
+        if self.zeros is not None and self.zeros.block != scales.block:
+            return None
+        if numbers.coding == "integers":
+            return 4 if numbers.bits <= 4 else 8
+        return 8 if numbers.coding == "plain" and dtype == "I8" else None
+
+    def bits_in_memory(self, dtype: str) -> float | None:
+        """Of a number that stays as it is: its code and its part of a scale and a zero point."""
+        bits = self.kept_bits(dtype)
+        return (
+            None
+            if bits is None
+            else bits + (8 if self.numbers.coding == "fp4" else 40) / self.group
+        )
 
     def names(self) -> Iterator[str]:
         """Of the tensors that must be read."""

@@ -11,10 +11,18 @@ from longshore.worker.loading.module_names import MAX_NAME
 from longshore.worker.loading.quantisation_method import Module, Quantisation
 from longshore.worker.loading.quantised_tensor import QuantisedTensor
 from longshore.worker.loading.safetensors_files import SafetensorsFiles
-from longshore.worker.loading.stored_weights import ReadTensor, StoredWeight, StoredWeights
+from longshore.worker.loading.stored_weights import (
+    QuantisedForm,
+    ReadTensor,
+    StoredWeight,
+    StoredWeights,
+    WeightReader,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from longshore.worker.kernels.packing import QuantisedRows
 
 
 class QuantisedWeights(StoredWeights):
@@ -27,7 +35,7 @@ class QuantisedWeights(StoredWeights):
         self.method = quantisation.method
         self.dtypes = (*files.dtypes, quantisation.method)
         self._files = files
-        self._quantised: dict[str, QuantisedTensor] = {}
+        self.quantised: dict[str, QuantisedTensor] = {}
         tensors: dict[str, StoredWeight] = {}
         hidden: set[str] = set()
         with files.integers() as integers:
@@ -36,11 +44,12 @@ class QuantisedWeights(StoredWeights):
                 if end is None:
                     continue
                 tensor = quantisation.tensor(module, end, integers)
-                self._quantised[module.name + quantisation.ends[end]] = tensor
-                weight = StoredWeight(tensor.path, tensor.shape, quantisation.method)
+                self.quantised[module.name + quantisation.ends[end]] = tensor
+                bits = tensor.bits_in_memory(files.tensors[tensor.numbers.name].dtype)
+                weight = StoredWeight(tensor.path, tensor.shape, quantisation.method, bits)
                 tensors[module.name + end] = weight
                 hidden |= {module.name + part for part in module.parts}
-        renamed = {tensor.numbers.name: name for name, tensor in self._quantised.items()}
+        renamed = {tensor.numbers.name: name for name, tensor in self.quantised.items()}
         self.tensors = {
             renamed.get(name, name): tensors.get(name, weight)
             for name, weight in files.tensors.items()
@@ -48,18 +57,47 @@ class QuantisedWeights(StoredWeights):
         }
 
     @contextmanager
-    def reader(self) -> Iterator[ReadTensor]:
+    def reader(self) -> Iterator[WeightReader]:
+        with self._files.reader() as read_stored:
+            yield _QuantisedReader(self.quantised, self._files, read_stored)
+
+
+class _QuantisedReader(WeightReader):
+    def __init__(
+        self,
+        quantised: Mapping[str, QuantisedTensor],
+        files: SafetensorsFiles,
+        read_stored: ReadTensor,
+    ) -> None:
+        super().__init__(read_stored)
+        self._quantised, self._files = quantised, files
+        self._forms: dict[str, QuantisedForm | None] = {}
+
+    def __call__(self, name: str, index: tuple[slice, ...]) -> "Tensor":
         from longshore.worker.loading.dequantise import dequantise
 
-        with self._files.reader() as read_stored:
+        quantised = self._quantised.get(name)
+        if quantised is None:
+            return self._read(name, index)
+        return dequantise(quantised, index, self._read)
 
-            def read(name: str, index: tuple[slice, ...]) -> "Tensor":
-                quantised = self._quantised.get(name)
-                if quantised is None:
-                    return read_stored(name, index)
-                return dequantise(quantised, index, read_stored)
+    def form(self, name: str) -> QuantisedForm | None:
+        from longshore.worker.loading.kept_quantised import form_of
 
-            yield read
+        if name not in self._forms:
+            quantised, form = self._quantised.get(name), None
+            if quantised is not None:
+                dtype = self._files.tensors[quantised.numbers.name].dtype
+                form = form_of(quantised, dtype, self._read)
+            self._forms[name] = form
+        return self._forms[name]
+
+    def rows(self, name: str, rows: "Tensor", columns: slice) -> "QuantisedRows":
+        from longshore.worker.loading.kept_quantised import quantised_rows
+
+        form = self.form(name)
+        assert form is not None
+        return quantised_rows(self._quantised[name], form, rows, columns, self._read)
 
 
 def _modules(tensors: Mapping[str, StoredWeight], quantisation: Quantisation) -> Iterator[Module]:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from longshore.protocol.model_files import exists, open_regular
 from longshore.worker.errors import BrokenCheckpoint, some_of
-from longshore.worker.loading.stored_weights import ReadTensor, StoredWeight, StoredWeights
+from longshore.worker.loading.stored_weights import StoredWeight, StoredWeights, WeightReader
 from longshore.worker.loading.tensor_names import INDEX_FILE, SINGLE_FILE
 from longshore.worker.models.json_fields import read_json_object
 
@@ -29,9 +29,9 @@ class SafetensorsFiles(StoredWeights):
         }
 
     @contextmanager
-    def reader(self) -> Iterator[ReadTensor]:
+    def reader(self) -> Iterator[WeightReader]:
         with self._reading("pt") as read:
-            yield read
+            yield WeightReader(read)
 
     @contextmanager
     def integers(self) -> Iterator[Callable[[str], list[int]]]:

@@ -7,13 +7,45 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from longshore.worker.kernels.packing import Packing, QuantisedRows
+
 ReadTensor: TypeAlias = "Callable[[str, tuple[slice, ...]], Tensor]"
 """Reads a part of a tensor of this name, as floats, on the CPU."""
+
+
+class QuantisedForm(NamedTuple):
+    """How rows of a tensor can be read without dequantising them.
+
+    column_dim: the dimension of the columns of a matrix: -1, or -2 if it is transposed.
+    """
+
+    packing: "Packing"
+    column_dim: int
+
+
+class WeightReader:
+    """Reads tensors. The base class has none that are quantised."""
+
+    def __init__(self, read: ReadTensor) -> None:
+        self._read = read
+
+    def __call__(self, name: str, index: tuple[slice, ...]) -> "Tensor":
+        """A part of a tensor of this name, as floats, on the CPU."""
+        return self._read(name, index)
+
+    def form(self, name: str) -> QuantisedForm | None:
+        """None: the tensor can only be read as floats."""
+        return None
+
+    def rows(self, name: str, rows: "Tensor", columns: slice) -> "QuantisedRows":
+        """rows: (n,) int64, those of all matrices of the tensor counted through. columns: of whole
+        records."""
+        raise NotImplementedError(f"{name} is not quantised")
 
 
 @dataclass(frozen=True)
@@ -22,11 +54,14 @@ class StoredWeight:
 
     path:  the file that messages about it name.
     dtype: how it is stored, in the words of its format, such as `BF16`.
+    kept_bits: of an element, with its scales, if the CPU kernels can compute with it as it is;
+           None: it becomes floats.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    kept_bits: float | None = None
 
     @property
     def num_elements(self) -> int:
@@ -51,10 +86,19 @@ class StoredWeights(ABC):
     def num_elements(self) -> int:
         return sum(each.num_elements for each in self.tensors.values())
 
+    def num_bytes(self, dtype_bytes: int, *, is_packed: bool) -> int:
+        """In memory. dtype_bytes: of a float. is_packed: whether what can be stays quantised."""
+
+        def bits(weight: StoredWeight) -> float:
+            kept = weight.kept_bits if is_packed else None
+            return weight.num_elements * (8 * dtype_bytes if kept is None else kept)
+
+        return int(sum(map(bits, self.tensors.values()))) // 8
+
     @property
     def num_file_bytes(self) -> int:
         return sum(path.stat().st_size for path in {each.path for each in self.tensors.values()})
 
     @abstractmethod
-    def reader(self) -> AbstractContextManager[ReadTensor]:
+    def reader(self) -> AbstractContextManager[WeightReader]:
         """Open the files. Reading raises BrokenCheckpoint if a file is damaged."""

@@ -72,9 +72,15 @@ class Bert(DecoderModel):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
+        is_packed: bool = False,
     ) -> None:
         super().__init__(
-            config, max_model_len=max_model_len, dtype=dtype, device=device, parallel=parallel
+            config,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            is_packed=is_packed,
         )
         size, placement = config.hidden_size, self._placement
         num_positions = config.first_position + config.max_position_embeddings

@@ -22,6 +22,7 @@ from longshore.worker.layers.classification_head import (
 )
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
+from longshore.worker.layers.matrix_memory import MatrixMemory
 from longshore.worker.layers.moe_router import Router
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
@@ -62,6 +63,7 @@ class DecoderModel(ABC):
 
     max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
     norm_type:     class of the final norm, before the head; None: there is none.
+    is_packed:     see Placement.
     Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
@@ -75,12 +77,13 @@ class DecoderModel(ABC):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
+        is_packed: bool = False,
     ) -> None:
         config.check_split(num_shards=parallel.num_shards, num_stages=parallel.num_stages)
         self.config = config
         self.max_model_len = max_model_len
         self.parallel = parallel
-        self._placement = Placement(dtype, device, parallel)
+        self._placement = Placement(dtype, device, parallel, is_packed)
         self.num_local_heads = config.num_heads // parallel.num_shards
         self.num_local_kv_heads = config.num_local_kv_heads(parallel.num_shards)
         self._layer_indices = parallel.layers(config.num_layers)
@@ -227,6 +230,11 @@ class DecoderModel(ABC):
         name = EMBEDDINGS if self.config.tie_word_embeddings else HEAD
         others = tensors[name].parts if name in tensors else ()
         tensors[name] = StoredTensor(rows.shape, (*others, *rows.parts))
+
+    @property
+    def memories(self) -> Sequence[MatrixMemory]:
+        """See LoadableModel."""
+        return self._placement.memories
 
     def loaded(self) -> None:
         """Called once every tensor is filled: pack the weights. They cannot be filled again."""

@@ -29,20 +29,16 @@ class RopeAttention(SelfAttention):
     """
 
     def __init__(self, config: Llama4Config, placement: Placement) -> None:
-        placement.when_loaded(self._reorder)  # registered first: it must run before packing
         super().__init__(config, placement)
+        num_rows = self.queries.num_local + self.keys.num_local
+        rows = torch.arange(num_rows + self.keys.num_local)
+        turned = rows[:num_rows].view(-1, self.head_dim // 2, 2).transpose(1, 2).flatten()
+        self.qkv.reorder(torch.cat((turned, rows[num_rows:])))
         self._eps = config.rms_norm_eps
         self._ones = placement.empty(config.head_dim).fill_(1) if config.use_qk_norm else None
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> Prepared:
         return q, k, rotation.with_norms(self._ones, self._ones, self._eps)
-
-    def _reorder(self) -> None:
-        bias = self.qkv.bias
-        num_rows = self.queries.num_local + self.keys.num_local
-        for stored in (self.qkv.weight.stored, *(() if bias is None else (bias,))):
-            pairs = stored[:num_rows].view(-1, self.head_dim // 2, 2, *stored.shape[1:])
-            stored[:num_rows] = pairs.transpose(1, 2).reshape(num_rows, *stored.shape[1:])
 
 
 class NoPositionAttention(SelfAttention):

@@ -84,9 +84,15 @@ class Whisper(DecoderModel):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
+        is_packed: bool = False,
     ) -> None:
         super().__init__(
-            config, max_model_len=max_model_len, dtype=dtype, device=device, parallel=parallel
+            config,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            is_packed=is_packed,
         )
         self.positions = self._placement.empty(config.max_position_embeddings, config.hidden_size)
         self.log_mel = LogMel(config.audio, device)

@@ -65,6 +65,9 @@ def test_quantised_weights_are_counted_as_they_are_in_memory(tmp_path: Path) -> 
     file = changed(FILES / "qwen2.gguf", tmp_path / "small.gguf", quantise=True)
     model = read_model_folder(file, tmp_path / "state")
     plan = plan_engine(EngineOptions(device="cpu", state_dir=tmp_path / "state"), model)
-    check_host_memory([plan], lambda: 1 << 30)
-    with pytest.raises(ConfigError, match="the weights of small in bfloat16 need"):
-        check_host_memory([plan], lambda: file.stat().st_size + 1000)
+    needed = plan.weight_bytes
+    check_host_memory([plan], lambda: needed)
+    options = replace(plan.options, quantised_weights="dequantised")
+    for other, available in ((plan, needed - 1), (replace(plan, options=options), needed)):
+        with pytest.raises(ConfigError, match="the weights of small in bfloat16 need"):
+            check_host_memory([other], lambda available=available: available)

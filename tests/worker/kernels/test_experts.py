@@ -86,6 +86,7 @@ class Case:
             pack_gate_up(self.gate_up, self.gate),
             pack_down(self.down),
             self.gate,
+            num_experts=len(self.down),
             width=self.down.shape[2],
             size=self.down.shape[1],
             gate_up_bias=self.biases[0],

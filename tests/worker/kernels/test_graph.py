@@ -62,7 +62,7 @@ def test_a_replay_computes_other_and_fewer_tokens(
 def test_products_are_replayed() -> None:
     x = torch.zeros(TOKENS, SIZE).bfloat16()
     with using("avx512bf16", num_threads=2):
-        matrix = PackedMatrix(torch.randn(70, SIZE).bfloat16())
+        matrix = PackedMatrix.plain(torch.randn(70, SIZE).bfloat16())
         bias = torch.randn(70).bfloat16()
         result, graph = captured(lambda: matrix.product(x, bias))
         x[:5] = torch.randn(5, SIZE)

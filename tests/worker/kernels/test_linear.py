@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from longshore.worker.kernels.linear import PackedMatrix, supports
 from tests.worker.kernels.variants import NATIVE, using
 
-BEST = "avx512bf16"
+MULTIPLIES = [name for name in ("avx512bf16", "amx") if name in NATIVE]
 
-pytestmark = pytest.mark.skipif(BEST not in NATIVE, reason="the processor has no such products")
+pytestmark = pytest.mark.parametrize(
+    "variant",
+    MULTIPLIES or [pytest.param("", marks=pytest.mark.skip(reason="no products of bfloat16"))],
+)
 
 
 def bfloat16(*shape: int, seed: int) -> torch.Tensor:
@@ -25,12 +28,17 @@ def bfloat16(*shape: int, seed: int) -> torch.Tensor:
     num_threads=st.sampled_from([1, 3]),
 )
 def test_a_product_is_torchs_but_for_the_order_of_its_sums(
-    num_rows: int, num_columns: int, num_outputs: int, has_bias: bool, num_threads: int
+    variant: str,
+    num_rows: int,
+    num_columns: int,
+    num_outputs: int,
+    has_bias: bool,
+    num_threads: int,
 ) -> None:
     weight, x = bfloat16(num_outputs, num_columns, seed=1), bfloat16(num_rows, num_columns, seed=2)
     bias = bfloat16(num_outputs, seed=3) if has_bias else None
-    with using(BEST, num_threads=num_threads):
-        y = PackedMatrix(weight).product(x, bias)
+    with using(variant, num_threads=num_threads):
+        y = PackedMatrix.plain(weight).product(x, bias)
     exact = torch.nn.functional.linear(
         x.double(), weight.double(), None if bias is None else bias.double()
     )
@@ -38,27 +46,27 @@ def test_a_product_is_torchs_but_for_the_order_of_its_sums(
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=num_columns * 2**-20)
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(variant: str) -> None:
     weight, x = bfloat16(70, 96, seed=4), bfloat16(250, 96, seed=5)
-    with using(BEST, num_threads=2):
-        matrix = PackedMatrix(weight)
+    with using(variant, num_threads=2):
+        matrix = PackedMatrix.plain(weight)
         together = matrix.product(x)
         for row in (0, 11, 12, 191, 249):
             assert torch.equal(matrix.product(x[row : row + 1])[0], together[row])
         assert torch.equal(matrix.product(x[3:17]), together[3:17])
 
 
-def test_rows_may_lie_apart_and_columns_too() -> None:
+def test_rows_may_lie_apart_and_columns_too(variant: str) -> None:
     weight, wide = bfloat16(40, 16, seed=6), bfloat16(9, 51, seed=7)
-    with using(BEST):
-        matrix = PackedMatrix(weight)
+    with using(variant):
+        matrix = PackedMatrix.plain(weight)
         for part in (wide[:, 2:18], wide[:, 3:19], wide[:, ::3][:, :16]):
             assert torch.equal(matrix.product(part), matrix.product(part.clone()))
 
 
-def test_wrong_shapes_and_dtypes_are_rejected() -> None:
-    with using(BEST):
-        matrix = PackedMatrix(bfloat16(4, 6, seed=8))
+def test_wrong_shapes_and_dtypes_are_rejected(variant: str) -> None:
+    with using(variant):
+        matrix = PackedMatrix.plain(bfloat16(4, 6, seed=8))
         for wrong in (bfloat16(2, 8, seed=9), torch.zeros(2, 6), bfloat16(6, seed=9)):
             with pytest.raises(ValueError, match=r"needs torch.bfloat16 \(n, 6\)"):
                 matrix.product(wrong)
@@ -67,9 +75,9 @@ def test_wrong_shapes_and_dtypes_are_rejected() -> None:
                 matrix.product(bfloat16(2, 6, seed=8), wrong)
 
 
-def test_only_matrices_of_whole_pairs_in_bfloat16_are_packed() -> None:
+def test_only_matrices_of_whole_pairs_in_bfloat16_are_packed(variant: str) -> None:
     with using("generic"):
         assert not supports(bfloat16(4, 6, seed=1))
-    with using(BEST):
+    with using(variant):
         assert not supports(torch.zeros(4, 6))
         assert not supports(bfloat16(4, 5, seed=1))

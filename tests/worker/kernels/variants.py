@@ -69,8 +69,9 @@ def in_triton() -> Iterator[None]:
 
 
 @contextmanager
-def using(variant: str, *, num_threads: int = 1) -> Iterator[None]:
-    """Within the block, the wrappers use this variant and torch this number of threads."""
+def using(variant: str, *, num_threads: int = 1) -> Iterator[Native | None]:
+    """Within the block, the wrappers use this variant, which it returns, and torch this number of
+    threads."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     if variant in ("torch", TRITON):
@@ -79,7 +80,7 @@ def using(variant: str, *, num_threads: int = 1) -> Iterator[None]:
         select(use_native=True, instruction_set=variant)
     try:
         with in_triton() if variant == TRITON else nullcontext():
-            yield
+            yield NATIVE.get(variant)
     finally:
         select(use_native=True)
         torch.set_num_threads(threads_before)

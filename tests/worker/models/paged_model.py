@@ -34,10 +34,16 @@ class PagedModel(PagedSequence):
         max_model_len: int = 256,
         dtype: torch.dtype = torch.float32,
         parallel: Parallel = ALONE,
+        is_packed: bool = False,
     ) -> None:
         config = read_model_config(path)
         model = MODELS[type(config)](
-            config, max_model_len=max_model_len, dtype=dtype, device=CPU, parallel=parallel
+            config,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=CPU,
+            parallel=parallel,
+            is_packed=is_packed,
         )
         load_weights(model, find_weights(path), show_progress=False)
         sizes = CacheSizes(

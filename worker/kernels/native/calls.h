@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int INTERFACE = 6;  // of this file, as in native.py; raise both with every change
+constexpr int INTERFACE = 7;  // of this file, as in native.py; raise both with every change
 
 struct BFloat16 {
   uint16_t bits;
@@ -124,14 +124,45 @@ struct Argmax {
   int threads;
 };
 
-// x (num_rows, in_features), rows `x_stride` elements apart, both even; panels: see linear.h; bias
-// (out_features,) or null; out (num_rows, out_features). All bfloat16.
+constexpr int64_t PANEL = 32;  // outputs of a matrix that are packed together
+
+// How the weights of a matrix are stored, see unpack.h. In the order of packing.py.
+enum Packing : int32_t {
+  PLAIN,
+  Q4_0,
+  Q4_1,
+  Q5_0,
+  Q5_1,
+  Q8_0,
+  Q4_K,
+  Q5_K,
+  Q6_K,
+  MXFP4,
+  GROUPED_INT4,
+  GROUPED_INT8
+};
+
+// x (num_rows, in_features), rows `x_stride` elements apart, in bfloat16 both even; panels: see
+// linear.h; group: inputs of a group, of packings that have any; bias (out_features,) or null; out
+// (num_rows, out_features), rows `out_stride` elements apart. All of one dtype. Plain panels in
+// bfloat16 need a processor with products of it.
 struct Linear {
   const void* x;
   const void* panels;
   const void* bias;
   void* out;
-  int64_t num_rows, in_features, out_features, x_stride;
+  int64_t num_rows, in_features, out_features, x_stride, out_stride, group;
+  Packing packing;
+  int threads;
+};
+
+// Rows of a matrix. indices (num_rows,); panels: not plain; out (num_rows, in_features).
+struct LookUp {
+  const int64_t* indices;
+  const void* panels;
+  void* out;
+  int64_t num_rows, in_features, group;
+  Packing packing;
   int threads;
 };
 
@@ -162,6 +193,8 @@ struct Experts {
   int64_t* sorted;
   void* out;
   int64_t num_tokens, num_experts, top_k, size, width, x_stride;
+  int64_t gate_up_group, down_group;
+  Packing gate_up_packing, down_packing;
   Gate gate;
   int weighs_inputs;
   int threads;
@@ -219,9 +252,10 @@ struct Variant {
   void (*rotary[2])(const Rotary&);
   void (*paged_attention[2])(const AttentionStep&, const AttentionLayer&);
   void (*argmax[1])(const Argmax&);
-  void (*linear[2])(const Linear&);  // only bfloat16, if the processor has bfloat16 products
+  void (*linear[2])(const Linear&);
+  void (*look_up[2])(const LookUp&);
   void (*route[2])(const Route&);
-  void (*experts[2])(const Experts&);  // bfloat16 only if there is a `linear`
+  void (*experts[2])(const Experts&);
   void (*delta_step[2])(const DeltaStep&);
   void (*mamba_step[2])(const MambaStep&);
   void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,

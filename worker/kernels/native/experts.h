@@ -40,21 +40,24 @@ template <class Task>
 static inline void for_active_panels(const Sorted& sorted, int64_t num_panels, const Task& task) {
   const int64_t num_tasks = sorted.num_active * num_panels;
   const int64_t chunk = std::max<int64_t>(1, num_tasks / (16 * omp_get_num_threads()));
-#pragma omp for schedule(dynamic, chunk)
+#pragma omp for schedule(dynamic, chunk) nowait
   for (int64_t i = 0; i < num_tasks; ++i) task(sorted.active[i / num_panels], i % num_panels);
+  wait_for_team();
 }
 
 template <class T>
 static void experts_in_team(const Experts& call) {
   const int64_t size = call.size, width = call.width, top_k = call.top_k;
-  const int64_t into = size / PACK<T>, back = width / PACK<T>;  // depths
   const int64_t gate_panels = ceil_div(width, GATED), down_panels = ceil_div(size, PANEL);
   T *rows = (T*)call.rows, *hidden = (T*)call.hidden;
+  const Panels gate_up{(const uint8_t*)call.gate_up, call.gate_up_packing, call.gate_up_group, size};
+  const Panels down{(const uint8_t*)call.down, call.down_packing, call.down_group, width};
   const Sorted sorted(call);
-#pragma omp single
+#pragma omp single nowait
   sort_by_expert(call, sorted);
+  wait_for_team();
 
-#pragma omp for
+#pragma omp for nowait
   for (int64_t i = 0; i < call.num_tokens * top_k; ++i) {
     const T* x = (const T*)call.x + i / top_k * call.x_stride;
     T* row = rows + sorted.places[i] * size;
@@ -66,13 +69,13 @@ static void experts_in_team(const Experts& call) {
     for (int64_t c = 0; c < size; c += LANES)
       store_part(row + c, load_part(x + c, size - c) * weight, size - c);
   }
+  wait_for_team();
 
   for_active_panels(sorted, gate_panels, [&](int64_t expert, int64_t p) {
     const int64_t panel = expert * gate_panels + p;
     Floats bias[VECTORS];
     load_columns((const T*)call.gate_up_bias, panel * PANEL, INT64_MAX, bias);
-    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], (const uint32_t*)rows, into,
-                     (const uint32_t*)call.gate_up + panel * into * PANEL, into,
+    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], rows, size, gate_up, panel,
                      [&](int64_t row, const Floats* sums) {
                        for (int i = 0; i < VECTORS / 2; ++i) {
                          const int64_t column = p * GATED + i * LANES;
@@ -90,14 +93,14 @@ static void experts_in_team(const Experts& call) {
     Floats bias[VECTORS];
     const T* biases = (const T*)call.down_bias;
     load_columns(biases ? biases + expert * size : nullptr, p * PANEL, size, bias);
-    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], (const uint32_t*)hidden, back,
-                     (const uint32_t*)call.down + (expert * down_panels + p) * back * PANEL, back,
+    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], hidden, width, down,
+                     expert * down_panels + p,
                      [&](int64_t row, const Floats* sums) {
                        store_columns(rows + row * size, p * PANEL, size, sums, bias);
                      });
   });
 
-#pragma omp for
+#pragma omp for nowait
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     const T* shared = call.shared ? (const T*)call.shared + token * size : nullptr;
     for (int64_t c = 0; c < size; c += LANES) {
@@ -114,6 +117,5 @@ static void experts_in_team(const Experts& call) {
 
 template <class T>
 static void experts(const Experts& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  experts_in_team<T>(call);
+  run_in_team(call.threads, [&] { experts_in_team<T>(call); });
 }

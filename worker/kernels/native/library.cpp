@@ -12,16 +12,25 @@
 #include <utility>
 
 #include <omp.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_X86_VARIANTS 1
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
+#define INLINE __attribute__((always_inline))
+
 #include "attention_plan.h"
+#include "team.h"
 
 namespace generic {
 #define LANES 4
 #define HAS_BF16_DOT 0
+#define HAS_AMX 0
 #include "variant.h"
 }  // namespace generic
 
@@ -31,6 +40,7 @@ namespace generic {
 namespace avx2 {
 #define LANES 8
 #define HAS_BF16_DOT 0
+#define HAS_AMX 0
 #include "variant.h"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -40,6 +50,7 @@ namespace avx2 {
 namespace avx512 {
 #define LANES 16
 #define HAS_BF16_DOT 0
+#define HAS_AMX 0
 #include "variant.h"
 }  // namespace avx512
 #pragma GCC pop_options
@@ -49,8 +60,19 @@ namespace avx512 {
 namespace avx512bf16 {
 #define LANES 16
 #define HAS_BF16_DOT 1
+#define HAS_AMX 0
 #include "variant.h"
 }  // namespace avx512bf16
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,amx-tile,amx-bf16")
+namespace amx {
+#define LANES 16
+#define HAS_BF16_DOT 1
+#define HAS_AMX 1
+#include "variant.h"
+}  // namespace amx
 #pragma GCC pop_options
 #endif
 
@@ -60,8 +82,24 @@ static const Variant* const VARIANTS[] = {
     &avx2::VARIANT,
     &avx512::VARIANT,
     &avx512bf16::VARIANT,
+    &amx::VARIANT,
 #endif
 };
+
+#if HAS_X86_VARIANTS
+// Linux saves the tiles of a process once it has asked for it.
+static bool may_use_tiles() {
+#ifdef __linux__
+  unsigned a, b, c, d;
+  constexpr unsigned BF16 = 1 << 22, TILE = 1 << 24;
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & BF16 && d & TILE &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 static bool is_supported(int variant) {
 #if HAS_X86_VARIANTS
@@ -73,6 +111,8 @@ static bool is_supported(int variant) {
              __builtin_cpu_supports("avx512dq");
     case 3:
       return is_supported(2) && __builtin_cpu_supports("avx512bf16");
+    case 4:
+      return is_supported(3) && may_use_tiles();
   }
 #endif
   return variant == 0;

@@ -1,30 +1,42 @@
 // y = x W^T + b, with matrices packed in panels of PANEL outputs.
 //
-// A panel is (depth, PANEL) words. A word is one weight of an output or, in bfloat16, the weights of
-// two consecutive inputs. MAX_TILE rows are multiplied by a panel at once. Every sum is in order of
-// the inputs, so a row's result does not depend on the other rows.
+// A plain panel is (depth, PANEL) words. A word is one weight of an output or, in bfloat16 where there
+// are products of it, the weights of two consecutive inputs. MAX_TILE rows are multiplied by a panel
+// at once. Other packings (unpack.h) are unpacked to plain words of the same values, CHUNK inputs at a
+// time. Every sum is in order of the inputs, so a row's result does not depend on the other rows, nor
+// on the packing.
 
-constexpr int64_t PANEL = 32;
-constexpr int VECTORS = PANEL / LANES;
 constexpr int64_t MAX_TILE = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;  // sums that fill the registers
-constexpr int64_t BLOCK_ROWS = 192;  // rows that stay in the cache while all panels are read
+constexpr int64_t BLOCK_ROWS = HAS_AMX ? 512 : 192;  // that stay in the cache while panels are read
+constexpr int64_t CHUNK = 256;         // inputs of a panel that stay in the first cache
+constexpr int64_t AHEAD_BYTES = 8192;  // of a panel that are fetched before they are read
 
+// The word of x for the words of a panel at the same depth, in all lanes.
 template <class T>
-constexpr bool MULTIPLIES = HAS_BF16_DOT || sizeof(T) == 4;
+static inline Words broadcast(const T* x, int64_t k) {
+  if constexpr (PACK<T> == 2 || sizeof(T) == 4)
+    return ((const uint32_t*)x)[k] + Words{};
+  else
+    return (uint32_t(x[k].bits) << 16) + Words{};
+}
 
-// Not inlined, because the loop needs all registers.
+// Adds to sums. Not inlined, because the loop needs all registers.
 template <class T, int ROWS>
-__attribute__((noinline)) static void multiply_panel(const uint32_t* x, int64_t x_stride,
+__attribute__((noinline)) static void multiply_panel(const T* x, int64_t x_stride,
                                                      const uint32_t* panel, int64_t depth,
                                                      Floats (*out)[VECTORS]) {
-  Floats sums[ROWS][VECTORS] = {};
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 12
+  for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) sums[row][i] = out[row][i];
   for (int64_t k = 0; k < depth; ++k) {
     Words weights[VECTORS];
 #pragma GCC unroll 8
     for (int i = 0; i < VECTORS; ++i) weights[i] = load(panel + k * PANEL + i * LANES);
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {
-      const Words inputs = x[row * x_stride + k] + Words{};
+      const Words inputs = broadcast(x + row * x_stride, k);
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i)
         sums[row][i] = multiply_add<PACK<T>>(sums[row][i], inputs, weights[i]);
@@ -37,22 +49,248 @@ __attribute__((noinline)) static void multiply_panel(const uint32_t* x, int64_t 
 }
 
 template <class T, int ROWS = MAX_TILE>
-static inline void multiply_tile(int64_t rows, const uint32_t* x, int64_t x_stride,
-                                 const uint32_t* panel, int64_t depth, Floats (*out)[VECTORS]) {
+static inline void multiply_tile(int64_t rows, const T* x, int64_t x_stride, const uint32_t* panel,
+                                 int64_t depth, Floats (*out)[VECTORS]) {
   if (rows == ROWS) return multiply_panel<T, ROWS>(x, x_stride, panel, depth, out);
   if constexpr (ROWS > 1) multiply_tile<T, ROWS - 1>(rows, x, x_stride, panel, depth, out);
 }
 
-// Rows [first, end) of x, `x_stride` words apart. finish(row, sums) gets the VECTORS sums of a row.
+#if HAS_AMX
+// Tiles of 16 rows: sums of two tiles of rows times both halves of a panel, in tiles 0 to 3. A step is
+// `words` of depth.
+static void configure_tiles(int64_t first_rows, int64_t second_rows, int64_t words) {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  const int64_t num_rows[2] = {first_rows, second_rows};
+  for (int i = 0; i < 2; ++i) {
+    config.rows[2 * i] = config.rows[2 * i + 1] = config.rows[4 + i] = num_rows[i];
+    config.row_bytes[2 * i] = config.row_bytes[2 * i + 1] = 64;
+    config.row_bytes[4 + i] = 4 * words;
+    config.rows[6 + i] = words;
+    config.row_bytes[6 + i] = 64;
+  }
+  _tile_loadconfig(&config);
+}
+
+template <bool TWO>
+static void multiply_pair(const BFloat16* x, int64_t x_stride, const uint32_t* panel, int64_t depth,
+                          int64_t step, Floats (*sums)[VECTORS]) {
+  constexpr int64_t LINE_BYTES = 4 * PANEL, ROWS = 16;
+  const BFloat16* other = x + ROWS * x_stride;
+  float *first = (float*)sums, *second = (float*)(sums + ROWS);
+  _tile_loadd(0, first, LINE_BYTES);
+  _tile_loadd(1, first + LANES, LINE_BYTES);
+  if (TWO) {
+    _tile_loadd(2, second, LINE_BYTES);
+    _tile_loadd(3, second + LANES, LINE_BYTES);
+  }
+  for (int64_t k = 0; k < depth; k += step) {
+    _tile_loadd(6, panel + k * PANEL, LINE_BYTES);
+    _tile_loadd(7, panel + k * PANEL + LANES, LINE_BYTES);
+    _tile_loadd(4, x + 2 * k, 2 * x_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TWO) {
+      _tile_loadd(5, other + 2 * k, 2 * x_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, first, LINE_BYTES);
+  _tile_stored(1, first + LANES, LINE_BYTES);
+  if (TWO) {
+    _tile_stored(2, second, LINE_BYTES);
+    _tile_stored(3, second + LANES, LINE_BYTES);
+  }
+}
+
+// The order of the sums is that of the processor, and the same for any number of rows.
+static void multiply_tiles(int64_t num_rows, const BFloat16* x, int64_t x_stride,
+                           const uint32_t* panel, int64_t depth, Floats (*sums)[VECTORS]) {
+  constexpr int64_t STEP = 16;
+  const int64_t whole = depth / STEP * STEP;
+  const int64_t parts[2][3] = {{0, whole, STEP}, {whole, depth, depth - whole}};
+  for (const auto& [begin, end, step] : parts) {
+    if (begin == end) continue;
+    int64_t configured = 0;
+    for (int64_t row = 0; row < num_rows; row += 32) {
+      const int64_t count = std::min<int64_t>(num_rows - row, 32);
+      if (count != configured)
+        configure_tiles(std::min<int64_t>(count, 16), std::max<int64_t>(count - 16, 1), step);
+      configured = count;
+      const auto multiply = count > 16 ? multiply_pair<true> : multiply_pair<false>;
+      multiply(x + row * x_stride + 2 * begin, x_stride, panel + begin * PANEL, end - begin, step,
+               sums + row);
+    }
+  }
+  _tile_release();
+}
+#endif
+
+template <class T>
+constexpr bool multiplies_tiles = HAS_AMX && sizeof(T) == 2;
+
+// Rows of x in tiles of almost equal size.
+template <class T>
+static inline void multiply_tiles(int64_t num_rows, const T* x, int64_t x_stride,
+                                  const uint32_t* panel, int64_t depth, Floats (*sums)[VECTORS]) {
+  const int64_t num_tiles = ceil_div(num_rows, MAX_TILE);
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t begin = tile * num_rows / num_tiles;
+    const int64_t count = (tile + 1) * num_rows / num_tiles - begin;
+    multiply_tile(count, x + begin * x_stride, x_stride, panel, depth, sums + begin);
+  }
+}
+
+// A matrix of the library's callers. group: of packings with groups.
+struct Panels {
+  const uint8_t* data;
+  Packing packing;
+  int64_t group, in_features;
+};
+
+template <class F>
+INLINE static inline void fetch_ahead(const uint8_t* record, int64_t block) {
+  const uint8_t* ahead = record + F::HEADER_BYTES + block * F::BLOCK_BYTES + AHEAD_BYTES;
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < F::BLOCK_BYTES; i += 64) __builtin_prefetch(ahead + i, 0, 1);
+}
+
+#if HAS_AMX
+constexpr int64_t PAIR_ROWS = 32;
+
+// Few rows, whose sums stay in tiles. A block is unpacked while the one before it is multiplied.
+template <class F>
+static void multiply_pair(const uint8_t* record, int64_t blocks, int64_t size, int64_t num_rows,
+                         const BFloat16* x, int64_t x_stride, Floats (*sums)[VECTORS]) {
+  constexpr int64_t LINE_BYTES = 4 * PANEL, ROWS = 16;
+  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES, num_blocks = size / BLOCK;
+  const bool two = num_rows > ROWS;
+  alignas(64) uint32_t words[2][BLOCK / 2 * PANEL];
+  configure_tiles(std::min(num_rows, ROWS), std::max<int64_t>(num_rows - ROWS, 1), BLOCK / 2);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  RecordScales scales[VECTORS];
+  for (int64_t i = 0, block = 0; i <= num_blocks; ++i) {
+    if (i < num_blocks) {
+      if (block == 0) load_scales<F>(record, scales);
+      fetch_ahead<F>(record, block);
+      unpack_block<F>(scales, record, block, [&](int v, int n, Floats a, Floats b) INLINE {
+        store(words[i % 2] + n / 2 * PANEL + v * LANES, pair(a, b));
+      });
+      if (++block == blocks) record += record_bytes, block = 0;
+    }
+    if (i > 0) {
+      const uint32_t* unpacked = words[(i - 1) % 2];
+      const BFloat16* inputs = x + (i - 1) * BLOCK;
+      _tile_loadd(6, unpacked, LINE_BYTES);
+      _tile_loadd(7, unpacked + LANES, LINE_BYTES);
+      _tile_loadd(4, inputs, 2 * x_stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (two) {
+        _tile_loadd(5, inputs + ROWS * x_stride, 2 * x_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+  _tile_stored(0, sums, LINE_BYTES);
+  _tile_stored(1, (float*)sums + LANES, LINE_BYTES);
+  if (two) {
+    _tile_stored(2, sums + ROWS, LINE_BYTES);
+    _tile_stored(3, (float*)(sums + ROWS) + LANES, LINE_BYTES);
+  }
+  _tile_release();
+}
+#endif
+
+// One row. The unpacked values stay in registers.
+template <class T, class F>
+static void multiply_row(const uint8_t* record, int64_t blocks, int64_t size, const T* x,
+                         Floats (&out)[VECTORS]) {
+  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
+  Floats sums[VECTORS] = {};
+  RecordScales scales[VECTORS];
+  for (int64_t input = 0; input < size; record += record_bytes) {
+    load_scales<F>(record, scales);
+    for (int64_t block = 0; block < blocks; ++block, input += BLOCK) {
+      fetch_ahead<F>(record, block);
+      unpack_block<F>(scales, record, block, [&](int i, int n, Floats first, Floats second) INLINE {
+        const int64_t k = (input + n) / PACK<T>;
+        if constexpr (PACK<T> == 2) {
+          sums[i] = multiply_add<2>(sums[i], broadcast(x, k), pair(first, second));
+        } else {
+          sums[i] = multiply_add<1>(sums[i], broadcast(x, k), (Words)rounded_to<T>(first));
+          sums[i] = multiply_add<1>(sums[i], broadcast(x, k + 1), (Words)rounded_to<T>(second));
+        }
+      });
+    }
+  }
+  for (int i = 0; i < VECTORS; ++i) out[i] = sums[i];
+}
+
+template <class T>
+static inline void store_words(uint32_t* words, int64_t input, int64_t lane, Floats first,
+                               Floats second) {
+  if constexpr (PACK<T> == 2) return store(words + input / 2 * PANEL + lane, pair(first, second));
+  store((float*)words + input * PANEL + lane, rounded_to<T>(first));
+  store((float*)words + (input + 1) * PANEL + lane, rounded_to<T>(second));
+}
+
+template <class T, class F>
+static void multiply_packed(const Panels& panels, int64_t panel, int64_t num_rows, const T* x,
+                            int64_t x_stride, Floats (*sums)[VECTORS]) {
+  const int64_t span = F::span(panels.group), blocks = span / BLOCK;
+  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
+  const uint8_t* record = panels.data + panel * (panels.in_features / span) * record_bytes;
+  const int64_t size = panels.in_features;
+  if (num_rows == 1 && !multiplies_tiles<T>)
+    return multiply_row<T, F>(record, blocks, size, x, sums[0]);
+#if HAS_AMX
+  if constexpr (multiplies_tiles<T>)
+    if (num_rows <= PAIR_ROWS)
+      return multiply_pair<F>(record, blocks, size, num_rows, x, x_stride, sums);
+#endif
+  alignas(64) uint32_t words[CHUNK / PACK<T> * PANEL];
+  RecordScales scales[VECTORS];
+  int64_t filled = 0, first = 0, block = 0;
+  for (int64_t input = 0; input < panels.in_features; input += BLOCK) {
+    if (block == 0) load_scales<F>(record, scales);
+    unpack_block<F>(scales, record, block, [&](int i, int n, Floats a, Floats b) INLINE {
+      store_words<T>(words, filled + n, i * LANES, a, b);
+    });
+    filled += BLOCK;
+    if (++block == blocks) record += record_bytes, block = 0;
+    if (filled < CHUNK && input + BLOCK < panels.in_features) continue;
+    multiply_tiles(num_rows, x + first, x_stride, words, filled / PACK<T>, sums);
+    first += filled;
+    filled = 0;
+  }
+}
+
+// Rows [first, end) of x, `x_stride` elements apart. finish(row, sums) gets the VECTORS sums of a row.
 template <class T, class Finish>
-static inline void multiply_rows(int64_t first, int64_t end, const uint32_t* x, int64_t x_stride,
-                                 const uint32_t* panel, int64_t depth, const Finish& finish) {
-  const int64_t num_rows = end - first, num_tiles = ceil_div(num_rows, MAX_TILE);
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {  // of almost equal size
-    const int64_t begin = first + tile * num_rows / num_tiles;
-    const int64_t count = first + (tile + 1) * num_rows / num_tiles - begin;
-    Floats sums[MAX_TILE][VECTORS];
-    multiply_tile<T>(count, x + begin * x_stride, x_stride, panel, depth, sums);
+static inline void multiply_rows(int64_t first, int64_t end, const T* x, int64_t x_stride,
+                                 const Panels& panels, int64_t panel, const Finish& finish) {
+  Floats sums[BLOCK_ROWS][VECTORS];
+  for (int64_t begin = first; begin < end; begin += BLOCK_ROWS) {
+    const int64_t count = std::min(end - begin, BLOCK_ROWS);
+    const T* rows = x + begin * x_stride;
+    std::fill_n(&sums[0][0], count * VECTORS, Floats{});
+    if (panels.packing == PLAIN) {
+      const int64_t depth = panels.in_features / PACK<T>;
+      multiply_tiles(count, rows, x_stride, (const uint32_t*)panels.data + panel * depth * PANEL,
+                     depth, sums);
+    } else
+      with_form(panels.packing, [&](auto form) {
+        multiply_packed<T, decltype(form)>(panels, panel, count, rows, x_stride, sums);
+      });
     for (int64_t row = 0; row < count; ++row) finish(begin + row, sums[row]);
   }
 }
@@ -76,27 +314,60 @@ static inline void store_columns(T* line, int64_t column, int64_t size, const Fl
   }
 }
 
-#if HAS_BF16_DOT
+template <class T>
 static void linear_in_team(const Linear& call) {
-  const int64_t num_panels = ceil_div(call.out_features, PANEL), depth = call.in_features / 2;
-  const int64_t num_blocks = ceil_div(call.num_rows, BLOCK_ROWS), size = call.out_features;
-#pragma omp for collapse(2)
+  const int64_t num_panels = ceil_div(call.out_features, PANEL), size = call.out_features;
+  const int64_t num_blocks = ceil_div(call.num_rows, BLOCK_ROWS);
+  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features};
+#pragma omp for collapse(2) nowait
   for (int64_t block = 0; block < num_blocks; ++block)
     for (int64_t p = 0; p < num_panels; ++p) {
       Floats bias[VECTORS];
-      load_columns((const BFloat16*)call.bias, p * PANEL, size, bias);
-      multiply_rows<BFloat16>(
-          block * call.num_rows / num_blocks, (block + 1) * call.num_rows / num_blocks,
-          (const uint32_t*)call.x, call.x_stride / 2,
-          (const uint32_t*)call.panels + p * depth * PANEL, depth,
-          [&](int64_t row, const Floats* sums) {
-            store_columns((BFloat16*)call.out + row * size, p * PANEL, size, sums, bias);
-          });
+      load_columns((const T*)call.bias, p * PANEL, size, bias);
+      multiply_rows(block * call.num_rows / num_blocks, (block + 1) * call.num_rows / num_blocks,
+                    (const T*)call.x, call.x_stride, panels, p,
+                    [&](int64_t row, const Floats* sums) {
+                      store_columns((T*)call.out + row * call.out_stride, p * PANEL, size, sums,
+                                    bias);
+                    });
     }
 }
 
+template <class T>
 static void linear(const Linear& call) {
-#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
-  linear_in_team(call);
+  run_in_team(call.threads, [&] { linear_in_team<T>(call); });
 }
-#endif
+
+template <class T, class F>
+static void look_up_row(const Panels& panels, int64_t index, T* out) {
+  const int64_t span = F::span(panels.group), blocks = span / BLOCK, lane = index % PANEL;
+  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
+  const uint8_t* record =
+      panels.data + index / PANEL * (panels.in_features / span) * record_bytes;
+  for (int64_t first = 0; first < panels.in_features; first += span, record += record_bytes) {
+    RecordScales scales[VECTORS];
+    load_scales<F>(record, scales);
+    for (int64_t block = 0; block < blocks; ++block) {
+      float values[BLOCK][PANEL];
+      unpack_block<F>(scales, record, block, [&](int i, int n, Floats a, Floats b) INLINE {
+        store(&values[n][i * LANES], a);
+        store(&values[n + 1][i * LANES], b);
+      });
+      for (int64_t n = 0; n < BLOCK; n += LANES) {
+        Floats line;
+        for (int j = 0; j < LANES; ++j) line[j] = values[n + j][lane];
+        store(out + first + block * BLOCK + n, line);
+      }
+    }
+  }
+}
+
+template <class T>
+static void look_up(const LookUp& call) {
+  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features};
+#pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    with_form(panels.packing, [&](auto form) {
+      look_up_row<T, decltype(form)>(panels, call.indices[row], (T*)call.out + row * call.in_features);
+    });
+}

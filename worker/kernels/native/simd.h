@@ -19,6 +19,16 @@ static inline Words widen(Halves bits) {
 #endif
 }
 
+static inline Words widen(Bytes bytes) {
+#if LANES == 16  // GCC converts the general form lane by lane
+  return (Words)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)bytes);
+#elif LANES == 8
+  return (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  return __builtin_convertvector(bytes, Words);
+#endif
+}
+
 static inline Floats from_halves(Halves bits) { return (Floats)(widen(bits) << 16); }
 
 // To bfloat16, rounded to nearest, ties to even; NaN stays NaN.
@@ -29,6 +39,22 @@ static inline Halves to_halves(Floats values) {
   Words bits = (Words)values;
   Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return __builtin_convertvector(values == values ? rounded : (bits >> 16) | 0x40, Halves);
+#endif
+}
+
+template <class Line, int... I>
+static inline Line in_turns(Line a, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, a, (I / 2 + I % 2 * LANES)...);
+}
+
+// Words of two bfloat16: lane i has first[i] in its lower half.
+static inline Words pair(Floats first, Floats second) {
+#if HAS_BF16_DOT
+  typedef uint16_t Line __attribute__((vector_size(4 * LANES)));
+  const Line halves = (Line)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (Words)in_turns(halves, std::make_integer_sequence<int, 2 * LANES>{});
+#else
+  return widen(to_halves(first)) | widen(to_halves(second)) << 16;
 #endif
 }
 
@@ -55,7 +81,7 @@ static inline Floats load(const BFloat16* from) {
 static inline Floats load(const Fp8* from) {
   Bytes bytes;
   memcpy(&bytes, from, sizeof bytes);
-  const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f;
+  const Words bits = widen(bytes), size = bits & 0x7f;
   // A subnormal number gets a leading one, which is subtracted again.
   const Floats normal = (Floats)((size << 20) + (120u << 23));
   const Floats subnormal = (Floats)((size << 20) + (121u << 23)) - 0x1p-6f;

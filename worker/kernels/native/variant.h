@@ -9,6 +9,7 @@
 #include "rms_norm.h"
 #include "rotary.h"
 #include "gate.h"
+#include "unpack.h"
 #include "linear.h"
 #include "route.h"
 #include "experts.h"
@@ -23,17 +24,10 @@ static const Variant VARIANT = {
     {rotary<float>, rotary<BFloat16>},
     {paged_attention<float>, paged_attention<BFloat16>},
     {argmax},
-#if HAS_BF16_DOT
-    {nullptr, linear},
-#else
-    {},
-#endif
+    {linear<float>, linear<BFloat16>},
+    {look_up<float>, look_up<BFloat16>},
     {route<float>, route<BFloat16>},
-#if HAS_BF16_DOT
     {experts<float>, experts<BFloat16>},
-#else
-    {experts<float>},
-#endif
     {delta_step<float>, delta_step<BFloat16>},
     {mamba_step<float>, mamba_step<BFloat16>},
     run_graph,
@@ -41,3 +35,4 @@ static const Variant VARIANT = {
 
 #undef LANES
 #undef HAS_BF16_DOT
+#undef HAS_AMX

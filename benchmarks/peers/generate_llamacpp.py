@@ -1,0 +1,103 @@
+"""llama.cpp's batched decoding, greedy, with the protocol of `report.Peer`.
+
+    {llamacpp environment}/bin/python generate_llamacpp.py FILE.gguf MAX_MODEL_LEN
+
+The jobs are those of generate_vllm.py. Two threads; prompts of all requests are computed in batches of
+2,048 tokens, then each step has one token of every request that has not ended. The KV cache is in
+float16, llama.cpp's default, and all requests share it.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+
+NUM_THREADS = 2
+BATCH_TOKENS = 2048
+MAX_REQUESTS = 64
+CACHE_TOKENS = 16384
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model", metavar="FILE", help="GGUF file")
+    arguments.add_argument("max_model_len", metavar="MAX_MODEL_LEN", type=int)
+    options = arguments.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
+    import llama_cpp
+
+    engine = Engine(llama_cpp, options.model)
+    print(json.dumps({"llama_cpp_python": llama_cpp.__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        begin_s = time.perf_counter()
+        engine.generate(job["prompts"], job["output_lens"])
+        wall_s = time.perf_counter() - begin_s
+        print(json.dumps({"wall_s": wall_s}), file=answers, flush=True)
+
+
+class Engine:
+    """llama: the module llama_cpp."""
+
+    def __init__(self, llama, path):
+        self.llama = llama
+        llama.llama_backend_init()
+        params = llama.llama_model_default_params()
+        params.use_extra_bufts = False  # with AMX, version 0.3.36 ends with a segmentation fault
+        self.model = llama.llama_model_load_from_file(path.encode(), params)
+        assert self.model, f"{path} cannot be loaded"
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = CACHE_TOKENS, MAX_REQUESTS, True
+        params.n_batch, params.n_threads, params.n_threads_batch = BATCH_TOKENS, NUM_THREADS, NUM_THREADS
+        self.context = llama.llama_init_from_model(self.model, params)
+        self.batch = llama.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self.vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+
+    def generate(self, prompts, output_lens):
+        llama = self.llama
+        llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
+        tokens = [
+            (token, position, request, position + 1 == len(prompt))
+            for request, prompt in enumerate(prompts)
+            for position, token in enumerate(prompt)
+        ]
+        last = {}
+        for first in range(0, len(tokens), BATCH_TOKENS):
+            last.update(self.step(tokens[first : first + BATCH_TOKENS]))
+        made = dict.fromkeys(range(len(prompts)), 1)
+        while active := [i for i in made if made[i] < output_lens[i]]:
+            last.update(
+                self.step([(last[i], len(prompts[i]) + made[i] - 1, i, True) for i in active])
+            )
+            for i in active:
+                made[i] += 1
+        assert list(made.values()) == output_lens
+
+    def step(self, tokens):
+        """The most likely next tokens, by request. tokens: (token, position, request, is_sampled)."""
+        import numpy as np
+
+        llama, batch = self.llama, self.batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, request, is_sampled) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, request
+        assert llama.llama_decode(self.context, batch) == 0
+        found = {}
+        for i, (_, _, request, is_sampled) in enumerate(tokens):
+            if is_sampled:
+                logits = llama.llama_get_logits_ith(self.context, i)
+                line = np.ctypeslib.as_array(
+                    ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,)
+                )
+                found[request] = int(line.argmax())
+        return found
+
+
+if __name__ == "__main__":
+    main()
