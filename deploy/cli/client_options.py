@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 from msgspec import Meta
@@ -203,6 +203,26 @@ class TopOptions:
         check_at_least("num_looks", self.num_looks, 1)
         for name in ("interval_s", "timeout_s"):
             check_duration(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(Settings):
+    """A quantised copy of a model.
+
+    Attributes:
+        to: int4 has a scale for each group of inputs, int8 and fp8 for each output.
+        out: Folder to write, which must not exist or be empty.
+        group_size: Inputs of a group of int4.
+        perplexity: Measure the perplexity of a text before and after.
+        text: File with the text (UTF-8), of which up to 8,192 tokens are used. Default: the
+            reference of Python's language.
+    """
+
+    to: Literal["int8", "int4", "fp8"] = "int8"
+    out: Path = Path("quantised")
+    group_size: Annotated[int, Meta(ge=16, le=1024, multiple_of=16)] = 128
+    perplexity: bool = True
+    text: Path | None = None
 
 
 @with_parameters_of(EngineOptions)

@@ -29,6 +29,7 @@ from longshore.deploy.cli.client_options import (
     ChatOptions,
     CompleteOptions,
     DoctorOptions,
+    QuantizeOptions,
     RunBatchOptions,
     TopOptions,
 )
@@ -145,6 +146,23 @@ def pull(name: str, *, state_dir: _StateDir = None) -> None:
     from longshore.deploy.cli.models import pull_model
 
     print(pull_model(name, state_dir))
+
+
+@app.command
+def quantize(
+    model: str,
+    *,
+    options: Annotated[QuantizeOptions, Parameter(name="*")] = QuantizeOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Write a quantised copy of a model, in the layout of compressed-tensors, and print how well
+    both predict a text. Linear layers are quantised; embeddings, output head and routers are not.
+
+    Args:
+        model: Folder in Hugging Face format with floats, or id on a model hub.
+    """
+    from longshore.deploy.cli.quantize import run
+
+    run(model, options)
 
 
 @app.command
