@@ -76,7 +76,7 @@ def check_weights(model: LoadableModel, weights: StoredWeights) -> int:
     memory: it may be on torch's device `meta`. Returns the bytes of this rank's weights, of which
     some may stay quantised."""
     checkpoint, tensors = _match(model, weights)
-    memories = _Memories(model)
+    memories = Memories(model)
     num_bytes = 0
     with weights.reader() as read:
         for name, stored in checkpoint.names.items():
@@ -107,7 +107,7 @@ def _fill(
         unit="tensor",
         disable=None if show_progress is None else not show_progress,
     )
-    memories = _Memories(model)
+    memories = Memories(model)
     num_bytes = 0
     with bar, weights.reader() as read:
         for name, stored in checkpoint.names.items():
@@ -121,7 +121,7 @@ def _fill(
     return len(tensors), num_bytes
 
 
-class _Memories:
+class Memories:
     """Finds the matrix of which a target is a part."""
 
     def __init__(self, model: LoadableModel) -> None:
@@ -136,7 +136,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _copy_tensor(memories: _Memories, read: WeightReader, name: str, stored: StoredTensor) -> int:
+def _copy_tensor(memories: Memories, read: WeightReader, name: str, stored: StoredTensor) -> int:
     """Copy one tensor into the model, or note where rows that stay quantised are; returns their
     bytes. name: in the checkpoint."""
     num_bytes = 0

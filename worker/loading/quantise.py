@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.loading.checkpoint import match_checkpoint
+from longshore.worker.loading.loader import Memories
 from longshore.worker.loading.safetensors_files import SafetensorsFiles
 from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.loading.tensor_names import EMBEDDINGS, HEAD, INDEX_FILE
@@ -160,13 +161,13 @@ def linear_weights(config: DecoderConfig, weights: StoredWeights) -> set[str]:
     tensors = model.checkpoint_tensors()
     shapes = {name: stored.shape for name, stored in tensors.items()}
     names = match_checkpoint(weights, shapes, model.is_redundant).names
-    storages = {memory.tensor.untyped_storage()._cdata for memory in model.memories}
+    memories = Memories(model)
     return {
         stored
         for name, stored in names.items()
         if name in tensors
         and config.own_name(name) not in (EMBEDDINGS, HEAD)
-        and all(target.untyped_storage()._cdata in storages for target, _ in tensors[name].parts)
+        and all(memories.of(target) is not None for target, _ in tensors[name].parts)
     }
 
 
@@ -175,7 +176,7 @@ def quantise(
 ) -> Quantised:
     """Write the model to `out`, an empty folder. show_progress: None shows a bar on a terminal.
 
-    Raises UnsupportedModel if the weights are quantised already, or no matrix can be.
+    The weights must be floats. Raises UnsupportedModel if no matrix can be quantised.
     """
     files = SafetensorsFiles(model_dir)
     linear = linear_weights(config, files)
