@@ -30,7 +30,7 @@ from longshore import LLM, SamplingParams
 from longshore.deploy.model.known_models import KNOWN_MODELS, pull
 from tests.clients.compatibility import INSTALLED, NotInstalledError, python_of
 from tests.conftest import ROOT
-from tests.integration.deployment import PATIENCE_S, Deployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.reference import ReferenceAnswer, assert_greedy_equal, caches_of
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,6 +41,8 @@ NUM_FEW: Final = 12
 PROMPT_LEN: Final = 16
 NUM_TOKENS: Final = 8
 BLOCK_SIZE: Final = 8
+NUM_STORED: Final = 4
+"""Prompts whose blocks fit into host memory."""
 SYSTEM: Final = "You are a helpful assistant."
 SYSTEM_MESSAGE: Final = ({"role": "system", "content": SYSTEM},)
 QUESTIONS: Final = ("What is the capital of France?", "Write a haiku about it.")
@@ -132,6 +134,23 @@ def generated(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Any]:
     )
 
 
+def stored(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """Generate a few at a time, and wait for the disk: what host memory evicts before is lost."""
+    outputs, blocks = list[Any](), set[tuple[int, ...]]()
+    for start in range(0, len(prompts), NUM_STORED):
+        few = prompts[start : start + NUM_STORED]
+        outputs += generated(llm, few)
+        for prompt in few:
+            blocks |= {tuple(prompt[:end]) for end in range(BLOCK_SIZE, PROMPT_LEN + 1, BLOCK_SIZE)}
+        wait_until(functools.partial(has_on_disk, llm, len(blocks)))
+    return outputs
+
+
+def has_on_disk(llm: LLM, num_blocks: int) -> bool:
+    tiers = [each for each in llm.get_metrics() if each.name == "longshore_kv_tier_blocks"]
+    return [tier.value for tier in tiers if tier.labels["medium"] == "DISK"] == [num_blocks]
+
+
 def tokens_of(outputs: Sequence[Any]) -> list[Sequence[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -180,7 +199,7 @@ def test_tiers_and_a_restart_change_no_token(
     for run in ("new", "again", "after a restart"):
         if run != "again":
             llm = LLM(folder, **settings)
-        outputs = generated(llm, few)
+        outputs = stored(llm, few) if run == "new" else generated(llm, few)
         assert_greedy_equal(tokens_of(outputs), wanted, tie=TIE)
         num_cached = [output.num_cached_tokens for output in outputs]
         assert run == "new" or min(num_cached) >= PROMPT_LEN - BLOCK_SIZE, (run, num_cached)
