@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from longshore.worker.kernels import huge_pages
 from longshore.worker.kernels.native import LINEAR, LOOK_UP, PANEL, empty, native, num_threads
 from longshore.worker.kernels.packing import Packing, QuantisedRows, native_packing, pack
 
@@ -24,7 +25,7 @@ def empty_panels(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
     """Zeroed panels for a matrix in float32, or in bfloat16 with an even number of columns:
     (panels, depth, PANEL, columns / depth), in words of four bytes."""
     word = 4 // dtype.itemsize
-    return torch.zeros((-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype=dtype)
+    return huge_pages.zeros((-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype)
 
 
 def fill_panels(panels: Tensor, weight: Tensor) -> None:
@@ -68,7 +69,7 @@ class PackedMatrix:
         """A matrix to be filled."""
         num_panels = -(-num_rows // PANEL)
         num_bytes = packing.num_bytes(num_rows, num_columns)
-        panels = torch.empty(num_panels, num_bytes // num_panels, dtype=torch.uint8)
+        panels = huge_pages.zeros((num_panels, num_bytes // num_panels), torch.uint8)
         return cls(panels, packing, num_rows, num_columns, dtype)
 
     def fill(self, first: int, rows: QuantisedRows) -> None:

@@ -41,6 +41,7 @@ from longshore.protocol.kv_cache_spec import (
     MLAAttentionSpec,
     StateSpec,
 )
+from longshore.worker.kernels import huge_pages
 from longshore.worker.kv_cache.fp8 import (
     FP8,
     Fp8Layers,
@@ -63,7 +64,6 @@ POISON: Final = b"\x47"
 """In every dtype a number that is finite, because attention multiplies masked values by zero, and
 unlike those of a model: 51,015 in float32, 50,944 in bfloat16, 7.3 in float16."""
 
-_ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
 _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
 
 
@@ -91,7 +91,9 @@ class KVMemory(NamedTuple):
             raise EngineDead(
                 f"the KV cache that this rank adopts has {found} bytes, but needs {num_bytes}"
             )
-        return np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
+        memory = mmap.mmap(self.fd, num_bytes)
+        huge_pages.advise(memory)
+        return np.frombuffer(memory, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,6 +358,4 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     size_bytes = math.prod(shape)
-    memory = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(memory[start : start + size_bytes]).view(shape)
+    return huge_pages.mapped(size_bytes)[:size_bytes].view(shape)
