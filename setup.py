@@ -11,8 +11,16 @@ KERNELS = Extension(
     sources=["worker/kernels/native/library.cpp"],
     depends=glob("worker/kernels/native/*.h"),
     language="c++",
-    extra_compile_args=["-std=gnu++17", "-O3", "-g0", "-fopenmp", "-fno-exceptions", "-Wno-psabi"],
-    extra_link_args=["-Wl,--as-needed"],
+    extra_compile_args=[
+        "-std=gnu++17",
+        "-O3",
+        "-g0",
+        "-fopenmp",
+        "-fno-exceptions",
+        "-Wno-psabi",
+        "-flto=auto",  # all processors take part
+    ],
+    extra_link_args=["-Wl,--as-needed", "-O3", "-g0", "-flto=auto"],
     optional=True,  # without a compiler, plain torch is used
 )
 

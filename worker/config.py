@@ -1,6 +1,7 @@
 """Settings of one worker: plain values, set by the process that starts it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -9,14 +10,17 @@ from msgspec import Meta
 from longshore.connectors.base import ECTransferConfig
 from longshore.protocol.commands import LogLevel
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.handshake import EngineIdentity, model_fingerprint
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.protocol.settings import Duration, Setting, Settings
 from longshore.protocol.transport.channel import Endpoint
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName: TypeAlias = Literal["auto", "triton", "torch", "flashinfer"]
-
+QuantisedProducts: TypeAlias = Literal["exact", "int8"]
+"""How matrices are multiplied that are in the format of a quantised checkpoint. exact: with the
+bits of the product with the matrix in the input's dtype; int8: each 32 elements of an input are
+rounded to integers of eight bits and a scale."""
 
 _SIZES: Final = (
     "dtype",
@@ -63,12 +67,13 @@ class WorkerSettings(Settings):
         ),
     ] = "auto"
     quantised_weights: Annotated[
-        Literal["auto", "dequantised"],
+        Literal["auto", "int8", "dequantised"],
         Setting(
             "Model",
             "How a quantised model is computed. auto multiplies by its weights as they are stored "
             "if there are kernels for their format, with the same results as if they had been "
-            "dequantised to dtype; dequantised does this once, when it loads.",
+            "dequantised to dtype; int8 does the same with inputs that are rounded to eight bits, "
+            "which is faster and less exact (CPU only); dequantised does it once, when it loads.",
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -139,14 +144,28 @@ class WorkerSettings(Settings):
         ),
     ] = False
 
-    def keeps_quantised(self, device: str, dtype: str) -> bool:
-        """Whether matrices stay quantised if there are kernels for their format. device: its type;
-        dtype: of the computation."""
-        return (
-            self.quantised_weights == "auto"
-            and self.cpu_kernels == "auto"
-            and can_stay_quantised(device, dtype)
-        )
+    def quantised_products(self, device: str, dtype: str) -> QuantisedProducts | None:
+        """How quantised matrices are multiplied if there are kernels for their format; None: as
+        floats. device: its type; dtype: of the computation.
+
+        Raises ConfigError if only int8 will do, and cannot be had.
+        """
+        if self.quantised_weights == "dequantised":
+            return None
+        if self.cpu_kernels == "auto" and can_stay_quantised(device, dtype):
+            return "int8" if self.quantised_weights == "int8" else "exact"
+        if self.quantised_weights == "int8":
+            raise ConfigError(
+                f"quantised_weights=int8 needs the CPU kernels, and dtype float32 or bfloat16; "
+                f"here are device={device}, dtype={dtype} and cpu_kernels={self.cpu_kernels}"
+            )
+        return None
+
+    def fingerprint(self, model_dir: Path) -> str:
+        """`model_fingerprint` of a model that is computed with these settings: rounded inputs give
+        other keys and values, which no other engine may take for its own."""
+        found = model_fingerprint(model_dir)
+        return f"{found}-int8" if self.quantised_weights == "int8" else found
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from longshore.connectors.base import EncoderWorker, EncoderWorkerConfig, WorkerConnector
+from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -34,7 +35,7 @@ from longshore.protocol.routed_experts import (
 )
 from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
-from longshore.worker.config import WorkerConfig
+from longshore.worker.config import QuantisedProducts, WorkerConfig
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
 from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
@@ -64,6 +65,7 @@ from longshore.worker.loading.loader import (
     load_weights,
     weight_bytes,
 )
+from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
@@ -154,11 +156,7 @@ class Worker:
         # On `meta`, tensors have shapes and no memory.
         weights = find_weights(model_dir) if config.load_format == "auto" else None
         build = partial(
-            build,
-            is_packed=weights is not None
-            and weights.method is not None
-            and config.keeps_quantised(self._device.type, dtype_name(self._dtype))
-            and native.native() is not None,
+            build, products=_quantised_products(config, self._device, self._dtype, weights)
         )
         shapes = build(device=torch.device("meta"))
         self.routed_experts: RoutedExpertsShape | None = None
@@ -552,6 +550,24 @@ class Worker:
 def leave_device(device: torch.device) -> bool:
     """Whether weights leave the device while the worker sleeps: a CPU's are on the host already."""
     return device.type != "cpu"
+
+
+def _quantised_products(
+    config: WorkerConfig, device: torch.device, dtype: torch.dtype, weights: StoredWeights | None
+) -> QuantisedProducts | None:
+    """How quantised matrices are multiplied. Raises ConfigError if the settings want int8, and
+    there are none or no kernels."""
+    products = config.quantised_products(device.type, dtype_name(dtype))
+    is_quantised = weights is not None and weights.method is not None
+    if products is None or (is_quantised and native.native() is not None):
+        return products
+    if products == "int8":
+        what = "this installation has no CPU kernels" if is_quantised else "this model has none"
+        raise ConfigError(
+            f"quantised_weights=int8 is about the products of quantised weights, but {what}; leave "
+            "it out"
+        )
+    return None
 
 
 def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:

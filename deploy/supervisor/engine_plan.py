@@ -36,7 +36,7 @@ from longshore.deploy.supervisor.connector_options import (
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
+from longshore.protocol.handshake import EngineIdentity, hash_seed_digest
 from longshore.protocol.install_command import install_command
 from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
@@ -112,8 +112,8 @@ class EnginePlan:
     def weight_bytes(self) -> int:
         """Of all weights, in memory."""
         dtype = self.identity.dtype
-        is_packed = self.options.keeps_quantised(self.device, dtype)
-        return self.weights.num_bytes(DTYPE_BYTES[dtype], is_packed=is_packed)
+        products = self.options.quantised_products(self.device, dtype)
+        return self.weights.num_bytes(DTYPE_BYTES[dtype], is_packed=products is not None)
 
 
 def plan_engine(
@@ -189,7 +189,7 @@ def plan_engine(
     if hash_seed is None:
         hash_seed = state_dir.block_hash_seed()
     identity = EngineIdentity(
-        model_fingerprint=model_fingerprint(model.path),
+        model_fingerprint=options.fingerprint(model.path),
         dtype=dtype,
         block_size=cache.block_size,
         max_model_len=scheduler.max_model_len,

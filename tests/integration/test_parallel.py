@@ -116,15 +116,20 @@ def test_ragged_batch_and_prefix_hits_equal_the_reference(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["worker/loading/quantised/llama-gptq_asym_actorder", "gguf/llama.gguf"]
+    ("model", "weights"),
+    [
+        ("worker/loading/quantised/llama-gptq_asym_actorder", "auto"),
+        ("gguf/llama.gguf", "auto"),
+        ("gguf/llama.gguf", "int8"),
+    ],
 )
-def test_quantised_weights_are_divided_among_workers(model: str) -> None:
+def test_quantised_weights_are_divided_among_workers(model: str, weights: str) -> None:
     """Each reads its part of the packed tensors."""
     path = TESTS / model
     prompts = [[5, 9, 3, 17, 4], [11, 30], list(range(1, 31))]
     found = []
     for settings in ({"in_process": True}, TENSOR_2):
-        with make_llm(path, **settings) as llm:
+        with make_llm(path, quantised_weights=weights, **settings) as llm:
             found.append([output.outputs[0].token_ids for output in generate(llm, prompts)])
     assert found[0] == found[1]
 

@@ -27,7 +27,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from longshore import LLM, SamplingParams
+from longshore.deploy.llm.perplexity import default_text, perplexity, text_tokens
 from longshore.deploy.model.known_models import KNOWN_MODELS, pull
+from longshore.worker.kernels.native import native
 from tests.clients.compatibility import INSTALLED, NotInstalledError, python_of
 from tests.conftest import ROOT
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
@@ -41,6 +43,7 @@ NUM_FEW: Final = 12
 PROMPT_LEN: Final = 16
 NUM_TOKENS: Final = 8
 BLOCK_SIZE: Final = 8
+NUM_PREDICTED: Final = 2048
 NUM_STORED: Final = 4
 """Prompts whose blocks fit into host memory."""
 SYSTEM: Final = "You are a helpful assistant."
@@ -177,6 +180,25 @@ def test_chunks_hits_and_preemptions_change_no_token(
     assert_greedy_equal(tokens_of(outputs), answers, tie=TIE)
     assert any(output.outputs[0].num_preemptions for output in outputs)
     assert sum(output.num_cached_tokens >= BLOCK_SIZE for output in outputs) > NUM_FEW
+
+
+@pytest.mark.skipif(
+    native() is None or not native().multiplies_bfloat16, reason="no products of bfloat16"
+)
+def test_quantised_products_are_exact_and_rounded_inputs_keep_the_perplexity(
+    folder: Path, prompts: list[list[int]]
+) -> None:
+    tokens, perplexities = {}, {}
+    for weights in ("auto", "dequantised", "int8"):
+        settings = {"device": "cpu", "dtype": "bfloat16", "state_dir": FETCHED, "threads": 1}
+        with LLM(folder, quantised_weights=weights, **settings) as llm:
+            if weights != "int8":
+                tokens[weights] = tokens_of(generated(llm, prompts))
+            if weights != "dequantised":
+                text = text_tokens(llm, default_text(), NUM_PREDICTED)
+                perplexities[weights] = perplexity(llm, text)
+    assert tokens["auto"] == tokens["dequantised"]
+    assert perplexities["int8"] == pytest.approx(perplexities["auto"], rel=0.005)
 
 
 def test_tiers_and_a_restart_change_no_token(

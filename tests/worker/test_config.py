@@ -1,5 +1,6 @@
 """Settings of a worker: what is rejected, and what the process derives from its identity."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from longshore.worker.process.device import (
     resolve_dtype,
 )
 from longshore.worker.process.host_resources import num_physical_cores
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_llama
 
 IDENTITY = EngineIdentity(
     model_fingerprint="f",
@@ -163,3 +166,49 @@ def test_a_file_that_is_no_worker_config_is_rejected(text: str | None, tmp_path:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"worker\.json"):
         read_config(path, WorkerProcessConfig)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "wanted"),
+    [
+        ("auto", "cpu", "bfloat16", "exact"),
+        ("auto", "cpu", "float16", None),
+        ("auto", "cuda", "bfloat16", None),
+        ("int8", "cpu", "float32", "int8"),
+        ("dequantised", "cpu", "float32", None),
+    ],
+)
+def test_quantised_weights_are_multiplied_as_the_setting_says(
+    setting: Any, device: str, dtype: str, wanted: str | None
+) -> None:
+    config = replace(WORKER, quantised_weights=setting)
+    assert config.quantised_products(device, dtype) == wanted
+    if setting == "auto":
+        assert replace(config, cpu_kernels="torch").quantised_products(device, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernels"),
+    [("cuda", "bfloat16", "auto"), ("cpu", "float16", "auto"), ("cpu", "float32", "torch")],
+)
+def test_rounded_inputs_that_cannot_be_had_are_rejected(
+    device: str, dtype: str, kernels: Any
+) -> None:
+    config = replace(WORKER, quantised_weights="int8", cpu_kernels=kernels)
+    with pytest.raises(ConfigError, match=f"device={device}, dtype={dtype}"):
+        config.quantised_products(device, dtype)
+
+
+def test_rounded_inputs_of_a_model_without_quantised_weights_are_rejected(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantised_weights=int8 .* but this model has none"):
+        Worker(WorkerConfig(model=str(tmp_path), num_blocks=40, quantised_weights="int8"))
+
+
+def test_keys_and_values_of_rounded_inputs_have_another_fingerprint(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    exact, rounded, floats = (
+        replace(WORKER, quantised_weights=setting).fingerprint(tmp_path)
+        for setting in ("auto", "int8", "dequantised")
+    )
+    assert exact == floats != rounded

@@ -110,6 +110,7 @@ class PackedExperts:
         self._num_experts, self._size, self._width = num_experts, size, width
         self._dtype, self._gate, self._weighs_inputs = down.dtype, gate, weighs_inputs
         self._gate_up, self._down = gate_up, down
+        self._rounds_inputs = gate_up.rounds_inputs or down.rounds_inputs
         order = gate_order(width, gate)
         self._gate_up_bias = None if gate_up_bias is None else _take(gate_up_bias.t(), order).t()
         self._down_bias = down_bias
@@ -168,6 +169,7 @@ class PackedExperts:
                 *packings,
                 *self._gate.native,
                 self._weighs_inputs,
+                self._rounds_inputs,
                 num_threads(num_rows * expert_bytes),
             ),
         )

@@ -38,9 +38,10 @@ def fill_panels(panels: Tensor, weight: Tensor) -> None:
 class PackedMatrix:
     """A matrix in panels.
 
-    packing:  None: of its dtype, float32 or a bfloat16 that `supports` accepts.
-    num_rows: (rows, columns) is its shape.
-    dtype:    of x and of the results.
+    packing:       None: of its dtype, float32 or a bfloat16 that `supports` accepts.
+    num_rows:      (rows, columns) is its shape.
+    dtype:         of x and of the results.
+    rounds_inputs: see QuantisedProducts in config.py; only with a packing.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class PackedMatrix:
         num_rows: int,
         num_columns: int,
         dtype: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
     ) -> None:
         self.panels, self.packing, self.num_rows = panels, packing, num_rows
-        self.num_columns, self.dtype = num_columns, dtype
+        self.num_columns, self.dtype, self.rounds_inputs = num_columns, dtype, rounds_inputs
 
     @classmethod
     def plain(cls, weight: Tensor) -> "PackedMatrix":
@@ -64,13 +67,19 @@ class PackedMatrix:
 
     @classmethod
     def quantised(
-        cls, packing: Packing, num_rows: int, num_columns: int, dtype: torch.dtype
+        cls,
+        packing: Packing,
+        num_rows: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        *,
+        rounds_inputs: bool = False,
     ) -> "PackedMatrix":
         """A matrix to be filled."""
         num_panels = -(-num_rows // PANEL)
         num_bytes = packing.num_bytes(num_rows, num_columns)
         panels = huge_pages.zeros((num_panels, num_bytes // num_panels), torch.uint8)
-        return cls(panels, packing, num_rows, num_columns, dtype)
+        return cls(panels, packing, num_rows, num_columns, dtype, rounds_inputs=rounds_inputs)
 
     def fill(self, first: int, rows: QuantisedRows) -> None:
         """Pack rows of a quantised matrix. first: the place of the first one, a multiple of
@@ -115,6 +124,7 @@ class PackedMatrix:
                 x.stride(0),
                 out.stride(0),
                 *native_packing(self.packing),
+                self.rounds_inputs,
                 num_threads(self.panels.nbytes),
             ),
         )

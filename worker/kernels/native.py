@@ -28,7 +28,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """Minimum work per thread: waking a thread takes about a microsecond."""
 
-INTERFACE: Final = 7
+INTERFACE: Final = 8
 """Version of native/calls.h; raise both with every change."""
 
 PANEL: Final = 32
@@ -118,11 +118,11 @@ class Recorder(Protocol):
 RMS_NORM: Final = struct.Struct("@PPPPqqqqqfii")
 GATE: Final = struct.Struct("@PPqqqiffi")
 ARGMAX: Final = struct.Struct("@PPPqqqi")
-LINEAR: Final = struct.Struct("@4P6qii")
+LINEAR: Final = struct.Struct("@4P6qiii")
 LOOK_UP: Final = struct.Struct("@3P3qii")
 ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfii")
 ROUTE: Final = struct.Struct("@7P7qfiii")
-EXPERTS: Final = struct.Struct("@12P8qiiiffii")
+EXPERTS: Final = struct.Struct("@12P8qiiiffiii")
 STATE_STEP: Final = struct.Struct("@11P13q")  # followed by the rest of one of these:
 DELTA_STEP: Final = struct.Struct("@4P6qf")
 MAMBA_STEP: Final = struct.Struct("@4P5q")

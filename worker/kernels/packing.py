@@ -134,7 +134,9 @@ def _words(codes: Tensor, bits: int) -> Tensor:
         return codes.unflatten(-1, (-1, 4))
     words = [_bytes(codes & 15, 4)]
     if bits > 4:
-        words.append(_bytes(codes >> 4, bits - 4))
+        # words, their words of four bits, bytes of these, codes in a byte
+        upper = (codes >> 4).unflatten(-1, (-1, 4 // (bits - 4), 4, 2))
+        words.append(_bytes(upper.transpose(-3, -2).flatten(-4), bits - 4))
     return torch.cat(words, dim=-1).unflatten(-1, (-1, 4))
 
 

@@ -1,6 +1,6 @@
 """The memory of a matrix until it is packed for its products.
 
-With `Placement.is_packed`, a matrix stays in the format of a quantised checkpoint if the kernels
+With `Placement.products`, a matrix stays in the format of a quantised checkpoint if the kernels
 have it. Which format that is, only the loader knows. So the memory that layers divide into the
 targets of stored tensors is on torch's device `meta`: a view of it says which rows of the matrix it
 is (`rows_of`). What is not quantised gets real memory once it is read (`floats`).
@@ -66,11 +66,14 @@ class MatrixMemory:
         dtype: torch.dtype,
         device: torch.device,
         read: Callable[[ReadRows], None] | None,
+        *,
+        rounds_inputs: bool = False,
     ) -> None:
-        """read: None: all rows become floats."""
+        """read: None: all rows become floats. rounds_inputs: of the packed matrices."""
         self.shape = rows, columns
         self.dtype = dtype
         self.read = read
+        self._rounds_inputs = rounds_inputs
         self._device = device
         self._floats: Tensor | None = None
         self._sources: list[Source] = []
@@ -144,7 +147,13 @@ class MatrixMemory:
         rows = rows[segment.rows]
         if segment.packing is None:
             return PackedMatrix.plain(self.floats()[rows])
-        matrix = PackedMatrix.quantised(segment.packing, len(rows), self.shape[1], self.dtype)
+        matrix = PackedMatrix.quantised(
+            segment.packing,
+            len(rows),
+            self.shape[1],
+            self.dtype,
+            rounds_inputs=self._rounds_inputs,
+        )
         owners, stored = self._places()
         step = max(1, _CHUNK // (PANEL * self.shape[1])) * PANEL
         for first in range(0, len(rows), step):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.layers.matrix_memory import MatrixMemory, ReadRows
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -14,13 +15,14 @@ from longshore.worker.ranks.parallel import ALONE, Parallel
 class Placement:
     """Passed to every layer of a model at construction.
 
-    is_packed: whether matrices stay in the format of a quantised checkpoint where they can.
+    products: how matrices in the format of a quantised checkpoint are multiplied; None: all
+              become floats.
     """
 
     dtype: torch.dtype
     device: torch.device
     parallel: Parallel = ALONE
-    is_packed: bool = False
+    products: QuantisedProducts | None = None
     memories: list[MatrixMemory] = field(default_factory=list)
     _when_loaded: list[Callable[[], None]] = field(default_factory=list)
 
@@ -34,7 +36,12 @@ class Placement:
         """Memory for the weights of a matrix. read: packs rows that stay as they are in the files;
         None: they become floats."""
         memory = MatrixMemory(
-            rows, columns, self.dtype, self.device, read if self.is_packed else None
+            rows,
+            columns,
+            self.dtype,
+            self.device,
+            None if self.products is None else read,
+            rounds_inputs=self.products == "int8",
         )
         if memory.read is not None:
             self.memories.append(memory)

@@ -156,7 +156,7 @@ def linear_weights(config: DecoderConfig, weights: StoredWeights) -> set[str]:
         max_model_len=1,
         dtype=torch.bfloat16,
         device=torch.device("meta"),
-        is_packed=True,
+        products="exact",
     )
     tensors = model.checkpoint_tensors()
     shapes = {name: stored.shape for name, stored in tensors.items()}

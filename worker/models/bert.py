@@ -6,6 +6,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.bidirectional_backend import BidirectionalAttentionKind
 from longshore.worker.attention.kind import Kind
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.classification_head import PooledClassificationHead
@@ -72,7 +73,7 @@ class Bert(DecoderModel):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
-        is_packed: bool = False,
+        products: QuantisedProducts | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -80,7 +81,7 @@ class Bert(DecoderModel):
             dtype=dtype,
             device=device,
             parallel=parallel,
-            is_packed=is_packed,
+            products=products,
         )
         size, placement = config.hidden_size, self._placement
         num_positions = config.first_position + config.max_position_embeddings

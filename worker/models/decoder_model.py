@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.classification_head import (
@@ -63,7 +64,7 @@ class DecoderModel(ABC):
 
     max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
     norm_type:     class of the final norm, before the head; None: there is none.
-    is_packed:     see Placement.
+    products:      see Placement.
     Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
@@ -77,13 +78,13 @@ class DecoderModel(ABC):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
-        is_packed: bool = False,
+        products: QuantisedProducts | None = None,
     ) -> None:
         config.check_split(num_shards=parallel.num_shards, num_stages=parallel.num_stages)
         self.config = config
         self.max_model_len = max_model_len
         self.parallel = parallel
-        self._placement = Placement(dtype, device, parallel, is_packed)
+        self._placement = Placement(dtype, device, parallel, products)
         self.num_local_heads = config.num_heads // parallel.num_shards
         self.num_local_kv_heads = config.num_local_kv_heads(parallel.num_shards)
         self._layer_indices = parallel.layers(config.num_layers)

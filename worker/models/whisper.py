@@ -9,6 +9,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.cross_backend import CrossAttentionKind
 from longshore.worker.attention.kind import CachedLayer
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
@@ -84,7 +85,7 @@ class Whisper(DecoderModel):
         dtype: torch.dtype,
         device: torch.device,
         parallel: Parallel = ALONE,
-        is_packed: bool = False,
+        products: QuantisedProducts | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -92,7 +93,7 @@ class Whisper(DecoderModel):
             dtype=dtype,
             device=device,
             parallel=parallel,
-            is_packed=is_packed,
+            products=products,
         )
         self.positions = self._placement.empty(config.max_position_embeddings, config.hidden_size)
         self.log_mel = LogMel(config.audio, device)

@@ -28,7 +28,6 @@ from longshore.protocol.handshake import (
     WorkerAsleep,
     WorkerHello,
     WorkerReady,
-    model_fingerprint,
 )
 from longshore.protocol.outputs import WorkerFailed
 from longshore.protocol.plan import BeginSleep, EndSleep, Shutdown
@@ -110,7 +109,8 @@ def _load(config: WorkerProcessConfig, lifeline: Lifeline, stack: ExitStack) -> 
     modules = frozenset(sys.modules)
     if config.late_imports:
         at_low_priority(partial(import_all, config.late_imports))
-    return _Loaded(device, parallel, worker, model_fingerprint(Path(config.worker.model)), modules)
+    fingerprint = config.worker.fingerprint(Path(config.worker.model))
+    return _Loaded(device, parallel, worker, fingerprint, modules)
 
 
 def _serve(

@@ -10,17 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longshore.worker.kernels import packing
 from longshore.worker.kernels.experts import (
     PackedExperts,
     compute,
+    down_order,
+    gate_order,
     pack_down,
     pack_gate_up,
     supports,
 )
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.graph import capture
+from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.operators import uses_triton
+from longshore.worker.kernels.packing import values_of
+from tests.worker.kernels.test_packing import quantised, rounded
 from tests.worker.kernels.variants import NATIVE, TRITON, using
 
 COMPUTED = [
@@ -113,17 +119,18 @@ class Case:
         shared = None if self.shared is None else self.shared[tokens]
         return packed(self.x[tokens], self.weights[tokens], self.chosen[tokens], shared)
 
-    def exact(self) -> Tensor:
+    def exact(self, take: Callable[[Tensor], Tensor] = Tensor.double) -> Tensor:
+        """take: of the inputs of a product."""
         out = torch.zeros(self.x.shape, dtype=torch.float64)
         if self.shared is not None:
             out += self.shared
         for token, (weights, experts) in enumerate(zip(self.weights, self.chosen, strict=True)):
             for weight, e in zip(weights.double(), experts.tolist(), strict=True):
                 x = self.x[token].double() * (weight if self.weighs_inputs else 1)
-                both = self.gate_up[e].double() @ x
+                both = self.gate_up[e].double() @ take(x)
                 if self.biases[0] is not None:
                     both += self.gate_up_bias[e]
-                y = self.down[e].double() @ self.gate.reference(both.unsqueeze(0))[0]
+                y = self.down[e].double() @ take(self.gate.reference(both.unsqueeze(0))[0])
                 if self.biases[1] is not None:
                     y += self.down_bias[e]
                 out[token] += y * (1 if self.weighs_inputs else weight)
@@ -246,6 +253,39 @@ def test_matrices_that_do_not_fit_each_other_are_rejected() -> None:
             case._in_triton(case.gate_up[:, :, :30], case.down, case.x, case.weights, case.chosen)
         with pytest.raises(ValueError, match=r"must be contiguous torch\.float32"):
             case._in_triton(case.gate_up, case.down.half(), case.x, case.weights, case.chosen)
+
+
+@pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize("weighs_inputs", [False, True])
+def test_quantised_experts_are_multiplied(
+    variant: str, rounds_inputs: bool, weighs_inputs: bool
+) -> None:
+    case = Case(torch.float32, size=64, width=96, num_tokens=30, weighs_inputs=weighs_inputs)
+    orders = gate_order(96, case.gate), down_order(64)
+    matrices = []
+    for floats, order, form in zip(
+        (case.gate_up, case.down), orders, (packing.Q4_0, packing.Q8_0), strict=True
+    ):
+        experts = [quantised(form, floats.shape[1], floats.shape[2] // 32, e) for e in range(5)]
+        for expert, rows in zip(floats, experts, strict=True):
+            expert.copy_(values_of(rows))
+        matrix = PackedMatrix.quantised(
+            form, 5 * len(order), floats.shape[2], torch.float32, rounds_inputs=rounds_inputs
+        )
+        for e, rows in enumerate(experts):
+            matrix.fill(e * len(order), rows.rows(order))
+        matrices.append(matrix)
+    assert all((order >= 0).all() for order in orders)
+    with using(variant, num_threads=2):
+        packed = PackedExperts(
+            *matrices, case.gate, num_experts=5, width=96, size=64, weighs_inputs=weighs_inputs
+        )
+        together = case.compute(packed)
+        assert torch.equal(case.compute(packed, slice(3, 5)), together[3:5])
+    take = rounded if rounds_inputs else Tensor.double
+    wanted = case.exact(take)
+    torch.testing.assert_close(together.double(), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.skipif("avx512bf16" not in NATIVE, reason="the processor has no such products")

@@ -52,10 +52,20 @@ def quantised(form: Packing, num_rows: int, num_records: int, seed: int = 0) -> 
     return QuantisedRows(form, codes, tuple(header))
 
 
-def packed(rows: QuantisedRows, dtype: torch.dtype) -> PackedMatrix:
-    matrix = PackedMatrix.quantised(rows.packing, *rows.codes.shape, dtype)
+def packed(rows: QuantisedRows, dtype: torch.dtype, *, rounds_inputs: bool = False) -> PackedMatrix:
+    shape = rows.codes.shape
+    matrix = PackedMatrix.quantised(rows.packing, *shape, dtype, rounds_inputs=rounds_inputs)
     matrix.fill(0, rows)
     return matrix
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What a product with rounded inputs takes for x, in float64."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127) / largest
+    numbers = torch.where(largest > 0, (blocks * factor).round(), 0.0)
+    return (numbers.double() * (largest / 127)).flatten(-2)
 
 
 def inputs(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -103,21 +113,56 @@ def test_a_product_has_the_bits_of_the_plain_matrix_and_those_of_each_row_alone(
     torch.testing.assert_close(together.double(), exact, rtol=rtol, atol=atol)
 
 
+@every_form
+@every_variant
+@both_dtypes
+def test_a_product_of_rounded_inputs_has_their_values_and_the_bits_of_each_row_alone(
+    form: Packing, variant: str, dtype: torch.dtype
+) -> None:
+    rows = quantised(form, 70, 3)
+    weight, bias = values_of(rows), inputs(1, 70, dtype)[0]
+    x = inputs(230, rows.codes.shape[1], dtype)
+    x[5, 32:64] = 0
+    x[6] = 0
+    with using(variant, num_threads=2):
+        matrix = packed(rows, dtype, rounds_inputs=True)
+        together = matrix.product(x, bias)
+        for first, last in ((0, 1), (5, 7), (3, 16), (95, 110), (229, 230)):
+            assert torch.equal(matrix.product(x[first:last], bias), together[first:last])
+    taken = rounded(x)
+    wanted = torch.nn.functional.linear(taken, weight.double(), bias.double())
+    atol = float((taken.abs() @ weight.double().abs().T).max()) * 2**-20
+    rtol = 2**-8 if dtype == torch.bfloat16 else 2**-20
+    torch.testing.assert_close(together.double(), wanted, rtol=rtol, atol=atol)
+
+
+@every_variant
+def test_what_is_not_finite_spoils_its_row_of_rounded_inputs(variant: str) -> None:
+    rows = quantised(packing.Q4_K, 40, 1)
+    x = inputs(4, 256, torch.float32)
+    x[1, 7], x[2, 255] = torch.nan, -torch.inf
+    with using(variant):
+        found = packed(rows, torch.float32, rounds_inputs=True).product(x).isfinite()
+    assert found.all(1).tolist() == [True, False, False, True]
+    assert not found[1:3].any()
+
+
 @given(
     num_rows=st.integers(0, 40),
     num_outputs=st.integers(1, 100),
     num_records=st.integers(1, 4),
     form=st.sampled_from(FORMS),
+    rounds=st.booleans(),
     seed=st.integers(0, 9),
 )
 @pytest.mark.skipif(not NATIVE, reason="kernels are not built")
 def test_any_shape_is_multiplied(
-    num_rows: int, num_outputs: int, num_records: int, form: Packing, seed: int
+    num_rows: int, num_outputs: int, num_records: int, form: Packing, rounds: bool, seed: int
 ) -> None:
     rows = quantised(form, num_outputs, num_records, seed)
     x = inputs(num_rows, rows.codes.shape[1], torch.float32)
-    product = packed(rows, torch.float32).product(x)
-    exact = x.double() @ values_of(rows).double().T
+    product = packed(rows, torch.float32, rounds_inputs=rounds).product(x)
+    exact = (rounded(x) if rounds else x.double()) @ values_of(rows).double().T
     assert product.shape == exact.shape
     torch.testing.assert_close(product.double(), exact, rtol=1e-4, atol=1e-3)
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.packing import values_of
 from longshore.worker.loading.checkpoint import find_weights
@@ -203,15 +204,15 @@ def test_logits_have_the_bits_of_the_dequantised_model(
     if num_stages > read_model_config(model).num_layers:
         pytest.skip("the model has one layer")
 
-    def logits(is_packed: bool, places: list[Parallel]) -> Tensor:
+    def logits(products: QuantisedProducts | None, places: list[Parallel]) -> Tensor:
         stages = [
-            PagedModel(model, dtype=torch.bfloat16, parallel=place, is_packed=is_packed)
+            PagedModel(model, dtype=torch.bfloat16, parallel=place, products=products)
             for place in places
         ]
         return forward_logits(stages, token_ids)
 
     packed, plain = (
-        on_every_rank(num_shards, num_stages, partial(logits, is_packed))
-        for is_packed in (True, False)
+        on_every_rank(num_shards, num_stages, partial(logits, products))
+        for products in ("exact", None)
     )
     assert all(map(torch.equal, packed, plain))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.worker.config import QuantisedProducts
 from longshore.worker.kv_cache.plan import (
     CacheSizes,
     groups_of_rank,
@@ -34,7 +35,7 @@ class PagedModel(PagedSequence):
         max_model_len: int = 256,
         dtype: torch.dtype = torch.float32,
         parallel: Parallel = ALONE,
-        is_packed: bool = False,
+        products: QuantisedProducts | None = None,
     ) -> None:
         config = read_model_config(path)
         model = MODELS[type(config)](
@@ -43,7 +44,7 @@ class PagedModel(PagedSequence):
             dtype=dtype,
             device=CPU,
             parallel=parallel,
-            is_packed=is_packed,
+            products=products,
         )
         load_weights(model, find_weights(path), show_progress=False)
         sizes = CacheSizes(

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int INTERFACE = 7;  // of this file, as in native.py; raise both with every change
+constexpr int INTERFACE = 8;  // of this file, as in native.py; raise both with every change
 
 struct BFloat16 {
   uint16_t bits;
@@ -145,7 +145,8 @@ enum Packing : int32_t {
 // x (num_rows, in_features), rows `x_stride` elements apart, in bfloat16 both even; panels: see
 // linear.h; group: inputs of a group, of packings that have any; bias (out_features,) or null; out
 // (num_rows, out_features), rows `out_stride` elements apart. All of one dtype. Plain panels in
-// bfloat16 need a processor with products of it.
+// bfloat16 need a processor with products of it. rounds_inputs: see rounded.h; only for packings
+// that are not plain.
 struct Linear {
   const void* x;
   const void* panels;
@@ -153,6 +154,7 @@ struct Linear {
   void* out;
   int64_t num_rows, in_features, out_features, x_stride, out_stride, group;
   Packing packing;
+  int rounds_inputs;
   int threads;
 };
 
@@ -196,7 +198,7 @@ struct Experts {
   int64_t gate_up_group, down_group;
   Packing gate_up_packing, down_packing;
   Gate gate;
-  int weighs_inputs;
+  int weighs_inputs, rounds_inputs;
   int threads;
 };
 

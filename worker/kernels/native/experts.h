@@ -50,8 +50,10 @@ static void experts_in_team(const Experts& call) {
   const int64_t size = call.size, width = call.width, top_k = call.top_k;
   const int64_t gate_panels = ceil_div(width, GATED), down_panels = ceil_div(size, PANEL);
   T *rows = (T*)call.rows, *hidden = (T*)call.hidden;
-  const Panels gate_up{(const uint8_t*)call.gate_up, call.gate_up_packing, call.gate_up_group, size};
-  const Panels down{(const uint8_t*)call.down, call.down_packing, call.down_group, width};
+  const Panels gate_up{(const uint8_t*)call.gate_up, call.gate_up_packing, call.gate_up_group, size,
+                       call.rounds_inputs && call.gate_up_packing != PLAIN};
+  const Panels down{(const uint8_t*)call.down, call.down_packing, call.down_group, width,
+                    call.rounds_inputs && call.down_packing != PLAIN};
   const Sorted sorted(call);
 #pragma omp single nowait
   sort_by_expert(call, sorted);
@@ -63,11 +65,12 @@ static void experts_in_team(const Experts& call) {
     T* row = rows + sorted.places[i] * size;
     if (!call.weighs_inputs) {
       memcpy(row, x, size * sizeof(T));
-      continue;
+    } else {
+      const Floats weight = rounded_to<T>(splat(call.weights[i]));
+      for (int64_t c = 0; c < size; c += LANES)
+        store_part(row + c, load_part(x + c, size - c) * weight, size - c);
     }
-    const Floats weight = rounded_to<T>(splat(call.weights[i]));
-    for (int64_t c = 0; c < size; c += LANES)
-      store_part(row + c, load_part(x + c, size - c) * weight, size - c);
+    if (gate_up.rounds_inputs) round_row(row, size, gate_up.packing, row);
   }
   wait_for_team();
 
@@ -89,6 +92,12 @@ static void experts_in_team(const Experts& call) {
                      });
   });
 
+  if (down.rounds_inputs) {
+#pragma omp for nowait
+    for (int64_t i = 0; i < call.num_tokens * top_k; ++i)
+      round_row(hidden + i * width, width, down.packing, hidden + i * width);
+    wait_for_team();
+  }
   for_active_panels(sorted, down_panels, [&](int64_t expert, int64_t p) {
     Floats bias[VECTORS];
     const T* biases = (const T*)call.down_bias;

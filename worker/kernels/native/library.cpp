@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include <omp.h>
 #ifdef __linux__
@@ -31,6 +32,7 @@ namespace generic {
 #define LANES 4
 #define HAS_BF16_DOT 0
 #define HAS_AMX 0
+#define HAS_VNNI 0
 #include "variant.h"
 }  // namespace generic
 
@@ -41,6 +43,7 @@ namespace avx2 {
 #define LANES 8
 #define HAS_BF16_DOT 0
 #define HAS_AMX 0
+#define HAS_VNNI 0
 #include "variant.h"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -51,26 +54,29 @@ namespace avx512 {
 #define LANES 16
 #define HAS_BF16_DOT 0
 #define HAS_AMX 0
+#define HAS_VNNI 0
 #include "variant.h"
 }  // namespace avx512
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
 namespace avx512bf16 {
 #define LANES 16
 #define HAS_BF16_DOT 1
 #define HAS_AMX 0
+#define HAS_VNNI 1
 #include "variant.h"
 }  // namespace avx512bf16
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,amx-tile,amx-bf16")
 namespace amx {
 #define LANES 16
 #define HAS_BF16_DOT 1
 #define HAS_AMX 1
+#define HAS_VNNI 1
 #include "variant.h"
 }  // namespace amx
 #pragma GCC pop_options
@@ -110,7 +116,8 @@ static bool is_supported(int variant) {
       return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512dq");
     case 3:
-      return is_supported(2) && __builtin_cpu_supports("avx512bf16");
+      return is_supported(2) && __builtin_cpu_supports("avx512bf16") &&
+             __builtin_cpu_supports("avx512vnni");
     case 4:
       return is_supported(3) && may_use_tiles();
   }

@@ -9,7 +9,6 @@
 constexpr int64_t MAX_TILE = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;  // sums that fill the registers
 constexpr int64_t BLOCK_ROWS = HAS_AMX ? 512 : 192;  // that stay in the cache while panels are read
 constexpr int64_t CHUNK = 256;         // inputs of a panel that stay in the first cache
-constexpr int64_t AHEAD_BYTES = 8192;  // of a panel that are fetched before they are read
 
 // The word of x for the words of a panel at the same depth, in all lanes.
 template <class T>
@@ -145,19 +144,25 @@ static inline void multiply_tiles(int64_t num_rows, const T* x, int64_t x_stride
   }
 }
 
-// A matrix of the library's callers. group: of packings with groups.
+// A matrix of the library's callers. group: of packings with groups. rounds_inputs: see rounded.h.
 struct Panels {
   const uint8_t* data;
   Packing packing;
   int64_t group, in_features;
-};
+  bool rounds_inputs;
 
-template <class F>
-INLINE static inline void fetch_ahead(const uint8_t* record, int64_t block) {
-  const uint8_t* ahead = record + F::HEADER_BYTES + block * F::BLOCK_BYTES + AHEAD_BYTES;
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < F::BLOCK_BYTES; i += 64) __builtin_prefetch(ahead + i, 0, 1);
-}
+  // Blocks of a record.
+  template <class F>
+  int64_t blocks() const {
+    return F::span(group) / BLOCK;
+  }
+
+  // The first one of a panel.
+  template <class F>
+  const uint8_t* record(int64_t panel) const {
+    return data + panel * (in_features / F::span(group)) * F::record_bytes(blocks<F>());
+  }
+};
 
 #if HAS_AMX
 constexpr int64_t PAIR_ROWS = 32;
@@ -167,7 +172,7 @@ template <class F>
 static void multiply_pair(const uint8_t* record, int64_t blocks, int64_t size, int64_t num_rows,
                          const BFloat16* x, int64_t x_stride, Floats (*sums)[VECTORS]) {
   constexpr int64_t LINE_BYTES = 4 * PANEL, ROWS = 16;
-  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES, num_blocks = size / BLOCK;
+  const int64_t record_bytes = F::record_bytes(blocks), num_blocks = size / BLOCK;
   const bool two = num_rows > ROWS;
   alignas(64) uint32_t words[2][BLOCK / 2 * PANEL];
   configure_tiles(std::min(num_rows, ROWS), std::max<int64_t>(num_rows - ROWS, 1), BLOCK / 2);
@@ -214,7 +219,7 @@ static void multiply_pair(const uint8_t* record, int64_t blocks, int64_t size, i
 template <class T, class F>
 static void multiply_row(const uint8_t* record, int64_t blocks, int64_t size, const T* x,
                          Floats (&out)[VECTORS]) {
-  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
+  const int64_t record_bytes = F::record_bytes(blocks);
   Floats sums[VECTORS] = {};
   RecordScales scales[VECTORS];
   for (int64_t input = 0; input < size; record += record_bytes) {
@@ -246,9 +251,8 @@ static inline void store_words(uint32_t* words, int64_t input, int64_t lane, Flo
 template <class T, class F>
 static void multiply_packed(const Panels& panels, int64_t panel, int64_t num_rows, const T* x,
                             int64_t x_stride, Floats (*sums)[VECTORS]) {
-  const int64_t span = F::span(panels.group), blocks = span / BLOCK;
-  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
-  const uint8_t* record = panels.data + panel * (panels.in_features / span) * record_bytes;
+  const int64_t blocks = panels.blocks<F>(), record_bytes = F::record_bytes(blocks);
+  const uint8_t* record = panels.record<F>(panel);
   const int64_t size = panels.in_features;
   if (num_rows == 1 && !multiplies_tiles<T>)
     return multiply_row<T, F>(record, blocks, size, x, sums[0]);
@@ -274,7 +278,8 @@ static void multiply_packed(const Panels& panels, int64_t panel, int64_t num_row
   }
 }
 
-// Rows [first, end) of x, `x_stride` elements apart. finish(row, sums) gets the VECTORS sums of a row.
+// Rows [first, end) of x, `x_stride` elements apart; rounded ones if the matrix wants that. finish(row,
+// sums) gets the VECTORS sums of a row.
 template <class T, class Finish>
 static inline void multiply_rows(int64_t first, int64_t end, const T* x, int64_t x_stride,
                                  const Panels& panels, int64_t panel, const Finish& finish) {
@@ -289,7 +294,14 @@ static inline void multiply_rows(int64_t first, int64_t end, const T* x, int64_t
                      depth, sums);
     } else
       with_form(panels.packing, [&](auto form) {
-        multiply_packed<T, decltype(form)>(panels, panel, count, rows, x_stride, sums);
+        using F = decltype(form);
+        if (panels.rounds_inputs) {
+          const int64_t x_bytes = x_stride * sizeof(T);
+          multiply_rounded<F>({panels.record<F>(panel), panels.blocks<F>(), panels.in_features,
+                               (const uint8_t*)rows, x_bytes},
+                              count, sums);
+        } else
+          multiply_packed<T, F>(panels, panel, count, rows, x_stride, sums);
       });
     for (int64_t row = 0; row < count; ++row) finish(begin + row, sums[row]);
   }
@@ -317,19 +329,33 @@ static inline void store_columns(T* line, int64_t column, int64_t size, const Fl
 template <class T>
 static void linear_in_team(const Linear& call) {
   const int64_t num_panels = ceil_div(call.out_features, PANEL), size = call.out_features;
-  const int64_t num_blocks = ceil_div(call.num_rows, BLOCK_ROWS);
-  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features};
+  const bool rounds = call.rounds_inputs;
+  const int64_t num_blocks = ceil_div(call.num_rows, rounds ? ROUNDED_ROWS : BLOCK_ROWS);
+  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features, rounds};
+  static thread_local std::vector<T> rounded;  // of one block
+  int64_t rounded_block = -1;
 #pragma omp for collapse(2) nowait
   for (int64_t block = 0; block < num_blocks; ++block)
     for (int64_t p = 0; p < num_panels; ++p) {
+      const int64_t first = block * call.num_rows / num_blocks;
+      const int64_t count = (block + 1) * call.num_rows / num_blocks - first;
+      const T* x = (const T*)call.x + first * call.x_stride;
+      int64_t x_stride = call.x_stride;
+      if (rounds) {
+        rounded.resize(std::max<size_t>(rounded.size(), count * call.in_features));
+        if (block != rounded_block)
+          for (int64_t row = 0; row < count; ++row)
+            round_row(x + row * x_stride, call.in_features, call.packing,
+                      rounded.data() + row * call.in_features);
+        rounded_block = block;
+        x = rounded.data();
+        x_stride = call.in_features;
+      }
       Floats bias[VECTORS];
       load_columns((const T*)call.bias, p * PANEL, size, bias);
-      multiply_rows(block * call.num_rows / num_blocks, (block + 1) * call.num_rows / num_blocks,
-                    (const T*)call.x, call.x_stride, panels, p,
-                    [&](int64_t row, const Floats* sums) {
-                      store_columns((T*)call.out + row * call.out_stride, p * PANEL, size, sums,
-                                    bias);
-                    });
+      multiply_rows(0, count, x, x_stride, panels, p, [&](int64_t row, const Floats* sums) {
+        store_columns((T*)call.out + (first + row) * call.out_stride, p * PANEL, size, sums, bias);
+      });
     }
 }
 
@@ -340,10 +366,9 @@ static void linear(const Linear& call) {
 
 template <class T, class F>
 static void look_up_row(const Panels& panels, int64_t index, T* out) {
-  const int64_t span = F::span(panels.group), blocks = span / BLOCK, lane = index % PANEL;
-  const int64_t record_bytes = F::HEADER_BYTES + blocks * F::BLOCK_BYTES;
-  const uint8_t* record =
-      panels.data + index / PANEL * (panels.in_features / span) * record_bytes;
+  const int64_t blocks = panels.blocks<F>(), record_bytes = F::record_bytes(blocks);
+  const int64_t span = blocks * BLOCK, lane = index % PANEL;
+  const uint8_t* record = panels.record<F>(index / PANEL);
   for (int64_t first = 0; first < panels.in_features; first += span, record += record_bytes) {
     RecordScales scales[VECTORS];
     load_scales<F>(record, scales);
@@ -364,7 +389,7 @@ static void look_up_row(const Panels& panels, int64_t index, T* out) {
 
 template <class T>
 static void look_up(const LookUp& call) {
-  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features};
+  const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features, false};
 #pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
   for (int64_t row = 0; row < call.num_rows; ++row)
     with_form(panels.packing, [&](auto form) {

@@ -3,8 +3,8 @@
 // A panel has PANEL outputs. It is a sequence of records of `span` inputs: the scales
 // of all outputs, then blocks of BLOCK inputs. A block has a word of eight codes of four bits for each
 // output, of which the first input has the lowest bits, and so on for its other inputs; then the upper
-// bits of longer codes, in the same order, 32 / (BITS - 4) inputs to a word. Codes of eight bits are
-// four to a word.
+// bits of longer codes, 32 / (BITS - 4) inputs to a word: a byte of it has those of the inputs whose
+// codes are in the same byte of their words. Codes of eight bits are four to a word.
 //
 // The values are those of the formats' reference, to the last bit: see `packing.py`.
 
@@ -25,16 +25,24 @@ enum class Scales {
 template <int BITS_, Scales SCALES_, int FIRST_ = 0, bool TABLE_ = false>
 struct Form {
   static constexpr int BITS = BITS_, FIRST = FIRST_;
+  static constexpr int EXTRA = BITS == 8 ? 0 : BITS - 4;  // bits of a code that are in other words
   static constexpr Scales SCALES = SCALES_;
   static constexpr bool TABLE = TABLE_;
   static constexpr int64_t BLOCK_BYTES = PANEL * BLOCK * BITS / 8;
-  static constexpr int64_t GROUP = SCALES == Scales::SUPER ? 16 : BLOCK;  // inputs of one scale
+  static constexpr int HALVES = SCALES == Scales::SUPER ? 2 : 1;  // of a block, each with a scale
   static constexpr int64_t HEADER_BYTES = PANEL * (SCALES == Scales::HALF        ? 2
                                                    : SCALES == Scales::HALF_MIN  ? 4
                                                    : SCALES == Scales::SUPER     ? 2 + 16
                                                    : SCALES == Scales::SUPER_MIN ? 4 + 16
                                                    : SCALES == Scales::EXPONENT  ? 1
                                                                                  : 5);
+
+  // Where a byte has the upper bits of a code; second: which one of the two in a byte.
+  static constexpr int upper_shift(int word, bool second) {
+    return 2 * word * EXTRA % 8 + second * EXTRA;
+  }
+
+  static constexpr int64_t record_bytes(int64_t blocks) { return HEADER_BYTES + blocks * BLOCK_BYTES; }
 
   // Inputs of a record. group: the number given for this matrix.
   static int64_t span(int64_t group) {
@@ -176,7 +184,7 @@ INLINE static inline void unpack_block(const RecordScales (&of_record)[VECTORS],
                                        const uint8_t* record, int64_t block, const Emit& emit) {
   const auto* codes = (const uint32_t*)(record + F::HEADER_BYTES + block * F::BLOCK_BYTES);
   const auto* upper = codes + PANEL * BLOCK / 8;
-  constexpr int PER_WORD = F::BITS == 8 ? 4 : 8, EXTRA = F::BITS == 8 ? 0 : F::BITS - 4;
+  constexpr int PER_WORD = F::BITS == 8 ? 4 : 8, EXTRA = F::EXTRA;
   BlockScales scales[VECTORS];
 #pragma GCC unroll 8
   for (int i = 0; i < VECTORS; ++i)
@@ -187,16 +195,14 @@ INLINE static inline void unpack_block(const RecordScales (&of_record)[VECTORS],
     for (int i = 0; i < VECTORS; ++i) {
       const Words packed = load(codes + word * PANEL + i * LANES);
       [[maybe_unused]] Words rest{};
-      if constexpr (EXTRA > 0)
-        rest = load(upper + word * PER_WORD * EXTRA / 32 * PANEL + i * LANES) >>
-               word * PER_WORD * EXTRA % 32;
+      if constexpr (EXTRA > 0) rest = load(upper + word * EXTRA / 4 * PANEL + i * LANES);
       const auto value = [&](int n) INLINE {
         Words code;
         if constexpr (F::BITS == 8)
           code = packed >> 8 * n;
         else if constexpr (EXTRA > 0) {
           constexpr uint32_t mask = ((1u << EXTRA) - 1) << 4;
-          const int shift = n * EXTRA;
+          const int shift = n / 2 * 8 + F::upper_shift(word, n % 2);
           const Words high = shift < 4 ? rest << (4 - shift) : rest >> (shift - 4);
           code = (packed >> 4 * n & ~mask) | (high & mask);
         } else
@@ -219,4 +225,13 @@ template <class F>
 INLINE static inline void load_scales(const uint8_t* record, RecordScales (&scales)[VECTORS]) {
 #pragma GCC unroll 8
   for (int i = 0; i < VECTORS; ++i) scales[i] = record_scales<F>(record, i * LANES);
+}
+
+constexpr int64_t AHEAD_BYTES = 8192;  // of a panel that are fetched before they are read
+
+template <class F>
+INLINE static inline void fetch_ahead(const uint8_t* record, int64_t block) {
+  const uint8_t* ahead = record + F::HEADER_BYTES + block * F::BLOCK_BYTES + AHEAD_BYTES;
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < F::BLOCK_BYTES; i += 64) __builtin_prefetch(ahead + i, 0, 1);
 }

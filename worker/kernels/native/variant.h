@@ -10,6 +10,7 @@
 #include "rotary.h"
 #include "gate.h"
 #include "unpack.h"
+#include "rounded.h"
 #include "linear.h"
 #include "route.h"
 #include "experts.h"
@@ -36,3 +37,4 @@ static const Variant VARIANT = {
 #undef LANES
 #undef HAS_BF16_DOT
 #undef HAS_AMX
+#undef HAS_VNNI
