@@ -103,14 +103,15 @@ IN_PROCESS = (str(MAX_MODEL_LEN),)
 PROCESSES = (*IN_PROCESS, "--processes")
 OURS = Path(sys.executable), "generate_longshore.py"
 VLLM = BASE / "cpu/bin/python", "generate_vllm.py"
-GGUF = "llamacpp", "dequantised"  # systems for GGUF files only
+GGUF = "llamacpp", "dequantised", "int8"  # systems for GGUF files only
 SYSTEMS = {
     "vllm": System(*VLLM, IN_PROCESS),
     "vllm_processes": System(*VLLM, PROCESSES),
     "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
     "longshore": System(*OURS, IN_PROCESS, ("vllm", "transformers")),
     "longshore_processes": System(*OURS, PROCESSES, ("vllm_processes", "transformers", *GGUF)),
-    "dequantised": System(*OURS, (*PROCESSES, "--dequantise"), GGUF[:1]),
+    "dequantised": System(*OURS, (*PROCESSES, "--weights", "dequantised"), GGUF[:1]),
+    "int8": System(*OURS, (*PROCESSES, "--weights", "int8"), GGUF[:1]),
     "llamacpp": System(BASE / "llamacpp/bin/python", "generate_llamacpp.py", IN_PROCESS),
 }
 

@@ -5,6 +5,9 @@
 The jobs are those of generate_vllm.py. Two threads; prompts of all requests are computed in batches of
 2,048 tokens, then each step has one token of every request that has not ended. The KV cache is in
 float16, llama.cpp's default, and all requests share it.
+
+A job with `windows`, lists of tokens, gets `log_probs` instead: of each token but the first of its
+window; and `best`: the token with the highest one.
 """
 
 import argparse
@@ -35,6 +38,11 @@ def main() -> None:
     print(json.dumps({"llama_cpp_python": llama_cpp.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        if "windows" in job:
+            scores = zip(*map(engine.score, job["windows"]))
+            log_probs, best = (sum(lists, []) for lists in scores)
+            print(json.dumps({"log_probs": log_probs, "best": best}), file=answers, flush=True)
+            continue
         begin_s = time.perf_counter()
         engine.generate(job["prompts"], job["output_lens"])
         wall_s = time.perf_counter() - begin_s
@@ -48,7 +56,6 @@ class Engine:
         self.llama = llama
         llama.llama_backend_init()
         params = llama.llama_model_default_params()
-        params.use_extra_bufts = False  # with AMX, version 0.3.36 ends with a segmentation fault
         self.model = llama.llama_model_load_from_file(path.encode(), params)
         assert self.model, f"{path} cannot be loaded"
         params = llama.llama_context_default_params()
@@ -78,8 +85,22 @@ class Engine:
                 made[i] += 1
         assert list(made.values()) == output_lens
 
+    def score(self, window):
+        """Log probabilities of its tokens but the first, and the most likely ones instead."""
+        import numpy as np
+
+        self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
+        logits = self.logits([(token, i, 0, True) for i, token in enumerate(window)])
+        lines = np.stack([line for _, line in logits][:-1]).astype(np.float64)
+        normed = lines - np.logaddexp.reduce(lines, axis=1, keepdims=True)
+        return normed[range(len(lines)), window[1:]].tolist(), lines.argmax(axis=1).tolist()
+
     def step(self, tokens):
         """The most likely next tokens, by request. tokens: (token, position, request, is_sampled)."""
+        return {request: int(line.argmax()) for request, line in self.logits(tokens)}
+
+    def logits(self, tokens):
+        """(request, its logits) for each token that `is_sampled`; overwritten by the next call."""
         import numpy as np
 
         llama, batch = self.llama, self.batch
@@ -88,15 +109,11 @@ class Engine:
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, request
         assert llama.llama_decode(self.context, batch) == 0
-        found = {}
         for i, (_, _, request, is_sampled) in enumerate(tokens):
             if is_sampled:
                 logits = llama.llama_get_logits_ith(self.context, i)
-                line = np.ctypeslib.as_array(
-                    ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self.vocab_size,)
-                )
-                found[request] = int(line.argmax())
-        return found
+                pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+                yield request, np.ctypeslib.as_array(pointer, (self.vocab_size,))
 
 
 if __name__ == "__main__":

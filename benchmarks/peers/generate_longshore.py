@@ -1,6 +1,6 @@
 """Longshore's `LLM` with the protocol of `report.Peer`.
 
-    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes] [--grammars NAME] [--dequantise]
+    python generate_longshore.py MODEL MAX_MODEL_LEN [--processes] [--grammars NAME] [--weights HOW]
 
 The jobs are those of generate_vllm.py; `--grammars` is `llguidance` or `xgrammar`. Without
 `--processes`, scheduler and worker run in this process. The model runs in bfloat16, with a KV cache of
@@ -28,7 +28,7 @@ def main() -> None:
     arguments.add_argument(
         "--grammars", metavar="NAME", default="auto", help="backend of structured output"
     )
-    arguments.add_argument("--dequantise", action="store_true", help="when the weights are loaded")
+    arguments.add_argument("--weights", metavar="HOW", default="auto", help="--quantised-weights")
     options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
@@ -43,7 +43,7 @@ def main() -> None:
         max_num_seqs=256,
         num_blocks=num_blocks(options.model),
         structured_output_backend=options.grammars,
-        quantised_weights="dequantised" if options.dequantise else "auto",
+        quantised_weights=options.weights,
     ) as llm:
         print(json.dumps({"longshore": __version__}), file=answers, flush=True)
         for line in sys.stdin:

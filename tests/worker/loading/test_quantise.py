@@ -7,12 +7,14 @@ from typing import Any, Final
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.quantise import Kind, Quantised, Scheme, quantise
 from longshore.worker.models.families import read_model_config
 from tests.models import make_tiny_llama
+from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.served_model import ServedModel
 
 KINDS: Final[tuple[Kind, ...]] = ("int8", "int4", "fp8")
@@ -40,6 +42,23 @@ def step_of(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
     # A shrunk scale may cut the largest values.
     errors = largest * (0.3 if kind == "int4" else 0.5 / 127.5 + 2**-8)
     return errors.expand_as(groups).flatten(1)
+
+
+@every_kind
+def test_transformers_computes_the_same_logits(kind: Kind, tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path / "model")
+    out = tmp_path / "out"
+    quantised(tmp_path / "model", out, kind)
+    if kind == "fp8":  # transformers would quantise activations, too
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+        (out / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    token_ids = [5, 9, 3, 17, 4, 11, 30, 2, 8]
+    with torch.inference_mode():
+        wanted = model(torch.tensor([token_ids])).logits[0]
+    found = forward_logits([PagedModel(out, products="exact")], token_ids)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 @every_kind
