@@ -28,10 +28,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from longshore import LLM, SamplingParams
 from longshore.deploy.llm.perplexity import default_text, perplexity, text_tokens
+from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.model.known_models import KNOWN_MODELS, pull
 from longshore.worker.kernels.native import native
 from tests.clients.compatibility import INSTALLED, NotInstalledError, python_of
 from tests.conftest import ROOT
+from tests.gguf.cases import FILES
+from tests.gguf.writing import changed
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.reference import ReferenceAnswer, assert_greedy_equal, caches_of
 
@@ -54,6 +57,31 @@ TEXTS: Final = ("def fibonacci(n):\n    ", " Größe 123, 中文 text: \n\n  x =
 MAX_TOKENS: Final = 24
 TIE: Final = 1e-3
 """In logits. Sums in float32 differ more with real weights than with random ones."""
+MEMORY_OF_LOADING: Final = """
+import re, sys, threading, time
+from longshore.worker.config import WorkerConfig
+from longshore.worker.worker import Worker
+
+def in_memory():  # without pages of files
+    with open("/proc/self/status") as file:
+        return int(re.search(r"RssAnon:\\s+(\\d+)", file.read())[1]) * 1024
+
+def watch():
+    while not is_loaded.wait(0.002):
+        samples.append(in_memory())
+
+def load(model):
+    return Worker(WorkerConfig(model=model, num_blocks=8, max_model_len=64, dtype="bfloat16"))
+
+load(sys.argv[1])  # which imports everything
+samples, is_loaded = [in_memory()], threading.Event()
+thread = threading.Thread(target=watch, daemon=True)
+thread.start()
+worker = load(sys.argv[2])
+is_loaded.set()
+thread.join()
+print(max(samples) - samples[0])
+"""
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -156,6 +184,17 @@ def has_on_disk(llm: LLM, num_blocks: int) -> bool:
 
 def tokens_of(outputs: Sequence[Any]) -> list[Sequence[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_quantised_model_is_loaded_in_little_more_memory_than_its_file(
+    folder: Path, tmp_path: Path
+) -> None:
+    small = changed(FILES / "llama.gguf", tmp_path / "small.gguf", quantise=True)
+    models = [str(read_model_folder(model, tmp_path).path) for model in (small, folder)]
+    command = [sys.executable, "-c", MEMORY_OF_LOADING, *models]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    (file,) = folder.glob("*.gguf")
+    assert file.stat().st_size * 0.9 < int(found.stdout) < file.stat().st_size * 1.15
 
 
 def test_chunks_hits_and_preemptions_change_no_token(
