@@ -64,6 +64,7 @@ POISON: Final = b"\x47"
 """In every dtype a number that is finite, because attention multiplies masked values by zero, and
 unlike those of a model: 51,015 in float32, 50,944 in bfloat16, 7.3 in float16."""
 
+_ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
 _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
 
 
@@ -354,8 +355,10 @@ def _positions(block_size: int, like: Tensor) -> Tensor:
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     """A zeroed buffer. On a CPU the kernel zeroes each page at first access, so a large cache does
-    not delay startup."""
+    not delay startup; numpy asks for huge ones."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     size_bytes = math.prod(shape)
-    return huge_pages.mapped(size_bytes)[:size_bytes].view(shape)
+    memory = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(memory[start : start + size_bytes]).view(shape)

@@ -1,5 +1,6 @@
 """Mixtures of experts against a plain computation, token by token and expert by expert."""
 
+import mmap
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longshore.worker.kernels import huge_pages
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.operators import num_launches
@@ -178,7 +180,12 @@ def test_packed_matrices_give_the_same_products(
 @pytest.mark.skipif(
     native() is None or native().instruction_set == "generic", reason="nothing is packed"
 )
-def test_packing_experts_needs_a_second_copy_of_only_one_of_their_two_stacks() -> None:
+def test_packing_experts_needs_a_second_copy_of_only_one_of_their_two_stacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huge_pages, "_arena", huge_pages._Arena())
+    monkeypatch.setattr(huge_pages, "CHUNK", 0)  # each has its own memory
+    monkeypatch.setattr(huge_pages, "HUGE_PAGE", mmap.PAGESIZE)
     placement = Placement(torch.float32, CPU)
     experts = Experts(16, 64, 128, FORMS["split"], placement)
     stacks = [experts.gate_up.all_stored, experts.down.all_stored]
