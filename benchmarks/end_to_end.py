@@ -106,10 +106,10 @@ VLLM = BASE / "cpu/bin/python", "generate_vllm.py"
 GGUF = "llamacpp", "dequantised", "int8"  # systems for GGUF files only
 SYSTEMS = {
     "vllm": System(*VLLM, IN_PROCESS),
-    "vllm_processes": System(*VLLM, PROCESSES),
+    "vllm-processes": System(*VLLM, PROCESSES),
     "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
     "longshore": System(*OURS, IN_PROCESS, ("vllm", "transformers")),
-    "longshore_processes": System(*OURS, PROCESSES, ("vllm_processes", "transformers", *GGUF)),
+    "longshore-processes": System(*OURS, PROCESSES, ("vllm-processes", "transformers", *GGUF)),
     "dequantised": System(*OURS, (*PROCESSES, "--weights", "dequantised"), GGUF[:1]),
     "int8": System(*OURS, (*PROCESSES, "--weights", "int8"), GGUF[:1]),
     "llamacpp": System(BASE / "llamacpp/bin/python", "generate_llamacpp.py", IN_PROCESS),
