@@ -53,7 +53,8 @@ MAX_HEADER_BYTES: Final = 100_000_000
 class EngineIdentity(msgspec.Struct, frozen=True):
     """What all processes of one engine must agree on.
 
-    model_fingerprint: `model_fingerprint()` of the model folder.
+    model_fingerprint: `model_fingerprint()` of the model folder, with a suffix if it is computed in
+                       a way that gives other keys and values.
     kv_cache_dtype:    "auto" is `dtype`.
     hash_seed_digest:  digest of the block hash seed; the seed itself is never sent.
     block_size:        tokens per block on one rank. `decode_context_parallel_size` ranks share each

@@ -73,6 +73,24 @@ def inputs(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_rows, num_columns, generator=generator).to(dtype)
 
 
+def product_of_all(matrix: PackedMatrix, x: Tensor, bias: Tensor) -> Tensor:
+    """x: 130 or more rows. Those computed alone, or with a few others, have the same bits."""
+    together = matrix.product(x, bias)
+    count = len(x)
+    for first, last in ((0, 1), (5, 8), (3, 17), (95, 128), (count - 1, count)):
+        assert torch.equal(matrix.product(x[first:last], bias), together[first:last])
+    return together
+
+
+def check_close(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """To the product in float64 of what `found` was computed from."""
+    weight = weight.double()
+    exact = torch.nn.functional.linear(x.double(), weight, bias.double())
+    atol = float((x.double().abs() @ weight.abs().T).max()) * 2**-20
+    rtol = 2**-8 if found.dtype == torch.bfloat16 else 2**-20
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=atol)
+
+
 @every_form
 @every_variant
 @both_dtypes
@@ -102,15 +120,10 @@ def test_a_product_has_the_bits_of_the_plain_matrix_and_those_of_each_row_alone(
     x = inputs(530, rows.codes.shape[1], dtype)
     with using(variant, num_threads=2) as kernels:
         matrix = packed(rows, dtype)
-        together = matrix.product(x, bias)
-        for first, last in ((0, 1), (7, 8), (3, 17), (100, 133), (529, 530)):
-            assert torch.equal(matrix.product(x[first:last], bias), together[first:last])
+        together = product_of_all(matrix, x, bias)
         if dtype == torch.float32 or (kernels is not None and kernels.multiplies_bfloat16):
             assert torch.equal(PackedMatrix.plain(weight).product(x, bias), together)
-    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    atol = float((x.double().abs() @ weight.double().abs().T).max()) * 2**-20
-    rtol = 2**-8 if dtype == torch.bfloat16 else 2**-20
-    torch.testing.assert_close(together.double(), exact, rtol=rtol, atol=atol)
+    check_close(together, x, weight, bias)
 
 
 @every_form
@@ -125,15 +138,8 @@ def test_a_product_of_rounded_inputs_has_their_values_and_the_bits_of_each_row_a
     x[5, 32:64] = 0
     x[6] = 0
     with using(variant, num_threads=2):
-        matrix = packed(rows, dtype, rounds_inputs=True)
-        together = matrix.product(x, bias)
-        for first, last in ((0, 1), (5, 7), (3, 16), (95, 110), (229, 230)):
-            assert torch.equal(matrix.product(x[first:last], bias), together[first:last])
-    taken = rounded(x)
-    wanted = torch.nn.functional.linear(taken, weight.double(), bias.double())
-    atol = float((taken.abs() @ weight.double().abs().T).max()) * 2**-20
-    rtol = 2**-8 if dtype == torch.bfloat16 else 2**-20
-    torch.testing.assert_close(together.double(), wanted, rtol=rtol, atol=atol)
+        together = product_of_all(packed(rows, dtype, rounds_inputs=True), x, bias)
+    check_close(together, rounded(x), weight, bias)
 
 
 @every_variant

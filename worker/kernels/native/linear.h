@@ -342,12 +342,13 @@ static void linear_in_team(const Linear& call) {
       const T* x = (const T*)call.x + first * call.x_stride;
       int64_t x_stride = call.x_stride;
       if (rounds) {
-        rounded.resize(std::max<size_t>(rounded.size(), count * call.in_features));
-        if (block != rounded_block)
+        if (block != rounded_block) {
+          rounded.resize(std::max<size_t>(rounded.size(), count * call.in_features));
           for (int64_t row = 0; row < count; ++row)
             round_row(x + row * x_stride, call.in_features, call.packing,
                       rounded.data() + row * call.in_features);
-        rounded_block = block;
+          rounded_block = block;
+        }
         x = rounded.data();
         x_stride = call.in_features;
       }
