@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         state_home = tempfile.mkdtemp(prefix="state-of-tests-")
         os.environ["XDG_STATE_HOME"] = state_home
         config.add_cleanup(lambda: shutil.rmtree(state_home, ignore_errors=True))
+        config.pluginmanager.register(Failures(config))
         if config.getoption("--write-durations"):
             config.pluginmanager.register(Durations())
     gc.disable()  # until all modules are imported: what is loaded stays
@@ -109,6 +110,21 @@ def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its path is short, unlike that of pytest's own fixture, because a socket below it may have a
     path of 107 bytes."""
     return tmp_path_factory.mktemp("t")
+
+
+class Failures:
+    """Names a test when it fails: a run of all tests may be stopped before it ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)  # after the letter that shows it
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self._config.get_terminal_writer()
+            terminal.line(
+                f"\nfailed: {report.nodeid} ({report.when}): {report.longreprtext[-300:]}"
+            )
 
 
 class Durations:
