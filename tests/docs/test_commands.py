@@ -200,6 +200,7 @@ def run_in_shell(
 ) -> subprocess.CompletedProcess[str]:
     text = command.text.replace(URL, url).replace(".venv/bin/", "")
     text = re.sub(r"\bMODEL\b|path/to/model", str(model), text)
+    text = re.sub(r"--num-prompts \d+", "--num-prompts 10", text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     defaults = {"URL": url, "NUM_LOOKS": "1"}
     return subprocess.run(

@@ -41,6 +41,7 @@ def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / root
 
 
+@pytest.mark.long
 def test_the_files_are_what_the_converter_makes(llama_cpp: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     subprocess.run(

@@ -193,7 +193,6 @@ def run_cell(pair: Pair, stage: str, side: str, fault: str, seconds: float | Non
 
 
 SHORT: Final = {
-    ("nixl", "handshake", "prefill", "stop", None),
     ("nixl", "claim", "decode", "kill", None),
     ("nixl", "read", "decode", "cut", None),
     ("nixl", "check", "decode", "cut", 1.0),
@@ -272,6 +271,7 @@ def test_no_block_is_in_quarantine_a_minute_after_a_partition_with_default_timeo
         pair.settle("prefill", failed_at + QUARANTINE_S - time.monotonic())
 
 
+@pytest.mark.hosts_full
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("MET-07")
 def test_a_failed_pull_ends_the_request_with_the_reason(

@@ -62,7 +62,7 @@ TOPOLOGIES: Final = {
 PREEMPTED: Final = ("full", "latents")
 """Kinds whose decode engines have few blocks. The others need more of them for one long request."""
 
-SHORT: Final = {("full", "2p2d"), ("latents", "tp1to2"), ("windows", "block16to32")}
+SHORT: Final = {("latents", "tp1to2"), ("windows", "block16to32")}
 SHORT_STATES: Final = ("states", "1p1d")
 
 

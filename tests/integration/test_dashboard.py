@@ -108,6 +108,7 @@ def test_a_state_stands_out_when_its_name_is_pressed(page: Page) -> None:
     assert _num_marked(page) == 0
 
 
+@pytest.mark.long
 def test_a_narrow_window_shows_everything_one_below_the_other(
     deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_narrow_window_shows_everything_one_below_the_other(
         assert narrow.complaints == []
 
 
+@pytest.mark.long
 def test_a_page_without_a_size_is_drawn_when_it_has_one_again(page: Page) -> None:
     page.wait_for_polls()
     page.run("document.body.style.width = '0'; document.body.style.padding = '0'")
@@ -224,6 +226,7 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
+@pytest.mark.long
 def test_of_several_engines_the_page_says_what_it_shows_of_which(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:
@@ -265,6 +268,7 @@ def test_the_data_need_a_key_which_stays_in_the_tab(
         page.wait_for_status("idle")
 
 
+@pytest.mark.long
 def test_the_page_says_what_is_waited_for_while_the_engine_starts(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:
@@ -348,6 +352,7 @@ def test_a_big_pool_is_drawn_in_less_than_the_time_between_two_pictures(
     assert page.run("return map.canvas.height") <= 540
 
 
+@pytest.mark.long
 def test_a_server_of_100_000_blocks_shows_them(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:

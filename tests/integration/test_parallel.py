@@ -275,7 +275,7 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
     [
         pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.long),
         pytest.param(TENSOR_2, 1, id="shard 1"),
-        pytest.param(STAGES_2, 0, id="stage 0"),
+        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.long),
         pytest.param(STAGES_2, 1, id="stage 1", marks=pytest.mark.long),
     ],
 )

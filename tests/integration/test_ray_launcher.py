@@ -121,6 +121,7 @@ class Launcher:
             node.kill()
 
 
+@pytest.mark.long
 def test_no_process_of_a_node_outlives_the_launcher(cluster: Any, tmp_path: Path) -> None:
     path = tmp_path / "topology.toml"
     port = free_ports(ADDRESSES["a"], 1)

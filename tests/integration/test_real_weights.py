@@ -41,7 +41,8 @@ from tests.reference import ReferenceAnswer, assert_greedy_equal, caches_of
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FETCHED: Final = ROOT / ".venv" / "models"
-NUM_PROMPTS: Final = 200
+NUM_PROMPTS: Final = 60
+NUM_PROMPTS_OF_A_LONG_RUN: Final = 200
 NUM_FEW: Final = 12
 PROMPT_LEN: Final = 16
 NUM_TOKENS: Final = 8
@@ -67,7 +68,7 @@ def in_memory():  # without pages of files
         return int(re.search(r"RssAnon:\\s+(\\d+)", file.read())[1]) * 1024
 
 def watch():
-    while not is_loaded.wait(0.002):
+    while not is_loaded.wait(0.01):
         samples.append(in_memory())
 
 def load(model):
@@ -125,12 +126,13 @@ def text() -> str:
 
 
 @pytest.fixture(scope="module")
-def prompts(reference: tuple[Any, Any], text: str) -> list[list[int]]:
+def prompts(reference: tuple[Any, Any], text: str, long_run: bool) -> list[list[int]]:
     """Of the same length. They begin at any place of a text, and every second one with the first
     half of the one before."""
     ids = reference[1](text).input_ids
     rng = random.Random(0)
-    starts = [rng.randrange(len(ids) - PROMPT_LEN) for _ in range(NUM_PROMPTS)]
+    num_prompts = NUM_PROMPTS_OF_A_LONG_RUN if long_run else NUM_PROMPTS
+    starts = [rng.randrange(len(ids) - PROMPT_LEN) for _ in range(num_prompts)]
     prompts = [ids[start : start + PROMPT_LEN] for start in starts]
     for before, prompt in zip(prompts[::2], prompts[1::2], strict=True):
         prompt[: PROMPT_LEN // 2] = before[: PROMPT_LEN // 2]
@@ -356,7 +358,8 @@ def test_the_perplexity_of_a_text_is_that_of_transformers(
     assert math.exp(-sum(scores) / len(scores)) == pytest.approx(math.exp(wanted), rel=1e-3)
 
 
-@pytest.mark.parametrize("length", [2000, pytest.param(8000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("length", [2000, 8000])
 def test_a_needle_is_found_as_transformers_find_it(
     served: Deployment, reference: tuple[Any, Any], text: str, length: int
 ) -> None:
@@ -533,6 +536,7 @@ def test_the_clients_of_agents_have_the_conversation_of_transformers(
             messages.append({"role": "assistant", "content": message.content})
 
 
+@pytest.mark.long
 def test_lm_eval_scores_the_server_as_it_scores_transformers(
     served: Deployment, reference: tuple[Any, Any]
 ) -> None:

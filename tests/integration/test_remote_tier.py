@@ -93,7 +93,7 @@ def test_servers_that_share_a_redis_see_each_others_blocks(
         assert_shared(start, server)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_servers_that_share_a_folder_see_each_others_blocks(start: Start, tmp_path: Path) -> None:
     assert_shared(start, SharedFolder(tmp_path / "shared"))
 
@@ -205,7 +205,7 @@ def test_a_server_without_its_store_starts_and_answers(start: Start, redis: Redi
     "reply",
     [
         pytest.param(b"*2147483647\r\n", id="a huge array"),
-        pytest.param(b"$2147483647\r\n", id="a huge string"),
+        pytest.param(b"$2147483647\r\n", id="a huge string", marks=pytest.mark.long),
         pytest.param(b"*1\r\n" * 10_000, id="arrays in arrays", marks=pytest.mark.long),
     ],
 )

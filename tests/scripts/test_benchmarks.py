@@ -86,8 +86,8 @@ def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_pa
     assert all(row["preempted"] > 0 and row["finished"] > 0 for row in pressure)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["windows", pytest.param("mixed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", ["windows", "mixed"])
 def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: str) -> None:
     groups = ("--groups", "4", "1", "2", "--kinds", kinds)
     sizes = ("--running", "8", "--steps", "10", "--turns", "2")
@@ -199,6 +199,7 @@ def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> N
 MASKS: Final = ("--vocabularies", "32000", "--running", "2", "--steps", "20", "--repeats", "1")
 
 
+@pytest.mark.long
 @pytest.mark.services
 def test_structured_output_is_measured_per_mask_and_per_step(tmp_path: Path) -> None:
     parts = ("compile", "fill", "apply", "steps")
@@ -250,12 +251,9 @@ def test_pulls_are_compared_with_the_library(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.services
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "length"),
-    [
-        pytest.param("idle", "--prompt-tokens", marks=pytest.mark.long),
-        ("handover", "--lengths"),
-    ],
+    ("kind", "length"), [("idle", "--prompt-tokens"), ("handover", "--lengths")]
 )
 def test_separate_engines_are_compared_with_one(kind: str, length: str, tmp_path: Path) -> None:
     sizes = (length, "64", "--requests", "1")
@@ -284,6 +282,7 @@ def test_separate_engines_are_compared_with_two_for_each_chunk_size(tmp_path: Pa
 
 
 @pytest.mark.services
+@pytest.mark.long
 def test_an_overload_counts_the_tokens_that_each_engine_computes(tmp_path: Path) -> None:
     load = ("--seconds", "1", "--clients", "1", "--factor", "1")
     lengths = ("--prompt-tokens", "64", "--output-tokens", "4")
@@ -299,8 +298,10 @@ def test_an_overload_counts_the_tokens_that_each_engine_computes(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_step_grow_with_the_layers_and_not_with_the_rows(tmp_path: Path) -> None:
-    for num_layers in (1, 2):  # a fresh process each
+def test_the_kernels_of_a_step_grow_with_the_layers_and_not_with_the_rows(
+    tmp_path: Path, long_run: bool
+) -> None:
+    for num_layers in (1, 2) if long_run else (2,):  # a fresh process each
         size = ("--models", "Qwen3 0.6B", "--layers", str(num_layers))
         rows = Result(tmp_path, "kernels_per_step.py", *size).rows
         assert [row["step"] for row in rows] == [
@@ -330,7 +331,29 @@ def test_the_metrics_that_benchmarks_read_exist() -> None:
     assert {name for name in read if f"`{name}`" not in documented} == set()
 
 
-SMALLEST = [  # the arguments of a small run, and a field of its first row
+DEPLOYMENTS = [  # the arguments of a small run, and a field of its first row
+    (
+        (
+            *("simulator_validation.py", "--requests", "5", "--speed", "10"),
+            *("--traces", "conversation", "--policies", "fcfs"),
+            *("--fit-batch-sizes", "1", "2", "--fit-prompt-lens", "16", "64"),
+            *("--fit-repeats", "1"),
+        ),
+        "fit_error",
+    ),
+    (
+        (
+            *("fairness.py", "--flood", "4", "--requests", "2"),
+            *("--rows", "4", "--policies", "fair"),
+        ),
+        "step_p99_ms",
+    ),
+    (
+        ("recovery.py", "--victims", "scheduler", "--turns", "1", "--tokens", "400"),
+        "p50_s",
+    ),
+]
+SMALLEST = [
     pytest.param(("block_pool.py", "--at-a-time", "16", *NO_PEER), "allocate_us"),
     pytest.param(("block_pool.py", "--manager", *NO_PEER), "append_each"),
     pytest.param(("pool_memory.py", "--blocks", "1000"), "cached_rss_mb"),
@@ -344,15 +367,6 @@ SMALLEST = [  # the arguments of a small run, and a field of its first row
             (("disk_store.py", "--megabytes", "8", "--pairs", "1"), "store_gb_s"),
             (("windows.py", "--tokens", "256", "--window", "64", "--step", "64"), "step_ms"),
             (("retention.py", "--jobs", "12", "--capacities", "1100"), "way_hints"),
-            (
-                (
-                    *("simulator_validation.py", "--requests", "5", "--speed", "10"),
-                    *("--traces", "conversation", "--policies", "fcfs"),
-                    *("--fit-batch-sizes", "1", "2", "--fit-prompt-lens", "16", "64"),
-                    *("--fit-repeats", "1"),
-                ),
-                "fit_error",
-            ),
             (("simulator_speed.py", "--requests", "5", "--engines", "2"), "steps_per_minute"),
             (("stack_overhead.py", "--requests", "1", "--output-len", "4"), "added_p50_ms"),
             (
@@ -362,19 +376,9 @@ SMALLEST = [  # the arguments of a small run, and a field of its first row
                 ),
                 "tokens_per_s",
             ),
-            (
-                (
-                    *("fairness.py", "--flood", "4", "--requests", "2"),
-                    *("--rows", "4", "--policies", "fair"),
-                ),
-                "step_p99_ms",
-            ),
-            (
-                ("recovery.py", "--victims", "scheduler", "--turns", "1", "--tokens", "400"),
-                "p50_s",
-            ),
         )
     ),
+    *(pytest.param(command, field, marks=pytest.mark.long) for command, field in DEPLOYMENTS),
 ]
 
 
@@ -403,12 +407,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "field"),
     [
-        (
+        pytest.param(
             (
                 *("offloading.py", "--length", "128", "--prompts", "1", "--pairs", "1"),
                 *("--output-len", "2", "--host-bytes", "16MiB", "--model"),
             ),
             "times_faster",
+            marks=pytest.mark.long,
         ),
         (
             (
@@ -417,12 +422,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ),
             "ratio",
         ),
-        (
+        pytest.param(
             (
                 *("context_parallel.py", "--contexts", "32", "--layouts", "2 shards that share"),
                 *("--prompts", "1", "--rounds", "1"),
             ),
             "decode_plain",
+            marks=pytest.mark.long,
         ),
     ],
     ids=lambda each: each[0] if isinstance(each, tuple) else "",

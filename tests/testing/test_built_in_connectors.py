@@ -38,18 +38,30 @@ class TestOffloadingToDisk(ConnectorConformance):
 @pytest.mark.slow
 class TestSimpleCPU(ConnectorConformance):
     connector = "simple_cpu"
+    is_variant = True
     num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"cpu_bytes_to_use": "1MiB"}
 
 
+@pytest.mark.long
+class TestSimpleCPUWithEveryFault(TestSimpleCPU):
+    is_variant = False
+
+
 @pytest.mark.slow
 class TestMulti(ConnectorConformance):
     connector = "multi"
+    is_variant = True
     num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         small = {"connector": "simple_cpu", "options": {"cpu_bytes_to_use": "200KiB"}}
         files = {"connector": "example", "options": {"path": str(tmp_path / "kv")}}
         return {"connectors": [small, files]}
+
+
+@pytest.mark.long
+class TestMultiWithEveryFault(TestMulti):
+    is_variant = False

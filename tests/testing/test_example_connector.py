@@ -13,6 +13,7 @@ from longshore.testing.prompts import known_prompts
 @pytest.mark.req("CRG-01")
 class TestExample(ConnectorConformance):
     connector = "example"
+    is_variant = True
     num_seeds = 1
     survives_restart = True
 
@@ -20,16 +21,19 @@ class TestExample(ConnectorConformance):
         return {"path": str(tmp_path / "kv")}
 
 
+@pytest.mark.long
+class TestExampleWithEveryFault(TestExample):
+    is_variant = False
+
+
 @pytest.mark.slow
 class TestExampleWithinTheStep(TestExample):
     connector = "tests.testing.sync_example:SyncExample"
-    is_variant = True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestVersion1(TestExample):
     connector = "tests.testing.version_1_connector:Version1"
-    is_variant = True
 
 
 @pytest.mark.long

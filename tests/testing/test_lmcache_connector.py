@@ -12,14 +12,20 @@ from longshore.testing.connectors import ConnectorConformance
 @pytest.mark.req("CRG-04")
 class TestLMCache(ConnectorConformance):
     connector = "lmcache"
+    is_variant = True
     num_seeds = 1
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"cpu_bytes_to_use": "4MiB"}
 
 
+@pytest.mark.long
+class TestLMCacheWithEveryFault(TestLMCache):
+    is_variant = False
+
+
 @pytest.mark.services
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.req("CRG-04")
 class TestLMCacheWithFiles(ConnectorConformance):
     connector = "lmcache"

@@ -66,6 +66,12 @@ class PullConformance(ConnectorConformance):
 @pytest.mark.req("MET-08")
 class TestNixl(PullConformance):
     connector = "nixl"
+    is_variant = True
+
+
+@pytest.mark.long
+class TestNixlWithEveryFault(TestNixl):
+    is_variant = False
 
 
 @pytest.mark.req("CRG-11")
@@ -74,6 +80,7 @@ class TestMooncake(PullConformance):
     is_variant = True
 
 
+@pytest.mark.long
 @pytest.mark.req("CRG-03")
 class TestP2PNccl(PullConformance):
     connector = "p2p_nccl"

@@ -45,7 +45,7 @@ class TestOffloadingToRedis(OffloadingToRemote):
             yield
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestOffloadingToS3(OffloadingToRemote):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

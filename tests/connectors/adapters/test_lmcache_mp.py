@@ -191,6 +191,7 @@ def test_a_model_with_windows_is_rejected(model_of: ModelOf) -> None:
 @pytest.mark.req("CRG-05")
 class TestLMCacheMP(ConnectorConformance):
     connector = "lmcache_mp"
+    is_variant = True
     num_seeds = 1
 
     @pytest.fixture(autouse=True)
@@ -201,3 +202,8 @@ class TestLMCacheMP(ConnectorConformance):
 
     def options(self, tmp_path: Path) -> dict[str, Any]:
         return {"server_url": self.server.url, "chunk_size": CHUNK_SIZE, "timeout_s": 5}
+
+
+@pytest.mark.long
+class TestLMCacheMPWithEveryFault(TestLMCacheMP):
+    is_variant = False

@@ -46,7 +46,12 @@ def settle_all(pair: Pair) -> None:
 @pytest.mark.req("CON-11")
 @pytest.mark.parametrize(
     ("connector", "kind"),
-    [("nixl", "full"), ("nixl", "latents"), ("nixl", "states"), ("p2p_nccl", "latents")],
+    [
+        pytest.param("nixl", "full", marks=pytest.mark.long),
+        ("nixl", "latents"),
+        ("nixl", "states"),
+        pytest.param("p2p_nccl", "latents", marks=pytest.mark.long),
+    ],
 )
 def test_tensor_parallel_sizes_may_differ(connector: str, kind: str, model_of: ModelOf) -> None:
     """From one shard to two, and on the same engines from two shards to one."""
@@ -72,7 +77,9 @@ def test_tensor_parallel_sizes_may_differ(connector: str, kind: str, model_of: M
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CRG-11")
 @pytest.mark.req("CRG-03")
-@pytest.mark.parametrize("connector", ["nixl", "mooncake", "p2p_nccl"])
+@pytest.mark.parametrize(
+    "connector", ["nixl", pytest.param("mooncake", marks=pytest.mark.long), "p2p_nccl"]
+)
 def test_pipeline_stages_may_differ(connector: str, model_of: ModelOf) -> None:
     model, _ = model_of("windows")
     (expected,) = wanted(model, PROMPTS[0])
@@ -96,7 +103,7 @@ def signal_all(engine: Engine, number: int) -> None:
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CRG-03")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=lambda fault: fault.name)
-@pytest.mark.parametrize("connector", ["nixl", "p2p_nccl"])
+@pytest.mark.parametrize("connector", ["nixl", pytest.param("p2p_nccl", marks=pytest.mark.long)])
 def test_the_prompt_is_computed_if_its_owner_dies_or_hangs(
     connector: str, fault: signal.Signals, model_of: ModelOf
 ) -> None:

@@ -124,7 +124,7 @@ WHOLE: Final = Pattern(ids(0), ids(0), ids(BLOCK_BYTES))
         ("mooncake", {}),
         ("p2p_nccl", {}),
         ("nixl", {}),
-        ("nixl", {"MAX_PREPARED": 0}),
+        pytest.param("nixl", {"MAX_PREPARED": 0}, marks=pytest.mark.long),
         ("nixl", {"MAX_POSTED": 3}),
     ],
     ids=str,

@@ -150,7 +150,10 @@ PROMPTS: Final = prompts_of(100, 33, 64, 150)
 @pytest.mark.req("CRG-06")
 @pytest.mark.req("CON-12")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("resends_token", [True, False], ids=["token", "prompt"])
+@pytest.mark.parametrize(
+    "resends_token",
+    [pytest.param(True, id="token"), pytest.param(False, id="prompt", marks=pytest.mark.long)],
+)
 def test_tokens_are_those_of_one_engine(kind: str, resends_token: bool, model_of: ModelOf) -> None:
     model, _ = model_of(kind)
     expected = wanted(model, *PROMPTS)
@@ -171,7 +174,9 @@ def test_tokens_are_those_of_one_engine(kind: str, resends_token: bool, model_of
 
 
 @pytest.mark.req("CRG-06")
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (8, 32)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(16, 32), (32, 16), pytest.param((8, 32), marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "states"])
 def test_block_sizes_may_differ(kind: str, sizes: tuple[int, int], model_of: ModelOf) -> None:
     model, _ = model_of(kind)
@@ -257,7 +262,7 @@ def test_preemptions_of_the_owner_touch_no_leased_block(model_of: ModelOf) -> No
 
 
 @pytest.mark.req("CRG-07")
-@pytest.mark.parametrize("tier", ["simple_cpu", "offloading"])
+@pytest.mark.parametrize("tier", [pytest.param("simple_cpu", marks=pytest.mark.long), "offloading"])
 @pytest.mark.parametrize("kind", ["full", "windows"])
 def test_multi_pulls_prompts_and_loads_evicted_ones_from_a_tier(
     kind: str, tier: str, model_of: ModelOf
@@ -350,7 +355,7 @@ def test_with_the_policy_fail_a_failed_read_ends_the_request(
 @pytest.mark.req("MET-05")
 @pytest.mark.req("MET-06")
 @pytest.mark.req("MET-07")
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("fail", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_group_lacks_rewinds_all_groups_to_where_each_has_kv(
     kind: str, policy: str, model_of: ModelOf, monkeypatch: pytest.MonkeyPatch

@@ -436,7 +436,10 @@ def forms() -> Iterator[tuple[str, str, bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/audio/transcriptions", pytest.param("/v1/audio/translations", marks=pytest.mark.long)],
+)
 async def test_no_form_of_any_size_blocks_the_event_loop(
     start_gateway: StartGateway, tmp_path: Path, path: str
 ) -> None:

@@ -181,7 +181,7 @@ def test_prefix_aware_routing_keeps_sessions_together(tmp_path: Path) -> None:
 
 def test_equal_inputs_give_equal_bytes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "num_requests": 40,
+        "num_requests": 20,
         "request_rate": 100,
         "engines": 2,
         "router": "prefix_aware",

@@ -99,7 +99,7 @@ def test_among_equal_logits_the_lowest_ids_are_kept_across_splits() -> None:
     assert drawn(logits, draws_of(u, settings), split=16) == wanted
 
 
-@pytest.mark.parametrize("vocab_size", [8192, pytest.param(1 << 18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [8192, pytest.param(1 << 18, marks=pytest.mark.long)])
 def test_sums_of_equally_likely_tokens_do_not_overflow(vocab_size: int) -> None:
     draws = draws_of([LAST], [{"top_k": vocab_size - 1}])
     assert drawn(torch.zeros(1, vocab_size), draws, split=4096) == [vocab_size - 2]
@@ -160,7 +160,15 @@ def test_the_cpu_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [MIXED[0], MIXED[3], {"top_k": 5, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(MIXED[0], marks=pytest.mark.long),
+        pytest.param(MIXED[3], marks=pytest.mark.long),
+        {"top_k": 5, "min_p": 0.05},
+    ],
+    ids=str,
+)
 def test_tokens_follow_the_distribution_that_is_left(setting: dict[str, Any]) -> None:
     """Chi-square over random numbers with a fixed seed."""
     num_draws, vocab_size, num_parts = 80, 8, 1000

@@ -113,7 +113,7 @@ every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
 
 
 @every_cell
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_decodes_equal_attention_in_float64(cell: Cell, splits: int) -> None:
     """Also a sequence of no tokens, whose result is 0, and one of one token."""
     paged = Paged(cell)
@@ -166,8 +166,10 @@ def test_splits_fill_the_gpu_but_do_not_become_shorter_than_a_tile() -> None:
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("norm", [None, "like the heads", "float32"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize(("head_dim", "num_pairs"), [(16, 8), (20, 6), (80, 40)])
+@pytest.mark.parametrize("dtype", [F32, pytest.param(F16, marks=pytest.mark.long), BF16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "num_pairs"), [pytest.param(16, 8, marks=pytest.mark.long), (20, 6), (80, 40)]
+)
 def test_keys_and_queries_are_rotated_and_stored_as_in_two_steps(
     is_fp8: bool, norm: str | None, dtype: torch.dtype, head_dim: int, num_pairs: int
 ) -> None:

@@ -16,13 +16,19 @@ NUM_TOKENS = 12
 NUM_COMMON = 32
 
 
-def slow_unless_first(case: Case) -> Any:
+def unless_first(case: Case, mark: pytest.MarkDecorator) -> Any:
     """The case as a parameter: the first one of each family is always tested."""
     is_first = case is FIRST_CASES.get(case.family)
-    return pytest.param(case, id=case.name, marks=() if is_first else pytest.mark.slow)
+    return pytest.param(case, id=case.name, marks=() if is_first else mark)
 
 
-every_case = pytest.mark.parametrize("case", [slow_unless_first(case) for case in CASES])
+every_case = pytest.mark.parametrize(
+    "case", [unless_first(case, pytest.mark.slow) for case in CASES]
+)
+every_family = pytest.mark.parametrize(
+    "case", [unless_first(case, pytest.mark.long) for case in CASES]
+)
+"""In one shape, and with --long in every one."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The tokens and log probabilities of transformers, for every family on every path."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,14 @@ from longshore.worker.kernels import experts
 from tests.reference import ReferenceAnswer, assert_greedy_equal
 from tests.worker.kernels.variants import TRITON, using
 from tests.worker.models.cases import CASES, Case
-from tests.worker.models.conftest import NUM_COMMON, NUM_TOKENS, Checkpoint, every_case
+from tests.worker.models.conftest import (
+    NUM_COMMON,
+    NUM_TOKENS,
+    Checkpoint,
+    every_case,
+    every_family,
+    unless_first,
+)
 from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.served_model import ServedModel
 
@@ -70,11 +78,20 @@ def preempted(checkpoint: Checkpoint) -> OutputProcessor:
     return answers, checkpoint.answers * 2
 
 
-PATHS = {"plain": plain, "chunked": chunked, "prefix hit": prefix_hit, "preempted": preempted}
+PATHS = {"plain": plain, "prefix hit": prefix_hit, "chunked": chunked, "preempted": preempted}
+OF_EVERY_SHAPE = ("plain", "prefix hit")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@every_case
+def on_every_path() -> Iterator[Any]:
+    """Other shapes of a family take half of the paths, and with --long all."""
+    for case in CASES:
+        for path in PATHS:
+            mark = pytest.mark.slow if path in OF_EVERY_SHAPE else pytest.mark.long
+            param = unless_first(case, mark)
+            yield pytest.param(case, path, id=f"{case.name}-{path}", marks=param.marks)
+
+
+@pytest.mark.parametrize(("case", "path"), list(on_every_path()))
 def test_tokens_equal_those_of_transformers(
     case: Case, path: str, checkpoint_of: CheckpointOf
 ) -> None:
@@ -127,7 +144,7 @@ def test_mixtures_in_triton_compute_what_transformers_do(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_case
+@every_family
 def test_rounded_logits_stay_as_near_the_exact_ones_as_transformers_own(
     case: Case, dtype: torch.dtype, checkpoint_of: CheckpointOf
 ) -> None:
@@ -154,7 +171,7 @@ def reference_logits(reference: object, prompt: list[int]) -> torch.Tensor:
         return reference(torch.tensor([prompt])).logits[0].float()  # type: ignore[operator]
 
 
-@every_case
+@every_family
 def test_the_reference_answers_what_generate_does(case: Case, checkpoint_of: CheckpointOf) -> None:
     checkpoint = checkpoint_of(case)
     prompt = torch.tensor(checkpoint.prompts[:1])

@@ -16,7 +16,7 @@ from longshore.worker.ranks.parallel import Parallel
 from tests.models import make_tiny_llama, make_tiny_model
 from tests.reference import assert_greedy_equal
 from tests.worker.models.cases import Case
-from tests.worker.models.conftest import NUM_TOKENS, Checkpoint, every_case
+from tests.worker.models.conftest import NUM_TOKENS, Checkpoint, every_case, every_family
 from tests.worker.models.gloo_pair import GlooPair
 from tests.worker.models.paged_model import PagedModel, forward_logits, greedy
 from tests.worker.models.thread_ranks import on_every_rank
@@ -31,7 +31,7 @@ def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPair]:
     pair.close()
 
 
-@every_case
+@every_family
 def test_two_processes_give_the_tokens_of_transformers(
     case: Case, gloo_pair: GlooPair, checkpoint_of: CheckpointOf
 ) -> None:
@@ -40,7 +40,7 @@ def test_two_processes_give_the_tokens_of_transformers(
         assert_greedy_equal(answers, checkpoint.answers)
 
 
-@every_case
+@every_family
 def test_two_pipeline_stages_give_the_tokens_of_transformers(
     case: Case, checkpoint_of: CheckpointOf
 ) -> None:

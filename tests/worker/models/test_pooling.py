@@ -44,7 +44,10 @@ def assert_vector(served: ServedModel, handle: int, expected: npt.NDArray[np.flo
 
 
 @pytest.mark.req("FEA-04")
-@pytest.mark.parametrize("step_tokens", [256, 16], ids=["whole", "chunked"])
+@pytest.mark.parametrize(
+    "step_tokens",
+    [pytest.param(256, id="whole", marks=pytest.mark.long), pytest.param(16, id="chunked")],
+)
 @pytest.mark.parametrize("case", FAMILIES, ids=str)
 def test_every_kind_of_vector_is_that_of_transformers(
     case: Case, step_tokens: int, tmp_path: Path
