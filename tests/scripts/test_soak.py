@@ -64,8 +64,8 @@ def test_the_mix_names_kinds_with_weights() -> None:
 
 @pytest.mark.slow
 def test_a_short_run_through_real_processes() -> None:
-    # Its warm-up may end before the supervisor has all its descriptors.
-    flags = "--requests 400 --demo-requests 200 --max-growth-percent 100 --max-new-descriptors 2"
+    # Its warm-up may end before the first constraint starts the process of structured output.
+    flags = "--requests 400 --demo-requests 200 --max-growth-percent 100 --max-new-descriptors 20"
     run = subprocess.run(
         [sys.executable, ROOT / "scripts" / "soak", *flags.split()],
         capture_output=True,
