@@ -43,6 +43,14 @@ PREFIX_TOKENS: Final = 4096
 LEDGER_BLOCKS: Final = 16  # of a request
 TURNS_CAPACITY: Final = 150_000  # tokens
 TURNS_STATE_TOKENS: Final = 1_584  # of Qwen3.5-9B
+MATRIX: Final = (256, 1024)
+FORMATS: Final = ("Q4_1", "Q4_K", "Q8_0")
+PRODUCTS: Final = {
+    "packed-product-16": (16, False),
+    "packed-product-1": (1, False),
+    "packed-product-1-int8": (1, True),
+}
+"""Rows, and whether their values are rounded."""
 
 Round = Callable[[], object]
 
@@ -194,6 +202,25 @@ def worker(num_rounds: int) -> Round:
     return HostSteps(plans, NUM_ROWS, work.num_blocks).step
 
 
+def products(num_rows: int, rounds_inputs: bool, num_rounds: int) -> Round:
+    """Products of so many rows of float32 with matrices that stay in the formats of files.
+    Valgrind knows no newer instructions than those of AVX2."""
+    import torch
+
+    from longshore.worker.kernels import packing
+    from longshore.worker.kernels.linear import PackedMatrix
+    from longshore.worker.kernels.packing import QuantisedRows
+
+    matrices = []
+    for name in FORMATS:
+        kind = getattr(packing, name)
+        matrix = PackedMatrix.quantised(kind, *MATRIX, torch.float32, rounds_inputs=rounds_inputs)
+        matrix.fill(0, QuantisedRows.zeros(kind, *MATRIX))
+        matrices.append(matrix)
+    x = torch.ones(num_rows, MATRIX[1])
+    return lambda: [matrix.product(x) for matrix in matrices]
+
+
 # The longest first. Of steady steps, the rounds are a multiple of the block size.
 LOADS: Final[Mapping[str, CountedLoad]] = {
     "worker-step": CountedLoad(worker, "step", 64),
@@ -207,6 +234,10 @@ LOADS: Final[Mapping[str, CountedLoad]] = {
     "scheduler-step-1": CountedLoad(partial(scheduler, "steady", 1), "step", 128),
     "scheduler-step-states": CountedLoad(states, "step", 128),
     "scheduler-turn-states": CountedLoad(turns, "turn", 32, warm_up=64),
+    **{
+        name: CountedLoad(partial(products, *of), "product", 16, units=len(FORMATS), warm_up=2)
+        for name, of in PRODUCTS.items()
+    },
     "offload-ledger-load": CountedLoad(ledger_load, "block", 256, units=LEDGER_BLOCKS),
     "offload-ledger-store": CountedLoad(ledger_store, "block", 256, units=LEDGER_BLOCKS),
     "prefix-lookup": CountedLoad(prefix_lookup, "request", 32),

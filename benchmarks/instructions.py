@@ -47,10 +47,20 @@ def versions() -> dict[str, str]:
     return {
         "machine": platform.machine(),
         "python": platform.python_version(),
+        "compiler": _compiler(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION") or "unknown",
         "numpy": version("numpy"),
         "msgspec": version("msgspec"),
     }
+
+
+def _compiler() -> str:
+    """That of the kernels, if they are compiled on this machine."""
+    found = shutil.which("c++")
+    if found is None:
+        return "unknown"
+    command = [found, "-dumpfullversion", "-dumpversion"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def count(names: Sequence[str]) -> dict[str, int]:
