@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     GPU, Triton kernels run in its interpreter."""
     if not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"
+    # Two threads that divide a small operation wait for each other where other tests run, too.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):  # the processes that run the files inherit it
         state_home = tempfile.mkdtemp(prefix="state-of-tests-")
         os.environ["XDG_STATE_HOME"] = state_home

@@ -207,7 +207,7 @@ def test_one_that_has_ended_is_replaced_when_everything_runs() -> None:
 
 def test_each_set_of_variables_has_its_own() -> None:
     many = Many()
-    other = {**NO_BLAS_THREADS, "OMP_NUM_THREADS": "1"}
+    other = {**NO_BLAS_THREADS, "OMP_NUM_THREADS": "2"}
     try:
         assert many.fork(other) is None
         assert many.servers.due_s(is_calm=True) <= time.monotonic()
