@@ -17,10 +17,10 @@ from longshore.protocol.transport.channel import Endpoint
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName: TypeAlias = Literal["auto", "triton", "torch", "flashinfer"]
-QuantisedProducts: TypeAlias = Literal["exact", "int8"]
-"""How matrices are multiplied that are in the format of a quantised checkpoint. exact: with the
-bits of the product with the matrix in the input's dtype; int8: each 32 elements of an input are
-rounded to integers of eight bits and a scale."""
+QuantisedProducts: TypeAlias = Literal["exact", "int8", "exact on a GPU"]
+"""How matrices are multiplied that are in the format of a quantised checkpoint. exact: as the
+matrix in the input's dtype would be. int8: each 32 elements of an input are rounded to integers of
+eight bits and a scale."""
 
 _SIZES: Final = (
     "dtype",
@@ -33,9 +33,11 @@ _SIZES: Final = (
 """What the ranks and the scheduler must agree on."""
 
 
-def can_stay_quantised(device: str, dtype: str) -> bool:
-    """Whether there are kernels that compute with quantised matrices. device: its type."""
-    return device == "cpu" and dtype in ("float32", "bfloat16")
+def exact_products(device: str, dtype: str) -> QuantisedProducts | None:
+    """What the kernels of a device can multiply; None: no quantised matrix. device: its type."""
+    if device == "cuda":
+        return "exact on a GPU"
+    return "exact" if device == "cpu" and dtype in ("float32", "bfloat16") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +154,16 @@ class WorkerSettings(Settings):
         """
         if self.quantised_weights == "dequantised":
             return None
-        if self.cpu_kernels == "auto" and can_stay_quantised(device, dtype):
-            return "int8" if self.quantised_weights == "int8" else "exact"
-        if self.quantised_weights == "int8":
+        has_kernels = device != "cpu" or self.cpu_kernels == "auto"
+        products = exact_products(device, dtype) if has_kernels else None
+        if self.quantised_weights != "int8":
+            return products
+        if products != "exact":
             raise ConfigError(
                 f"quantised_weights=int8 needs the CPU kernels, and dtype float32 or bfloat16; "
                 f"here are device={device}, dtype={dtype} and cpu_kernels={self.cpu_kernels}"
             )
-        return None
+        return "int8"
 
     def fingerprint(self, model_dir: Path) -> str:
         """`model_fingerprint` of a model that is computed with these settings: rounded inputs give

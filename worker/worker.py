@@ -38,6 +38,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import QuantisedProducts, WorkerConfig
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
+from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.fp8 import KVScales
@@ -559,7 +560,9 @@ def _quantised_products(
     there are none or no kernels."""
     products = config.quantised_products(device.type, dtype_name(dtype))
     is_quantised = weights is not None and weights.method is not None
-    if products is None or (is_quantised and native.native() is not None):
+    is_on_gpu = device.type == "cuda"
+    has_kernels = uses_triton(torch.empty(0, device=device)) if is_on_gpu else native.native()
+    if products is None or (is_quantised and has_kernels):
         return products
     if products == "int8":
         what = "this installation has no CPU kernels" if is_quantised else "this model has none"

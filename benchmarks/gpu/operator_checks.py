@@ -268,6 +268,7 @@ def _check_experts(
                 gate_up,
                 down,
                 gate,
+                num_experts=num_experts,
                 gate_up_bias=biases[0],
                 down_bias=biases[1],
                 weighs_inputs=weighs_inputs,

@@ -28,7 +28,7 @@ class Part:
 
 PARTS: Final = (
     Part("ceilings", 0.5, ("ceilings:measure",)),
-    Part("kernels against float64", 4, ("kernel_checks:check",)),
+    Part("kernels against float64", 3.5, ("kernel_checks:check", "packed_products:check")),
     Part("tokens of one model on every path", 1, ("token_checks:check_paths",)),
     Part("tokens of the first families", 2.5, ("token_checks:check_first_families",)),
     Part("tokens of the other families", 2.5, ("token_checks:check_other_families",)),
@@ -46,7 +46,11 @@ PARTS: Final = (
         1.5,
         ("offload_checks:check_tokens", "offload_checks:measure_copies"),
     ),
-    Part("attention", 1, ("attention_speed:measure",)),
+    Part(
+        "attention, products of quantised weights",
+        1.5,
+        ("attention_speed:measure", "packed_products:measure"),
+    ),
     Part("steps of the 0.6B", 1, ("step_speed:measure_0_6b",)),
     Part("steps of the 8B", 2, ("step_speed:measure_8b",)),
     Part("steps of the 32B", 1.5, ("step_speed:measure_32b",)),

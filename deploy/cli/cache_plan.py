@@ -18,7 +18,7 @@ from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
 from longshore.scheduler.config import CacheConfig
-from longshore.worker.config import can_stay_quantised
+from longshore.worker.config import exact_products
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
     DTYPE_BYTES,
@@ -98,8 +98,8 @@ def plan(options: CachePlanOptions) -> PlanReport:
     weights = _weights(folder.path)
     num_bytes = 0
     if weights is not None:
-        is_packed = can_stay_quantised(resolve_device(options.device), dtype)
-        num_bytes = weights.num_bytes(DTYPE_BYTES[dtype], is_packed=is_packed)
+        products = exact_products(resolve_device(options.device), dtype)
+        num_bytes = weights.num_bytes(DTYPE_BYTES[dtype], products)
     return PlanReport(
         model=folder.name,
         dtype=dtype,

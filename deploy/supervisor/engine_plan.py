@@ -113,7 +113,7 @@ class EnginePlan:
         """Of all weights, in memory."""
         dtype = self.identity.dtype
         products = self.options.quantised_products(self.device, dtype)
-        return self.weights.num_bytes(DTYPE_BYTES[dtype], is_packed=products is not None)
+        return self.weights.num_bytes(DTYPE_BYTES[dtype], products)
 
 
 def plan_engine(

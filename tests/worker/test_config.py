@@ -173,7 +173,8 @@ def test_a_file_that_is_no_worker_config_is_rejected(text: str | None, tmp_path:
     [
         ("auto", "cpu", "bfloat16", "exact"),
         ("auto", "cpu", "float16", None),
-        ("auto", "cuda", "bfloat16", None),
+        ("auto", "cuda", "float16", "exact on a GPU"),
+        ("dequantised", "cuda", "bfloat16", None),
         ("int8", "cpu", "float32", "int8"),
         ("dequantised", "cpu", "float32", None),
     ],
@@ -184,7 +185,8 @@ def test_quantised_weights_are_multiplied_as_the_setting_says(
     config = replace(WORKER, quantised_weights=setting)
     assert config.quantised_products(device, dtype) == wanted
     if setting == "auto":
-        assert replace(config, cpu_kernels="torch").quantised_products(device, dtype) is None
+        without = replace(config, cpu_kernels="torch").quantised_products(device, dtype)
+        assert without == (None if device == "cpu" else wanted)
 
 
 @pytest.mark.parametrize(

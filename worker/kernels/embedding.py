@@ -3,19 +3,20 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.operators import uses_triton
 
 
-def look_up(indices: Tensor, table: Tensor | PackedMatrix) -> Tensor:
+def look_up(indices: Tensor, table: Tensor | PackedMatrix | DeviceMatrix) -> Tensor:
     """indices: (n,) int32 or int64; table: (rows, size) -> (n, size)."""
-    if isinstance(table, PackedMatrix):
-        return table.rows(indices)
-    return F.embedding(indices, table)
+    if isinstance(table, Tensor):
+        return F.embedding(indices, table)
+    return table.rows(indices)
 
 
 def embed_part(
-    token_ids: Tensor, table: Tensor | PackedMatrix, first: int, num_tokens: int
+    token_ids: Tensor, table: Tensor | PackedMatrix | DeviceMatrix, first: int, num_tokens: int
 ) -> Tensor:
     """token_ids: (n,) int32 or int64. table: (at least num_tokens, size), contiguous, the vectors
     of the tokens from `first` on.

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels import linear
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.linear import PackedMatrix, empty_panels, fill_panels
 from longshore.worker.kernels.native import EXPERTS, PANEL, empty, native, num_threads
@@ -16,10 +17,11 @@ def compute(
     weights: Tensor,
     chosen: Tensor,
     shared: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | DeviceMatrix,
+    down: Tensor | DeviceMatrix,
     gate: Gate,
     *,
+    num_experts: int,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     weighs_inputs: bool = False,
@@ -29,17 +31,21 @@ def compute(
 
     x:             (n, size), float32, bfloat16 or float16; shared: None, or the same.
     weights:       (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts.
-    gate_up, down: (num_experts, 2 * width, size) and (num_experts, size, width), contiguous; their
-                   biases as in `PackedExperts`. All of x's dtype.
+    gate_up, down: (num_experts, 2 * width, size) and (num_experts, size, width), contiguous, or
+                   quantised, those of all experts below each other; their biases as in
+                   `PackedExperts`. All of x's dtype.
     Raises ValueError for arguments of a wrong shape or dtype.
     """
     from longshore.worker.kernels.gpu import experts as gpu
 
-    num_experts, size, width = down.shape
-    if gate_up.shape != (num_experts, 2 * width, size):
-        raise ValueError(f"gate_up {tuple(gate_up.shape)} does not fit down {tuple(down.shape)}")
+    size, width = (_shape(matrix, num_experts)[2] for matrix in (gate_up, down))
+    shapes = _shape(gate_up, num_experts), _shape(down, num_experts)
+    if shapes != ((num_experts, 2 * width, size), (num_experts, size, width)):
+        raise ValueError(f"gate_up {shapes[0]} does not fit down {shapes[1]}")
     for tensor in (gate_up, down, gate_up_bias, down_bias):
-        if tensor is not None and not (tensor.dtype == x.dtype and tensor.is_contiguous()):
+        if tensor is not None and not (
+            tensor.dtype == x.dtype and (isinstance(tensor, DeviceMatrix) or tensor.is_contiguous())
+        ):
             raise ValueError(f"matrices and biases must be contiguous {x.dtype}, like x")
     _check(x, weights, chosen, shared, size, down.dtype)
     if x.stride(1) != 1:
@@ -50,16 +56,30 @@ def compute(
         x,
         weights,
         chosen,
-        gate_up,
-        down,
+        *_parts(gate_up),
+        *_parts(down),
         gate_up_bias,
         down_bias,
         shared,
+        num_experts,
+        width,
         *gate.native,
         gate.is_interleaved,
         weighs_inputs,
     )
     return out
+
+
+def _shape(matrix: Tensor | DeviceMatrix, num_experts: int) -> tuple[int, ...]:
+    if isinstance(matrix, DeviceMatrix):
+        return num_experts, matrix.num_rows // num_experts, matrix.num_columns
+    return tuple(matrix.shape)
+
+
+def _parts(
+    matrix: Tensor | DeviceMatrix,
+) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
+    return matrix.parts if isinstance(matrix, DeviceMatrix) else (matrix, None, None, 0, -1)
 
 
 def supports(gate_up: Tensor, down: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """A weight matrix, which is packed for its product once it is loaded.
 
-On a CPU, matrices of quantised checkpoints keep their format. Others are packed in tiles if they
-are in bfloat16: otherwise, oneDNN rearranges a matrix in every call, which for the few rows of a
-decode step costs as much as the product itself.
+Matrices of quantised checkpoints keep their format. Others are packed in tiles on a CPU if they are
+in bfloat16: otherwise, oneDNN rearranges a matrix in every call, which for the few rows of a decode
+step costs as much as the product itself.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels import linear, one_row
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import empty
 from longshore.worker.layers.matrix_memory import ReadRows
@@ -38,12 +39,13 @@ class _PackedForOneDNN:
 class _Segments:
     """Matrices below each other, in different formats."""
 
-    def __init__(self, matrices: Sequence[PackedMatrix]) -> None:
+    def __init__(self, matrices: Sequence[PackedMatrix | DeviceMatrix]) -> None:
         self._matrices = matrices
         self._num_rows = [matrix.num_rows for matrix in matrices]
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = empty((len(x), sum(self._num_rows)), x.dtype)
+        shape = len(x), sum(self._num_rows)
+        out = empty(shape, x.dtype) if x.device.type == "cpu" else x.new_empty(shape)
         biases = [None] * len(self._num_rows) if bias is None else bias.split(self._num_rows)
         parts = zip(self._matrices, biases, out.split(self._num_rows, dim=1), strict=True)
         for matrix, part, target in parts:
@@ -89,9 +91,9 @@ class Matrix:
         return self._weight
 
     @property
-    def table(self) -> Tensor | PackedMatrix:
+    def table(self) -> Tensor | PackedMatrix | DeviceMatrix:
         """For `look_up`."""
-        if self._weight is None and isinstance(self._packed, PackedMatrix):
+        if self._weight is None and isinstance(self._packed, PackedMatrix | DeviceMatrix):
             return self._packed
         return self.weight
 
@@ -109,7 +111,8 @@ class Matrix:
         """Pack rows that are quantised."""
         memory, order = self._memory, self._order
         segments = memory.segments(order)
-        if len(segments) > 1 and self._is_table:
+        has_floats = any(segment.packing is None for segment in segments)
+        if len(segments) > 1 and (self._is_table or (has_floats and memory.is_on_gpu)):
             memory.dequantise(read)
             return
         matrices = [memory.pack(read, segment, order) for segment in segments]

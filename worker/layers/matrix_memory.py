@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from longshore.worker.config import QuantisedProducts
+from longshore.worker.kernels.device_matrix import DeviceMatrix, line_bytes
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import PANEL
 from longshore.worker.kernels.packing import Packing, QuantisedRows, values_of
@@ -37,12 +39,6 @@ class Source(NamedTuple):
     stored_rows: Tensor
     columns: slice
 
-    @property
-    def num_bytes(self) -> int:
-        """Without the padding of panels."""
-        records = (self.columns.stop - self.columns.start) // self.packing.span
-        return self.rows.numel() * records * self.packing.record_bytes
-
 
 @dataclass(frozen=True)
 class RowSegment:
@@ -56,6 +52,7 @@ class MatrixMemory:
     """(rows, columns), or several matrices of the same width below each other.
 
     tensor: what layers take views of.
+    is_on_gpu: whether quantised rows become a DeviceMatrix. Then floats are not packed.
     read:   packs rows that stay quantised, while the files are open.
     """
 
@@ -67,13 +64,14 @@ class MatrixMemory:
         device: torch.device,
         read: Callable[[ReadRows], None] | None,
         *,
-        rounds_inputs: bool = False,
+        products: QuantisedProducts | None = None,
     ) -> None:
-        """read: None: all rows become floats. rounds_inputs: of the packed matrices."""
+        """read: None: all rows become floats. products: of the packed matrices."""
         self.shape = rows, columns
         self.dtype = dtype
         self.read = read
-        self._rounds_inputs = rounds_inputs
+        self._rounds_inputs = products == "int8"
+        self.is_on_gpu = products == "exact on a GPU"
         self._device = device
         self._floats: Tensor | None = None
         self._sources: list[Source] = []
@@ -139,20 +137,27 @@ class MatrixMemory:
             for begin, end in pairwise([0, *ends])
         ]
 
+    def num_bytes(self, source: Source) -> int:
+        """Of what is packed, without the padding of panels."""
+        num_columns = source.columns.stop - source.columns.start
+        if self.is_on_gpu:
+            return source.rows.numel() * line_bytes(source.packing, num_columns)
+        records = num_columns // source.packing.span
+        return source.rows.numel() * records * source.packing.record_bytes
+
     def pack(
         self, read: ReadRows, segment: RowSegment, order: Tensor | None = None
-    ) -> PackedMatrix:
+    ) -> PackedMatrix | DeviceMatrix:
         """The rows of a segment. order: as for `segments`."""
         rows = torch.arange(self.shape[0]) if order is None else order
         rows = rows[segment.rows]
         if segment.packing is None:
             return PackedMatrix.plain(self.floats()[rows])
-        matrix = PackedMatrix.quantised(
-            segment.packing,
-            len(rows),
-            self.shape[1],
-            self.dtype,
-            rounds_inputs=self._rounds_inputs,
+        of = segment.packing, len(rows), self.shape[1], self.dtype
+        matrix = (
+            DeviceMatrix(*of, self._device)
+            if self.is_on_gpu
+            else PackedMatrix.quantised(*of, rounds_inputs=self._rounds_inputs)
         )
         owners, stored = self._places()
         step = max(1, _CHUNK // (PANEL * self.shape[1])) * PANEL

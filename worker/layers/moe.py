@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels import experts as kernel
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.gate import SILU, Gate
 from longshore.worker.kernels.linear import can_be_plain
 from longshore.worker.kernels.operators import uses_triton
@@ -99,6 +100,9 @@ class Experts:
 
     def _lay_out(self) -> None:
         form, width = self._form, self._share.stop - self._share.start
+        gate_up, down = self.gate_up.quantised, self.down.quantised
+        if isinstance(gate_up, DeviceMatrix) or isinstance(down, DeviceMatrix):
+            return
         if not self._is_for_kernel():
             self.gate_up.dequantise()
             self.down.dequantise()
@@ -106,11 +110,9 @@ class Experts:
             self.down.pack()
             return
         # Pack one after the other, so that never both are in memory twice.
-        gate_up = self.gate_up.quantised
         if gate_up is None:
             gate_up = kernel.pack_gate_up(self.gate_up.weights, form.gate)
             self.gate_up.release()
-        down = self.down.quantised
         if down is None:
             down = kernel.pack_down(self.down.weights)
             self.down.release()
@@ -143,9 +145,10 @@ class Experts:
                 x,
                 *routed,
                 shared,
-                self.gate_up.weights,
-                self.down.weights,
+                self.gate_up.on_device,
+                self.down.on_device,
                 self._form.gate,
+                num_experts=len(self._ids),
                 gate_up_bias=self.gate_up_bias,
                 down_bias=self.down_bias,
                 weighs_inputs=self._form.weighs_inputs,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.layers.matrix_memory import ReadRows
 from longshore.worker.layers.placement import Placement
@@ -35,12 +36,14 @@ class ExpertMatrices:
         order: Tensor | None = None,
     ) -> None:
         """order: of an expert's rows, if they may stay quantised, see `PackedExperts`; a negative
-        one is padding."""
+        one is padding. On a GPU, they keep their order."""
+        if placement.products == "exact on a GPU" and order is not None:
+            order = torch.arange(rows)
         self._shape = num_experts, rows, columns
         self._order = order
         read = None if order is None else self._read
         self._memory = placement.matrix(num_experts * rows, columns, read)
-        self.quantised: PackedMatrix | None = None
+        self.quantised: PackedMatrix | DeviceMatrix | None = None
         self._packed: list[Tensor] = []
         self._is_grouped = _can_group(self._memory.tensor.view(self._shape))
 
@@ -53,6 +56,13 @@ class ExpertMatrices:
     def weights(self) -> Tensor:
         """The same, once it is filled with floats."""
         return self._memory.floats().view(self._shape)
+
+    @property
+    def on_device(self) -> Tensor | DeviceMatrix:
+        """As the kernels of a GPU take them."""
+        if isinstance(self.quantised, DeviceMatrix):
+            return self.quantised
+        return self.weights
 
     def stored(self, expert: int) -> Tensor:
         """(rows, columns) of one of them, to fill."""

@@ -41,7 +41,7 @@ class Placement:
             self.dtype,
             self.device,
             None if self.products is None else read,
-            rounds_inputs=self.products == "int8",
+            products=self.products,
         )
         if memory.read is not None:
             self.memories.append(memory)

@@ -20,6 +20,7 @@ from longshore.worker.loading.gguf_recipes import Recipe, take_rows
 from longshore.worker.loading.gguf_tensors import recipes
 from longshore.worker.loading.safetensors_files import has_safetensors
 from longshore.worker.loading.stored_weights import (
+    KeptBits,
     QuantisedForm,
     StoredWeight,
     StoredWeights,
@@ -34,18 +35,17 @@ if TYPE_CHECKING:
 
 GGUF_SUFFIX: Final = ".gguf"
 KEPT_BITS: Final = {
-    "Q4_0": 4.5,
-    "Q4_1": 5.0,
-    "Q5_0": 5.5,
-    "Q5_1": 6.0,
-    "Q8_0": 8.5,
-    "Q4_K": 4.625,
-    "Q5_K": 5.625,
-    "Q6_K": 6.5625,
-    "MXFP4": 4.25,
+    "Q4_0": KeptBits(4.5, 4.5),
+    "Q4_1": KeptBits(5.0, 5.0),
+    "Q5_0": KeptBits(5.5, 8.5),
+    "Q5_1": KeptBits(6.0, 9.0),
+    "Q8_0": KeptBits(8.5, 8.5),
+    "Q4_K": KeptBits(4.625, 6.0),
+    "Q5_K": KeptBits(5.625, 10.0),
+    "Q6_K": KeptBits(6.5625, 10.0),
+    "MXFP4": KeptBits(4.25, 5.0),
 }
-"""The types that the CPU kernels compute with, and their bits per value in memory: the scales of K
-types have a byte each. Values of others are dequantised."""
+"""The types that the kernels compute with. Values of others are dequantised."""
 _VALUES_AT_A_TIME: Final = 1 << 22
 
 

@@ -83,7 +83,10 @@ def check_weights(model: LoadableModel, weights: StoredWeights) -> int:
             for target, index in tensors[name].parts if name in tensors else ():
                 memory, shape = memories.of(target), tensors[name].shape
                 found = _quantised(memory, read, stored, shape, target, index)
-                num_bytes += target.nbytes if found is None else found.num_bytes
+                if memory is None or found is None:
+                    num_bytes += target.nbytes
+                else:
+                    num_bytes += memory.num_bytes(found)
     return num_bytes
 
 
@@ -145,7 +148,7 @@ def _copy_tensor(memories: Memories, read: WeightReader, name: str, stored: Stor
         found = _quantised(memory, read, name, stored.shape, target, index)
         if memory is not None and found is not None:
             memory.add(found)
-            num_bytes += found.num_bytes
+            num_bytes += memory.num_bytes(found)
             continue
         num_bytes += target.nbytes
         if memory is not None:

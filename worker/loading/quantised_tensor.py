@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from longshore.worker.loading.stored_weights import KeptBits
+
 KEPT_BLOCK: Final = 32
 """Numbers in the blocks of kernels/packing.py."""
 
@@ -126,14 +128,13 @@ class QuantisedTensor:
             return 4 if numbers.bits <= 4 else 8
         return 8 if numbers.coding == "plain" and dtype == "I8" else None
 
-    def bits_in_memory(self, dtype: str) -> float | None:
+    def bits_in_memory(self, dtype: str) -> KeptBits | None:
         """Of a number that stays as it is: its code and its part of a scale and a zero point."""
         bits = self.kept_bits(dtype)
-        return (
-            None
-            if bits is None
-            else bits + (8 if self.numbers.coding == "fp4" else 40) / self.group
-        )
+        if bits is None:
+            return None
+        on_cpu, on_gpu = (8, 32) if self.numbers.coding == "fp4" else (40, 40)
+        return KeptBits(bits + on_cpu / self.group, bits + on_gpu / self.group)
 
     def names(self) -> Iterator[str]:
         """Of the tensors that must be read."""

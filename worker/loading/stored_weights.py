@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from longshore.worker.config import QuantisedProducts
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,20 +50,27 @@ class WeightReader:
         raise NotImplementedError(f"{name} is not quantised")
 
 
+class KeptBits(NamedTuple):
+    """Of a number that stays quantised, with its part of scales: in the forms of PackedMatrix and
+    of DeviceMatrix."""
+
+    on_cpu: float
+    on_gpu: float
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """A tensor as a model sees it.
 
     path:  the file that messages about it name.
     dtype: how it is stored, in the words of its format, such as `BF16`.
-    kept_bits: of an element, with its scales, if the CPU kernels can compute with it as it is;
-           None: it becomes floats.
+    kept_bits: if the kernels can compute with it as it is; None: it becomes floats.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    kept_bits: float | None = None
+    kept_bits: KeptBits | None = None
 
     @property
     def num_elements(self) -> int:
@@ -86,12 +95,15 @@ class StoredWeights(ABC):
     def num_elements(self) -> int:
         return sum(each.num_elements for each in self.tensors.values())
 
-    def num_bytes(self, dtype_bytes: int, *, is_packed: bool) -> int:
-        """In memory. dtype_bytes: of a float. is_packed: whether what can be stays quantised."""
+    def num_bytes(self, dtype_bytes: int, products: QuantisedProducts | None) -> int:
+        """In memory. dtype_bytes: of a float. products: of what stays quantised; None: nothing."""
 
         def bits(weight: StoredWeight) -> float:
-            kept = weight.kept_bits if is_packed else None
-            return weight.num_elements * (8 * dtype_bytes if kept is None else kept)
+            kept, of_float = weight.kept_bits, 8 * dtype_bytes
+            if products is None or kept is None:
+                return weight.num_elements * of_float
+            is_on_gpu = products == "exact on a GPU"
+            return weight.num_elements * (kept.on_gpu if is_on_gpu else kept.on_cpu)
 
         return int(sum(map(bits, self.tensors.values()))) // 8
 

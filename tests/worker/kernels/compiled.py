@@ -30,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from longshore.worker.kernels import gpu
+from longshore.worker.kernels import gpu, packing
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.gpu.argmax import argmax
 from longshore.worker.kernels.gpu.carry_state import carry_state
 from longshore.worker.kernels.gpu.cascade_attention import cascade_attention
@@ -67,6 +68,7 @@ reads at most two."""
 RECORD: Final = Path(__file__).with_suffix(".json")
 KERNELS: Final = Path(gpu.__file__).parent
 
+CPU: Final = torch.device("cpu")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -205,6 +207,32 @@ def compile_layer_norm() -> None:
         layer_norm(x, x.clone(), x[0], x[0], 1e-5)
 
 
+PACKINGS: Final = (
+    packing.INT4.grouped(128),
+    packing.INT8.grouped(128),
+    packing.MXFP4,
+    packing.Q4_0,
+    packing.Q4_K,
+    packing.Q6_K,
+    packing.Q8_0,
+)
+
+
+def compile_packed_linear() -> None:
+    for dtype in DTYPES:
+        for form in PACKINGS if dtype == torch.bfloat16 else PACKINGS[:1]:
+            # One tiling each; sizes that end with a whole block and others.
+            for num_rows, columns in (
+                (1, 4096),
+                (1, 4096 + form.span),
+                (32, 4096),
+                (64, 4096),
+                (128, 4096),
+            ):
+                matrix = DeviceMatrix(form, 64, columns, dtype, CPU)
+                matrix.product(torch.zeros(num_rows, columns, dtype=dtype))
+
+
 def compile_embedding() -> None:
     for dtype in DTYPES:
         embed_part(torch.zeros(2, dtype=torch.int32), torch.zeros(8, 4096, dtype=dtype), 16, 8)
@@ -229,17 +257,28 @@ def compile_experts() -> None:
                     zeros(num_tokens, size),
                     torch.zeros(num_tokens, 2),
                     torch.zeros(num_tokens, 2, dtype=torch.int64),
-                    zeros(4, 2 * width, size),
-                    zeros(4, size, width),
+                    *(zeros(4, 2 * width, size), None, None, 0, -1),
+                    *(zeros(4, size, width), None, None, 0, -1),
                     zeros(4, 2 * width) if is_odd else None,
                     zeros(4, size) if is_odd else None,
                     zeros(num_tokens, size) if is_odd else None,
-                    activation,
+                    *(4, width, activation),
                     1.5,
                     float("inf"),
                     is_odd,
                     activation == 2,
                 )
+    for form in PACKINGS:
+        size, width = 2 * form.span, max(form.span, 128)
+        for num_tokens in (1, 60, 120, 250):
+            experts(
+                torch.zeros(num_tokens, size, dtype=torch.bfloat16),
+                torch.zeros(num_tokens, 2),
+                torch.zeros(num_tokens, 2, dtype=torch.int64),
+                *DeviceMatrix(form, 4 * 2 * width, size, torch.bfloat16, CPU).parts,
+                *DeviceMatrix(form, 4 * size, width, torch.bfloat16, CPU).parts,
+                *(None, None, None, 4, width, 0, 1.5, float("inf"), False, False),
+            )
 
 
 def _paged(size: int, dtype: torch.dtype, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

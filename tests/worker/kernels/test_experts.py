@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.kernels import packing
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.experts import (
     PackedExperts,
     compute,
@@ -25,7 +26,7 @@ from longshore.worker.kernels.graph import capture
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.operators import uses_triton
-from longshore.worker.kernels.packing import values_of
+from longshore.worker.kernels.packing import Packing, values_of
 from tests.worker.kernels.test_packing import quantised, rounded
 from tests.worker.kernels.variants import NATIVE, TRITON, using
 
@@ -100,7 +101,9 @@ class Case:
             weighs_inputs=self.weighs_inputs,
         )
 
-    def _in_triton(self, gate_up: Tensor, down: Tensor, x: Tensor, *more: Tensor) -> Tensor:
+    def _in_triton(
+        self, gate_up: Tensor | DeviceMatrix, down: Tensor | DeviceMatrix, x: Tensor, *more: Tensor
+    ) -> Tensor:
         weights, chosen, shared = (*more, None)[:3]
         return compute(
             x,
@@ -110,6 +113,7 @@ class Case:
             gate_up,
             down,
             self.gate,
+            num_experts=len(self.gate_up),
             gate_up_bias=self.biases[0],
             down_bias=self.biases[1],
             weighs_inputs=self.weighs_inputs,
@@ -286,6 +290,35 @@ def test_quantised_experts_are_multiplied(
     take = rounded if rounds_inputs else Tensor.double
     wanted = case.exact(take)
     torch.testing.assert_close(together.double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("forms", [(packing.Q6_K, packing.Q4_1), (packing.MXFP4, None)], ids=str)
+@pytest.mark.parametrize("gate", [GATES[0], CLAMPED], ids=["halves", "interleaved"])
+def test_quantised_experts_are_multiplied_in_triton(
+    gate: Gate, forms: tuple[Packing | None, ...], num_tokens: int
+) -> None:
+    """Those of one matrix may be floats."""
+    size = 256
+    case = Case(
+        torch.float32, size=size, width=96, num_tokens=num_tokens, gate=gate, has_biases=True
+    )
+    matrices: list[Tensor | DeviceMatrix] = []
+    for floats, form in zip((case.gate_up, case.down), forms, strict=True):
+        if form is None:
+            matrices.append(floats)
+            continue
+        lines = floats.flatten(0, 1)
+        rows = quantised(form, len(lines), lines.shape[1] // form.span)
+        rows.header[0].div_(4) if form.fields[0][0].is_floating_point else rows.header[0].sub_(40)
+        lines.copy_(values_of(rows))
+        matrix = DeviceMatrix(form, *lines.shape, torch.float32, torch.device("cpu"))
+        matrix.fill(0, rows)
+        matrices.append(matrix)
+    with using(TRITON):
+        got = case._in_triton(*matrices, case.x, case.weights, case.chosen)
+        plain = case._in_triton(case.gate_up, case.down, case.x, case.weights, case.chosen)
+    torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
 
 
 @pytest.mark.skipif("avx512bf16" not in NATIVE, reason="the processor has no such products")

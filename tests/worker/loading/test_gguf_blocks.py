@@ -6,6 +6,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from longshore.worker.kernels.device_matrix import line_bytes
 from longshore.worker.kernels.packing import values_of
 from longshore.worker.loading.gguf_blocks import PACKINGS, quantised_rows
 from longshore.worker.loading.gguf_files import KEPT_BITS
@@ -41,5 +42,7 @@ def test_values_are_those_of_the_package_to_the_last_bit(kind: str) -> None:
 
 
 def test_memory_is_planned_with_the_bits_of_the_formats() -> None:
-    bits = {kind: 8 * form.record_bytes / form.span for kind, form in PACKINGS.items()}
-    assert bits == KEPT_BITS
+    for kind, form in PACKINGS.items():
+        bits = form.record_bytes / form.span, line_bytes(form, form.span) / form.span
+        assert KEPT_BITS[kind] == (8 * bits[0], 8 * bits[1])
+    assert KEPT_BITS.keys() == PACKINGS.keys()

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longshore.worker.config import QuantisedProducts
+from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.packing import values_of
 from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.ranks.parallel import Parallel
 from tests.models import make_tiny_llama
+from tests.worker.kernels.variants import TRITON, using
 from tests.worker.loading.test_quantised_weights import (
     FOLDERS,
     every_folder,
@@ -216,3 +218,24 @@ def test_logits_have_the_bits_of_the_dequantised_model(
         for products in ("exact", None)
     )
     assert all(map(torch.equal, packed, plain))
+
+
+@pytest.mark.slow
+def test_on_a_gpu_logits_are_those_of_the_dequantised_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[DeviceMatrix] = []
+    product = DeviceMatrix.product
+
+    def counted(matrix: DeviceMatrix, *args: Any, **kwargs: Any) -> Tensor:
+        computed.append(matrix)
+        return product(matrix, *args, **kwargs)
+
+    monkeypatch.setattr(DeviceMatrix, "product", counted)
+    with using(TRITON):
+        packed, plain = (
+            forward_logits([PagedModel(model, products=products)], [5, 9, 3, 17, 4, 11, 30, 2, 8])
+            for products in ("exact on a GPU", None)
+        )
+    torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
+    assert computed or model in FOLDERS  # some of which have other groups, or experts only

@@ -19,6 +19,7 @@ from longshore.worker.models.families import read_model_config
 from tests.conftest import TESTS
 from tests.gguf.writing import changed
 from tests.models import make_tiny_model
+from tests.worker.kernels.variants import TRITON, using
 from tests.worker.models.cases import FIRST_CASES, Case
 from tests.worker.models.paged_model import PagedModel, forward_logits
 
@@ -88,3 +89,18 @@ def test_blocks_of_gguf_files(file: Path, kept: set[str], tmp_path: Path) -> Non
     others = quantised_names(model) - kept
     assert kept
     assert not [name for name in others if not FLOATS.search(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["llama", "gemma3"])
+def test_blocks_of_gguf_files_on_a_gpu(stem: str, kept: set[str], tmp_path: Path) -> None:
+    (file,) = (file for file in FILES if file.stem == stem)
+    target = changed(file, tmp_path / file.name, quantise=True)
+    model = read_model_folder(target, tmp_path / "state").path
+    with using(TRITON):
+        packed, plain = (
+            forward_logits([PagedModel(model, products=products)], TOKEN_IDS)
+            for products in ("exact on a GPU", None)
+        )
+    torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
+    assert any("embed" in name for name in kept)

@@ -23,12 +23,16 @@ from longshore.protocol.plan import Rewind, SampleMask, SchedulerOutput
 from longshore.protocol.requests import PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.config import WorkerConfig
+from longshore.worker.kernels.device_matrix import DeviceMatrix
+from longshore.worker.kernels.packing import QuantisedRows
 from longshore.worker.kv_cache.context_share import ContextShare
+from longshore.worker.loading.quantise import Scheme, quantise
+from longshore.worker.models.families import read_model_config
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.token_masks import mask_width
 from longshore.worker.step import step_launcher
 from longshore.worker.worker import Worker
-from tests.models import SHAPE, make_tiny_config
+from tests.models import SHAPE, make_tiny_config, make_tiny_model
 from tests.worker.audio_plans import audio
 from tests.worker.fake_device import FakeDevice, WaitsForDevice
 from tests.worker.models.cases import CASES, Case
@@ -137,6 +141,28 @@ def test_decodes_read_shared_blocks_once(
         with serve(tmp_path, dtype="bfloat16", enforce_eager=enforce_eager) as served:
             served.answers([PROMPT[:20], PROMPT[:20]])
     assert set(asked) == {16}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_quantised_matrices_stay_as_they_are(
+    family: str, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: set[DeviceMatrix] = set()
+    fill = DeviceMatrix.fill
+
+    def noted(matrix: DeviceMatrix, first: int, rows: QuantisedRows) -> None:
+        kept.add(matrix)
+        fill(matrix, first, rows)
+
+    monkeypatch.setattr(DeviceMatrix, "fill", noted)
+    source, model = tmp_path / "source", tmp_path / "model"
+    make_tiny_model(family, source, **SMALLEST[family].settings)
+    model.mkdir()
+    quantise(source, read_model_config(source), Scheme("int4", 32), model, show_progress=False)
+    with serve(model, dtype="bfloat16", load_format="auto") as served:
+        assert served.answers([PROMPT, PROMPT[:20]]) == [[0] * NUM_TOKENS] * 2
+    # Of each layer two of attention, and the two of a network or of its experts.
+    assert len(kept) == 4 * num_layers(SMALLEST[family])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.gate import activated, factor
+from longshore.worker.kernels.gpu.packed import Packed, codes_of, columns_of, weights_of
 from longshore.worker.kernels.operators import operator
 
 
@@ -69,11 +70,34 @@ def _expert_of(tile, starts_ptr, num_experts, BLOCK_E: tl.constexpr, TILE: tl.co
     return expert, start + (tile - first_tile) * TILE
 
 
+@triton.jit
+def _stored(
+    matrices_ptr,
+    lines,
+    first,
+    size,
+    PARTS: tl.constexpr,
+    CODING: tl.constexpr,
+    COUNT: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+):
+    """Of rows of all matrices: floats, (inputs, rows), or the codes of `weights_of`."""
+    if CODING >= 0:
+        stored = codes_of(matrices_ptr, lines, first, size, PARTS, COUNT, HAS_TAIL)
+    else:
+        at = first + tl.arange(0, COUNT)[:, None]
+        places = matrices_ptr + lines.to(tl.int64)[None, :] * size + at
+        stored = tl.load(places, mask=at < size, other=0.0) if HAS_TAIL else tl.load(places)
+    return stored
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up(
     x_ptr,
     weights_ptr,
     matrices_ptr,
+    scales_ptr,
+    offsets_ptr,
     bias_ptr,
     pairs_ptr,
     starts_ptr,
@@ -85,6 +109,10 @@ def _gate_up(
     x_stride,
     alpha,
     limit,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CODING: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -112,33 +140,42 @@ def _gate_up(
         ups = gates + 1
     else:
         ups = gates + width
-    columns = tl.arange(0, BLOCK_K)
     x_lines = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride
-    matrix = matrices_ptr + expert.to(tl.int64) * 2 * width * size
-    gate_lines = matrix + gates.to(tl.int64)[None, :] * size
-    up_lines = matrix + ups.to(tl.int64)[None, :] * size
+    gates += expert * 2 * width
+    ups += expert * 2 * width
+    COUNT: tl.constexpr = BLOCK_K // PARTS
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if WEIGHS_INPUTS:
         weights = tl.load(weights_ptr + pairs)
     for k in range(0, size, BLOCK_K):
-        at = k + columns
-        if HAS_TAIL:
-            x = tl.load(x_lines + at[None, :], mask=at[None, :] < size, other=0.0)
-            g = tl.load(gate_lines + at[:, None], mask=at[:, None] < size, other=0.0)
-            u = tl.load(up_lines + at[:, None], mask=at[:, None] < size, other=0.0)
-        else:
-            x = tl.load(x_lines + at[None, :])
-            g = tl.load(gate_lines + at[:, None])
-            u = tl.load(up_lines + at[:, None])
-        if WEIGHS_INPUTS:
-            x = (x.to(tl.float32) * weights[:, None]).to(x.dtype)
-        gate = tl.dot(x, g, gate, input_precision="ieee")
-        up = tl.dot(x, u, up, input_precision="ieee")
+        g = _stored(matrices_ptr, gates, k, size, PARTS, CODING, COUNT, HAS_TAIL)
+        u = _stored(matrices_ptr, ups, k, size, PARTS, CODING, COUNT, HAS_TAIL)
+        for part in tl.static_range(PARTS):
+            at = columns_of(k, part, PARTS, COUNT)[None, :]
+            if HAS_TAIL:
+                x = tl.load(x_lines + at, mask=at < size, other=0.0)
+            else:
+                x = tl.load(x_lines + at)
+            if WEIGHS_INPUTS:
+                x = (x.to(tl.float32) * weights[:, None]).to(x.dtype)
+            if CODING < 0:
+                gate = tl.dot(x, g, gate, input_precision="ieee")
+                up = tl.dot(x, u, up, input_precision="ieee")
+            else:
+                gate_weights = weights_of(
+                    g, part, scales_ptr, offsets_ptr, gates, k, size,
+                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                )  # fmt: skip
+                up_weights = weights_of(
+                    u, part, scales_ptr, offsets_ptr, ups, k, size,
+                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                )  # fmt: skip
+                gate = tl.dot(x, gate_weights.to(x.dtype), gate, input_precision="ieee")
+                up = tl.dot(x, up_weights.to(x.dtype), up, input_precision="ieee")
     if HAS_BIAS:
-        bias = bias_ptr + expert.to(tl.int64) * 2 * width
-        gate += tl.load(bias + gates).to(tl.float32)[None, :]
-        up += tl.load(bias + ups).to(tl.float32)[None, :]
+        gate += tl.load(bias_ptr + gates).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + ups).to(tl.float32)[None, :]
     gated = activated(gate, alpha, limit, ACTIVATION) * factor(up, limit, ACTIVATION)
     out = gated.to(hidden_ptr.dtype.element_ty)
     tl.store(
@@ -153,6 +190,8 @@ def _down(
     hidden_ptr,
     weights_ptr,
     matrices_ptr,
+    scales_ptr,
+    offsets_ptr,
     bias_ptr,
     pairs_ptr,
     starts_ptr,
@@ -161,6 +200,10 @@ def _down(
     num_tiles,
     size,
     width,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CODING: tl.constexpr,
     WEIGHS_INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -179,23 +222,28 @@ def _down(
     is_row = places < tl.load(starts_ptr + expert + 1)
     pairs = tl.load(pairs_ptr + places, mask=is_row, other=0)
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    lines = tl.where(outputs < size, outputs, 0)
-    columns = tl.arange(0, BLOCK_K)
+    lines = expert * size + tl.where(outputs < size, outputs, 0)
     hidden_lines = hidden_ptr + tl.where(is_row, places, first).to(tl.int64)[:, None] * width
-    matrix = matrices_ptr + expert.to(tl.int64) * size * width
-    down_lines = matrix + lines.to(tl.int64)[None, :] * width
+    COUNT: tl.constexpr = BLOCK_K // PARTS
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, width, BLOCK_K):
-        at = k + columns
-        if HAS_TAIL:
-            x = tl.load(hidden_lines + at[None, :], mask=at[None, :] < width, other=0.0)
-            d = tl.load(down_lines + at[:, None], mask=at[:, None] < width, other=0.0)
-        else:
-            x = tl.load(hidden_lines + at[None, :])
-            d = tl.load(down_lines + at[:, None])
-        out = tl.dot(x, d, out, input_precision="ieee")
+        d = _stored(matrices_ptr, lines, k, width, PARTS, CODING, COUNT, HAS_TAIL)
+        for part in tl.static_range(PARTS):
+            at = columns_of(k, part, PARTS, COUNT)[None, :]
+            if HAS_TAIL:
+                x = tl.load(hidden_lines + at, mask=at < width, other=0.0)
+            else:
+                x = tl.load(hidden_lines + at)
+            if CODING < 0:
+                out = tl.dot(x, d, out, input_precision="ieee")
+            else:
+                weights = weights_of(
+                    d, part, scales_ptr, offsets_ptr, lines, k, width,
+                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                )  # fmt: skip
+                out = tl.dot(x, weights.to(x.dtype), out, input_precision="ieee")
     if HAS_BIAS:
-        out += tl.load(bias_ptr + expert.to(tl.int64) * size + lines).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + lines).to(tl.float32)[None, :]
     if not WEIGHS_INPUTS:
         out *= tl.load(weights_ptr + pairs)[:, None]
     tl.store(
@@ -270,10 +318,20 @@ def _fake(
     weights: Tensor,
     chosen: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_offsets: Tensor | None,
+    gate_up_bits: int,
+    gate_up_coding: int,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_offsets: Tensor | None,
+    down_bits: int,
+    down_coding: int,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     shared: Tensor | None,
+    num_experts: int,
+    width: int,
     activation: int,
     alpha: float,
     limit: float,
@@ -284,9 +342,12 @@ def _fake(
 
 
 @operator(
-    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down, "
-    "Tensor? gate_up_bias, Tensor? down_bias, Tensor? shared, int activation, float alpha, "
-    "float limit, bool is_interleaved, bool weighs_inputs) -> Tensor",
+    "experts(Tensor x, Tensor weights, Tensor chosen, "
+    "Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_offsets, int gate_up_bits, "
+    "int gate_up_coding, Tensor down, Tensor? down_scales, Tensor? down_offsets, int down_bits, "
+    "int down_coding, Tensor? gate_up_bias, Tensor? down_bias, Tensor? shared, int num_experts, "
+    "int width, int activation, float alpha, float limit, bool is_interleaved, bool weighs_inputs)"
+    " -> Tensor",
     fake=_fake,
     launches=4,
 )
@@ -295,19 +356,35 @@ def experts(
     weights: Tensor,
     chosen: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_offsets: Tensor | None,
+    gate_up_bits: int,
+    gate_up_coding: int,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_offsets: Tensor | None,
+    down_bits: int,
+    down_coding: int,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     shared: Tensor | None,
+    num_experts: int,
+    width: int,
     activation: int,
     alpha: float,
     limit: float,
     is_interleaved: bool,
     weighs_inputs: bool,
 ) -> Tensor:
-    """x, shared: (n, size), each line contiguous; the others contiguous. Returns (n, size)."""
-    num_tokens, top_k = chosen.shape
-    num_experts, size, width = down.shape
+    """x, shared: (n, size), each line contiguous; the others contiguous. gate_up, down: see
+    `Packed`; with all experts below each other. Returns (n, size)."""
+    (num_tokens, top_k), size = chosen.shape, x.shape[1]
+    gate_up_constants = Packed(
+        gate_up, gate_up_scales, gate_up_offsets, gate_up_bits, gate_up_coding
+    ).constants(size)
+    down_constants = Packed(down, down_scales, down_offsets, down_bits, down_coding).constants(
+        width
+    )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
@@ -334,6 +411,8 @@ def experts(
         x,
         weights,
         gate_up,
+        gate_up_scales,
+        gate_up_offsets,
         gate_up_bias,
         pairs,
         starts,
@@ -345,6 +424,7 @@ def experts(
         x.stride(0),
         alpha,
         limit,
+        *gate_up_constants,
         TOP_K=top_k,
         ACTIVATION=activation,
         IS_INTERLEAVED=is_interleaved,
@@ -358,6 +438,8 @@ def experts(
         hidden,
         weights,
         down,
+        down_scales,
+        down_offsets,
         down_bias,
         pairs,
         starts,
@@ -366,6 +448,7 @@ def experts(
         num_tiles,
         size,
         width,
+        *down_constants,
         HAS_BIAS=down_bias is not None,
         HAS_TAIL=width % tiling.columns != 0,
         BLOCK_N=tiling.down_outputs,

@@ -1,0 +1,96 @@
+"""Tiles of weights from matrices in the formats of quantised files, in registers. See
+`worker/kernels/device_matrix.py`, also for the arguments.
+
+A run is 16 inputs whose codes are adjacent in memory and that have one scale. Codes of four bits
+are two runs in one run of bytes, which a product takes one after the other: its parts.
+"""
+
+from typing import Final, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RUN: Final = tl.constexpr(16)
+
+
+class Packed(NamedTuple):
+    """A matrix, or several below each other: floats, or the parts of a DeviceMatrix. bits: of a
+    code; coding: -1: floats."""
+
+    matrix: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    bits: int
+    coding: int
+
+    def constants(self, size: int) -> tuple[int, int, int, int]:
+        """Runs in a run of bytes, inputs with one scale, the middle code, and the coding. size: of
+        a row."""
+        span = size if self.scales is None else size // self.scales.shape[1]
+        parts = 1 if self.coding < 0 else size // self.matrix.shape[1]
+        return parts, span, 1 << max(self.bits - 1, 0), self.coding
+
+
+@triton.jit
+def columns_of(first, part, PARTS: tl.constexpr, COUNT: tl.constexpr):
+    """The inputs of a part of a tile: (COUNT,)."""
+    inputs = tl.arange(0, COUNT)
+    if PARTS == 1:
+        return first + inputs
+    return first + inputs // RUN * (RUN * PARTS) + part * RUN + inputs % RUN
+
+
+@triton.jit
+def codes_of(
+    codes_ptr, lines, first, size, PARTS: tl.constexpr, COUNT: tl.constexpr, HAS_TAIL: tl.constexpr
+):
+    """The bytes with the codes of COUNT inputs per part, of rows: (runs, RUN, outputs)."""
+    runs = first // (RUN * PARTS) + tl.arange(0, COUNT // RUN)
+    at = runs[:, None, None] * RUN + tl.arange(0, RUN)[None, :, None]
+    places = codes_ptr + lines.to(tl.int64)[None, None, :] * (size // PARTS) + at
+    if HAS_TAIL:
+        is_code = runs[:, None, None] * (RUN * PARTS) < size
+        return tl.load(places, mask=is_code, other=0).to(tl.int32)
+    return tl.load(places).to(tl.int32)
+
+
+@triton.jit
+def weights_of(
+    codes,
+    part,
+    scales_ptr,
+    offsets_ptr,
+    lines,
+    first,
+    size,
+    PARTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    CODING: tl.constexpr,
+    COUNT: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+):
+    """The weights of a part of a tile: (COUNT, outputs), float32. codes: of `codes_of`."""
+    begins = first + tl.arange(0, COUNT // RUN) * (RUN * PARTS) + part * RUN
+    if HAS_TAIL:
+        begins = tl.where(begins < size, begins, 0)
+    groups = lines.to(tl.int64)[None, :] * (size // SPAN) + (begins // SPAN)[:, None]
+    scales = tl.load(scales_ptr + groups).to(tl.float32)[:, None, :]
+    if PARTS == 2:
+        codes = (codes >> (part * 4)) & 15
+    if CODING == 0:
+        values = (codes - MIDDLE).to(tl.float32) * scales
+    elif CODING == 1:
+        zeros = tl.load(offsets_ptr + groups).to(tl.int32)[:, None, :]
+        values = (codes - zeros).to(tl.float32) * scales
+    elif CODING == 2:
+        offsets = tl.load(offsets_ptr + groups).to(tl.float32)[:, None, :]
+        values = codes.to(tl.float32) * scales + offsets
+    else:
+        # E2M1: two exponent bits and one of the fraction, in halves.
+        magnitude = codes & 7
+        shifted = (2 + (magnitude & 1)) << tl.maximum((magnitude >> 1) - 1, 0)
+        halves = tl.where(magnitude < 2, magnitude, shifted)
+        values = tl.where(codes > 7, -halves, halves).to(tl.float32) * (0.5 * scales)
+    return tl.reshape(values, (COUNT, lines.shape[0]))
