@@ -8,7 +8,8 @@ read (`checkpoint.py`); `check_weights` checks it before memory is allocated.
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -117,11 +118,27 @@ def _fill(
             if name in tensors:
                 num_bytes += _copy_tensor(memories, read, stored, tensors[name])
                 bar.update()
-        for memory in model.memories:
-            if memory.is_quantised and memory.read is not None:
-                memory.read(read.rows)
+        _pack(model.memories, read)
         _check_copies(model, checkpoint, read, tensors)
     return len(tensors), num_bytes
+
+
+def _pack(memories: Sequence[MatrixMemory], read: WeightReader) -> None:
+    """Pack what stays quantised, for a CPU a matrix per thread. The operations are so small that
+    dividing each of them among threads costs more than it gives, above all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        packs = [each.read for each in memories if each.is_quantised and each.read is not None]
+        if any(each.is_on_gpu for each in memories):  # one stream, in the order of this thread
+            for pack in packs:
+                pack(read.rows)
+            return
+        with ThreadPoolExecutor(num_threads) as threads:
+            for packed in [threads.submit(pack, read.rows) for pack in packs]:
+                packed.result()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class Memories:
