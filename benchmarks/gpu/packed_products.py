@@ -20,6 +20,7 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 FORMS: Final = (
     packing.INT4.grouped(128),
     packing.INT8.grouped(128),
+    packing.FP8.grouped(128),
     packing.MXFP4,
     packing.Q4_0,
     packing.Q4_1,
@@ -27,7 +28,7 @@ FORMS: Final = (
     packing.Q6_K,
     packing.Q8_0,
 )
-MEASURED: Final = ("int4", "int8", "MXFP4", "Q4_K")
+MEASURED: Final = ("int4", "int8", "fp8", "MXFP4", "Q4_K")
 SHAPE: Final = (12_288, 4096)
 """Of an 8B model's gate, for example."""
 NUM_COPIES: Final = 4
@@ -86,7 +87,7 @@ def _check(form: Packing, dtype: torch.dtype, is_dry: bool, device: str) -> None
 def _check_experts(form: Packing, is_dry: bool, device: str) -> None:
     """Near those with the dequantised matrices, in every size of tile."""
     dtype = torch.float32 if is_dry else torch.bfloat16
-    num_experts, size, width, gate = 4, 2 * form.span, max(form.span, 64), Gate("silu")
+    num_experts, size, width, gate = 4, 2 * form.span, max(form.span, 64), Gate(activation="silu")
     of = dtype, torch.device(device)
     gate_up = _random(form, num_experts * 2 * width, size, *of)
     down = _random(form, num_experts * size, width, *of)
@@ -113,6 +114,8 @@ def _random(
 
     rows = QuantisedRows.zeros(form, num_rows, num_columns)
     codes = torch.randint(1 << form.bits, rows.codes.shape, dtype=torch.uint8)
+    if form.name == "fp8":
+        codes[codes & 127 == 127] = 0  # no number
     matrix = DeviceMatrix(form, num_rows, num_columns, dtype, device)
     matrix.fill(0, QuantisedRows(form, codes, tuple(map(drawn, rows.header))))
     return matrix

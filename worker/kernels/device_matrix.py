@@ -20,6 +20,7 @@ class Coding(IntEnum):
     ZERO = 1  # (code - zero) * scale
     OFFSET = 2  # code * scale + offset
     FP4 = 3  # E2M1(code) * scale
+    FP8 = 4  # E4M3(code) * scale
 
 
 def line_bytes(packing: Packing, num_columns: int) -> int:
@@ -103,6 +104,8 @@ class DeviceMatrix:
         groups = codes.unflatten(1, (scales.shape[1], -1))
         if self._coding == Coding.FP4:
             values = self._fp4_values[groups.int()] * scales
+        elif self._coding == Coding.FP8:
+            values = groups.view(torch.float8_e4m3fn).float() * scales
         elif self._coding == Coding.MIDDLE:
             values = (groups.float() - (1 << self.packing.bits - 1)) * scales
         else:
@@ -132,6 +135,8 @@ def _form(rows: QuantisedRows) -> tuple[Coding, Tensor, Tensor, Tensor | None]:
             bits = scale.to(torch.int32)
             exponents = torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
             return Coding.FP4, codes, exponents, None
+        case "fp8", []:
+            return Coding.FP8, codes, scale, None
         case "int4" | "int8", [zeros]:
             return Coding.ZERO, codes, scale, zeros
         case "Q6_K", [factors]:

@@ -23,8 +23,8 @@ FP4_VALUES: Final = torch.tensor((*FP4, *(-value for value in FP4)))
 class Packing:
     """A format.
 
-    name:   one of ggml's, or `int4` or `int8`, in groups.
-    number: of Packing in native/calls.h.
+    name:   one of ggml's, or `int4`, `int8` or `fp8`, in groups.
+    number: of Packing in native/calls.h; 0: only GPUs have it.
     bits:   of a code.
     span:   inputs of a record, which share the scales of its header.
     fields: dtypes of the header's fields and the elements of each.
@@ -65,6 +65,8 @@ Q6_K: Final = Packing("Q6_K", 8, 6, _SUPER, (_HALF, (torch.int8, 16)))
 MXFP4: Final = Packing("MXFP4", 9, 4, BLOCK, ((torch.uint8, 1),))
 INT4: Final = Packing("int4", 10, 4, BLOCK, ((torch.float32, 1), (torch.uint8, 1)))
 INT8: Final = Packing("int8", 11, 8, BLOCK, ((torch.float32, 1), (torch.uint8, 1)))
+FP8: Final = Packing("fp8", 0, 8, BLOCK, ((torch.float32, 1),))
+"""E4M3 without infinities, as torch.float8_e4m3fn; a code is its byte."""
 
 
 def native_packing(packing: Packing | None) -> tuple[int, int]:
@@ -165,6 +167,8 @@ def values_of(rows: QuantisedRows) -> Tensor:
             bits = exponents.to(torch.int32)
             scales = torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
             values = FP4_VALUES[codes.long()] * scales
+        case "fp8", (scale,):
+            values = codes.view(torch.float8_e4m3fn).float() * scale
         case "int4" | "int8", (scale, zero):
             values = (numbers - zero.float()) * scale
         case _, (scale,):

@@ -1,4 +1,4 @@
-"""Rows of quantised tensors as the CPU kernels compute with them, without dequantising them."""
+"""Rows of quantised tensors as the kernels compute with them, without dequantising them."""
 
 from dataclasses import replace
 
@@ -20,6 +20,8 @@ def form_of(tensor: QuantisedTensor, dtype: str, read: ReadTensor) -> QuantisedF
     column_dim = -1 if (tensor.inputs_dim == 1) != tensor.is_transposed else -2
     if tensor.numbers.coding == "fp4":
         return QuantisedForm(packing.MXFP4, column_dim)
+    if dtype == "F8_E4M3":
+        return QuantisedForm(packing.FP8.grouped(tensor.fp8_span), column_dim)
     kept = packing.INT4 if bits == packing.INT4.bits else packing.INT8
     return QuantisedForm(kept.grouped(tensor.group), column_dim)
 
@@ -83,7 +85,7 @@ def _adjacent(
             values = values.repeat_interleave(height, 0)
             first = outputs.start - begin * height
             values = values[first : first + outputs.stop - outputs.start]
-        num_groups = (columns.stop - columns.start) // group
+        num_groups = (columns.stop - columns.start) // min(group, form.packing.span)
         return values.expand(outputs.stop - outputs.start, num_groups).unsqueeze(-1)
 
     parts = [columns, columns]
@@ -93,6 +95,9 @@ def _adjacent(
         exponents = replace(tensor.scales, numbers=of_scales)
         codes = oriented(stored.numbers(replace(tensor.numbers, coding="fp4_codes"), *parts))
         return QuantisedRows(form.packing, codes, (of_groups(exponents),))
+    if form.packing.name == packing.FP8.name:
+        codes = oriented(stored.numbers(replace(tensor.numbers, coding="bytes"), *parts))
+        return QuantisedRows(form.packing, codes, (stored.scaled(of_groups(tensor.scales)),))
     numbers = oriented(stored.numbers(tensor.numbers, *parts))
     zeros = torch.zeros(1) if tensor.zeros is None else of_groups(tensor.zeros)
     first = tensor.numbers.offset if tensor.numbers.coding == "integers" else -128

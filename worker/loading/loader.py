@@ -186,7 +186,7 @@ def _quantised(
     """The rows of a matrix that are `stored[index]`, if they can stay quantised. shape: of what is
     stored under this name."""
     form = None if memory is None else read.form(name)
-    if memory is None or form is None:
+    if memory is None or form is None or not (form.packing.number or memory.is_on_gpu):
         return None
     rows = memory.rows_of(target, form.column_dim)
     parts = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=False)]

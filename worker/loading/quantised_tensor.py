@@ -14,6 +14,7 @@ from longshore.worker.loading.stored_weights import KeptBits
 
 KEPT_BLOCK: Final = 32
 """Numbers in the blocks of kernels/packing.py."""
+FP8_SPAN: Final = 128
 
 Coding: TypeAlias = Literal["plain", "exponent", "integers", "fp4", "bytes", "fp4_codes"]
 
@@ -113,9 +114,16 @@ class QuantisedTensor:
         """Numbers with one scale, along that dimension."""
         return self.scales.block[self.inputs_dim]
 
+    @property
+    def fp8_span(self) -> int:
+        """Numbers in FP8 with one scale in memory. One scale of a whole row is several there, so
+        that ranks can divide the row."""
+        is_whole = self.scales.numbers.shape[self.inputs_dim] == 1
+        return FP8_SPAN if is_whole and self.group % FP8_SPAN == 0 else self.group
+
     def kept_bits(self, dtype: str) -> int | None:
-        """Bits of a code that CPU kernels compute with: 4 or 8. None: they have no such format.
-        dtype: of the stored numbers."""
+        """Bits of a code that kernels compute with: 4 or 8. None: they have no such format. dtype:
+        of the stored numbers."""
         numbers, scales = self.numbers, self.scales
         if self.group % KEPT_BLOCK or numbers.shape[self.inputs_dim] % self.group:
             return None
@@ -126,13 +134,16 @@ class QuantisedTensor:
             return None
         if numbers.coding == "integers":
             return 4 if numbers.bits <= 4 else 8
-        return 8 if numbers.coding == "plain" and dtype == "I8" else None
+        is_fp8 = dtype == "F8_E4M3" and self.zeros is None
+        return 8 if numbers.coding == "plain" and (dtype == "I8" or is_fp8) else None
 
     def bits_in_memory(self, dtype: str) -> KeptBits | None:
         """Of a number that stays as it is: its code and its part of a scale and a zero point."""
         bits = self.kept_bits(dtype)
         if bits is None:
             return None
+        if dtype == "F8_E4M3":
+            return KeptBits(None, bits + 32 / self.fp8_span)
         on_cpu, on_gpu = (8, 32) if self.numbers.coding == "fp4" else (40, 40)
         return KeptBits(bits + on_cpu / self.group, bits + on_gpu / self.group)
 

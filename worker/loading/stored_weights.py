@@ -52,9 +52,9 @@ class WeightReader:
 
 class KeptBits(NamedTuple):
     """Of a number that stays quantised, with its part of scales: in the forms of PackedMatrix and
-    of DeviceMatrix."""
+    of DeviceMatrix. None: a CPU has no kernel, so it becomes a float."""
 
-    on_cpu: float
+    on_cpu: float | None
     on_gpu: float
 
 
@@ -98,14 +98,14 @@ class StoredWeights(ABC):
     def num_bytes(self, dtype_bytes: int, products: QuantisedProducts | None) -> int:
         """In memory. dtype_bytes: of a float. products: of what stays quantised; None: nothing."""
 
-        def bits(weight: StoredWeight) -> float:
+        def bits_of(weight: StoredWeight) -> float:
             kept, of_float = weight.kept_bits, 8 * dtype_bytes
             if products is None or kept is None:
                 return weight.num_elements * of_float
-            is_on_gpu = products == "exact on a GPU"
-            return weight.num_elements * (kept.on_gpu if is_on_gpu else kept.on_cpu)
+            bits = kept.on_gpu if products == "exact on a GPU" else kept.on_cpu
+            return weight.num_elements * (of_float if bits is None else bits)
 
-        return int(sum(map(bits, self.tensors.values()))) // 8
+        return int(sum(map(bits_of, self.tensors.values()))) // 8
 
     @property
     def num_file_bytes(self) -> int:

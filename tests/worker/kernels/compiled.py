@@ -210,6 +210,7 @@ def compile_layer_norm() -> None:
 PACKINGS: Final = (
     packing.INT4.grouped(128),
     packing.INT8.grouped(128),
+    packing.FP8.grouped(128),
     packing.MXFP4,
     packing.Q4_0,
     packing.Q4_K,

@@ -7,10 +7,13 @@ import torch
 from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.embedding import embed_part, look_up
 from longshore.worker.kernels.operators import operator_names
-from longshore.worker.kernels.packing import Q4_0, Packing, QuantisedRows, values_of
-from tests.worker.kernels.test_packing import check_close, every_form, inputs, quantised
+from longshore.worker.kernels.packing import FP8, Q4_0, Packing, QuantisedRows, values_of
+from tests.worker.kernels.test_packing import FORMS, check_close, inputs, quantised
 from tests.worker.kernels.variants import in_triton
 
+every_form = pytest.mark.parametrize(
+    "form", [*FORMS, FP8.grouped(128)], ids=lambda form: f"{form.name}-{form.span}"
+)
 OTHER_DTYPES = torch.float32, torch.float16
 
 

@@ -41,6 +41,8 @@ def quantised(form: Packing, num_rows: int, num_records: int, seed: int = 0) -> 
     codes = torch.randint(
         1 << form.bits, (num_rows, num_records * form.span), generator=generator
     ).to(torch.uint8)
+    if form.name == "fp8":
+        codes[codes & 127 == 127] = 0  # no number
     header = []
     for dtype, count in form.fields:
         shape = (num_rows, num_records, count)

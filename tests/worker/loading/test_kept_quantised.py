@@ -82,6 +82,14 @@ def packed_int4(rows: int, columns: int, seed: int) -> Parts:
     }
 
 
+def fp8_block(rows: int, columns: int, seed: int) -> Parts:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return {
+        "weight": weight.to(torch.float8_e4m3fn),
+        "weight_scale_inv": scales(-(-rows // GROUP), columns // GROUP, seed=seed),
+    }
+
+
 def scales(*shape: int, seed: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed + 2)) / 64 + 0.001
 
@@ -107,6 +115,7 @@ METHODS: Final[dict[str, tuple[dict[str, Any], Callable[[int, int, int], Parts]]
         },
         packed_int4,
     ),
+    "fp8_block": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, fp8_block),
 }
 
 
@@ -186,9 +195,10 @@ def test_groups_in_another_order_are_dequantised(tmp_path: Path) -> None:
 
 
 MIXED: Final = ("gpt_oss-mxfp4", "llama-auto_round", "llama-ct_int8_asym", "llama-ct_mxfp4")
+IN_FP8: Final = ("llama-ct_fp8_channel", "llama-fp8_tensor", "llama-ct_mxfp8")
 
 
-@pytest.fixture(scope="session", params=[*METHODS, *MIXED])
+@pytest.fixture(scope="session", params=[*METHODS, *MIXED, *IN_FP8])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param in METHODS:
         return make_quantised(tmp_path_factory.mktemp(request.param), request.param)

@@ -87,10 +87,17 @@ def weights_of(
     elif CODING == 2:
         offsets = tl.load(offsets_ptr + groups).to(tl.float32)[:, None, :]
         values = codes.to(tl.float32) * scales + offsets
-    else:
+    elif CODING == 3:
         # E2M1: two exponent bits and one of the fraction, in halves.
         magnitude = codes & 7
         shifted = (2 + (magnitude & 1)) << tl.maximum((magnitude >> 1) - 1, 0)
         halves = tl.where(magnitude < 2, magnitude, shifted)
         values = tl.where(codes > 7, -halves, halves).to(tl.float32) * (0.5 * scales)
+    else:
+        # E4M3: the bits of a float32, whose exponent has another bias, or a subnormal number.
+        magnitude = codes & 127
+        normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+        numbers = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+        numbers = tl.where(magnitude == 127, float("nan"), numbers)
+        values = tl.where(codes > 127, -numbers, numbers) * scales
     return tl.reshape(values, (COUNT, lines.shape[0]))
