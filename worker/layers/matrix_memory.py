@@ -20,7 +20,7 @@ from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import PANEL
 from longshore.worker.kernels.packing import Packing, QuantisedRows, values_of
 
-_CHUNK: Final = 1 << 18  # codes that are in memory with a byte for each
+_CHUNK: Final = 1 << 16  # codes that are in memory with a byte for each
 
 ReadRows = Callable[[str, Tensor, slice], QuantisedRows]
 """Reads rows of a stored tensor, counted through all its matrices, and some of their columns."""
