@@ -13,6 +13,8 @@ from tests.integration.deployment import PATIENCE_S
 
 SETTINGS: dict[str, Any] = {"num_blocks": 600, "threads": 1}
 PARAMS = SamplingParams(n=2, temperature=1.0, max_tokens=5, ignore_eos=True)
+LONGER = SamplingParams(n=2, temperature=1.0, max_tokens=100, ignore_eos=True)
+"""Its tokens do not all arrive at once, as those of a few steps do on a busy machine."""
 NUM_TOKENS = 200
 TRACE_ID, CLIENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -80,7 +82,7 @@ async def test_streams_of_async_llm_belong_to_the_trace_that_they_are_given() ->
         async with AsyncLLM(
             DEMO_MODEL_DIR, otlp_traces_endpoint=collector.url, **SETTINGS
         ) as engine:
-            async for _ in engine.generate("a", PARAMS, "whole", trace_headers=headers):
+            async for _ in engine.generate("a", LONGER, "whole", trace_headers=headers):
                 pass
             stream = engine.generate("b", PARAMS, "closed early")
             await anext(stream)
