@@ -159,6 +159,7 @@ def stop_grammars(deployment: Deployment) -> None:
     grammar_process(deployment).suspend()
 
 
+@pytest.mark.slow
 @pytest.mark.req("FEA-01", "OUT-05")
 def test_streams_go_on_from_their_tokens_when_the_grammar_process_dies_or_hangs(
     start_deployment: StartDeployment,
@@ -191,6 +192,7 @@ def test_streams_go_on_from_their_tokens_when_the_grammar_process_dies_or_hangs(
     deployment.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_ends_its_process_fails_alone(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:

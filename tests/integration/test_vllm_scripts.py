@@ -342,13 +342,14 @@ def test_a_reset_prefix_cache_is_empty(llm: LLM) -> None:
 def test_the_metrics_script(llm: LLM) -> None:
     llm.generate("x", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     deadline_s = time.monotonic() + 60
-    while not (metrics := llm.get_metrics()):
+    # The newest metrics may be some of before these steps.
+    while not (metrics := llm.get_metrics()) or not any(
+        isinstance(each, Counter) and each.name == "longshore_scheduler_steps" and each.value
+        for each in metrics
+    ):
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
     by_name = {metric.name: metric for metric in metrics}
-    steps = by_name["longshore_scheduler_steps"]
-    assert isinstance(steps, Counter)
-    assert steps.value > 0
     blocks = by_name["longshore_scheduler_blocks"]
     assert isinstance(blocks, Gauge)
     assert blocks.value == 600

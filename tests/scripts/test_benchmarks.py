@@ -34,6 +34,7 @@ class Result:
         assert self.all["conditions"]["versions"]["numpy"]
 
 
+@pytest.mark.slow
 def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
     sizes = ("--running", "1", "8", "--steps", "10", "--turns", "2")
     result = Result(tmp_path, "scheduler_step.py", *sizes, *NO_PEER)
@@ -76,6 +77,7 @@ def test_a_peer_is_measured_in_the_same_run_and_compared(tmp_path: Path) -> None
         assert row["ratio"] == pytest.approx(6e9 / row["step_us"])
 
 
+@pytest.mark.slow
 def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_path: Path) -> None:
     sizes = ("--running", "20", "--steps", "60", "--turns", "2")
     result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
@@ -99,6 +101,7 @@ def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: 
         assert row["plan_bytes"] > fewest["plan_bytes"]
 
 
+@pytest.mark.slow
 def test_the_mixed_load_does_the_same_work_with_more_groups(tmp_path: Path) -> None:
     sizes = ("--running", "10", "--steps", "20", "--groups", "1", "2")
     result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
@@ -490,6 +493,7 @@ def test_chats_with_a_hybrid_model_find_their_earlier_turns(tmp_path: Path) -> N
     assert 800 < second["full_cached"] <= second["hybrid_cached"] < third["full_cached"]
 
 
+@pytest.mark.slow
 def test_preserved_thinking_keeps_the_prefix_at_the_next_question(tmp_path: Path) -> None:
     sizes = ("--questions", "2", "--calls", "1")
     off, off_next, on, on_next = Result(tmp_path, "preserved_thinking.py", *sizes).rows

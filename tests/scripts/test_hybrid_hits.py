@@ -272,6 +272,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> list[
     return rows
 
 
+@pytest.mark.slow
 def test_the_benchmark_has_a_row_per_workload_and_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

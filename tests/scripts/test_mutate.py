@@ -27,6 +27,7 @@ def listed(folder: Path, *tables: dict[str, str]) -> list[str]:
     return ["--mutations", str(path)]
 
 
+@pytest.mark.slow
 def test_every_mutation_applies_to_the_source_and_some_test_claims_its_requirement() -> None:
     mutations = mutate.read_mutations()
     mutate.check(mutations, mutate.files_of_marks())

@@ -10,6 +10,7 @@ import pytest
 from longshore.testing.connectors import ConnectorConformance
 
 
+@pytest.mark.slow
 @pytest.mark.req("CRG-09")
 class TestOffloading(ConnectorConformance):
     connector = "offloading"

@@ -34,7 +34,7 @@ FINDINGS: Mapping[str, tuple[str, str]] = {
 """By connector: the kind of fault with which its bug is found, and what the error says."""
 
 
-LONG_TO_FIND = ("HoldsNothing", "NeverReleases")
+LONG_TO_FIND = ("HoldsNothing", "LosesLoads", "NeverReleases")
 
 
 class Buggy(ConnectorConformance):
