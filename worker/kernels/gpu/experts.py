@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longshore.worker.kernels.gpu.gate import activated, factor
-from longshore.worker.kernels.gpu.packed import Packed, codes_of, columns_of, weights_of
+from longshore.worker.kernels.gpu.packed import codes_of, columns_of, constants_of, weights_of
 from longshore.worker.kernels.operators import operator
 
 
@@ -377,14 +377,10 @@ def experts(
     weighs_inputs: bool,
 ) -> Tensor:
     """x, shared: (n, size), each line contiguous; the others contiguous. gate_up, down: see
-    `Packed`; with all experts below each other. Returns (n, size)."""
+    `constants_of`; with all experts below each other. Returns (n, size)."""
     (num_tokens, top_k), size = chosen.shape, x.shape[1]
-    gate_up_constants = Packed(
-        gate_up, gate_up_scales, gate_up_offsets, gate_up_bits, gate_up_coding
-    ).constants(size)
-    down_constants = Packed(down, down_scales, down_offsets, down_bits, down_coding).constants(
-        width
-    )
+    gate_up_constants = constants_of(gate_up, gate_up_scales, gate_up_bits, gate_up_coding, size)
+    down_constants = constants_of(down, down_scales, down_bits, down_coding, width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out

@@ -5,7 +5,7 @@ A run is 16 inputs whose codes are adjacent in memory and that have one scale. C
 are two runs in one run of bytes, which a product takes one after the other: its parts.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -14,22 +14,16 @@ from torch import Tensor
 RUN: Final = tl.constexpr(16)
 
 
-class Packed(NamedTuple):
-    """A matrix, or several below each other: floats, or the parts of a DeviceMatrix. bits: of a
-    code; coding: -1: floats."""
+def constants_of(
+    matrix: Tensor, scales: Tensor | None, bits: int, coding: int, size: int
+) -> tuple[int, int, int, int]:
+    """PARTS, SPAN (inputs with one scale), MIDDLE (the middle code) and CODING.
 
-    matrix: Tensor
-    scales: Tensor | None
-    offsets: Tensor | None
-    bits: int
-    coding: int
-
-    def constants(self, size: int) -> tuple[int, int, int, int]:
-        """Runs in a run of bytes, inputs with one scale, the middle code, and the coding. size: of
-        a row."""
-        span = size if self.scales is None else size // self.scales.shape[1]
-        parts = 1 if self.coding < 0 else size // self.matrix.shape[1]
-        return parts, span, 1 << max(self.bits - 1, 0), self.coding
+    matrix: floats, with coding -1, or the codes of a DeviceMatrix; size: inputs of a row.
+    """
+    if scales is None:
+        return 1, size, 0, -1
+    return size // matrix.shape[1], size // scales.shape[1], 1 << bits - 1, coding
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.worker.kernels.gpu.packed import Packed, codes_of, columns_of, weights_of
+from longshore.worker.kernels.gpu.packed import codes_of, columns_of, constants_of, weights_of
 from longshore.worker.kernels.operators import operator
 
 
@@ -142,7 +142,7 @@ def packed_linear(
         size,
         x.stride(0),
         out.stride(0),
-        *Packed(codes, scales, offsets, bits, coding).constants(size),
+        *constants_of(codes, scales, bits, coding, size),
         HAS_BIAS=bias is not None,
         HAS_TAIL=size % tiling.inputs != 0,
         GROUP=8,
