@@ -74,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="also run the tests marked long, and others with more seeds: about an hour more",
+        help="also run the tests marked long, and others with more seeds: more than an hour",
     )
     parser.addoption(
         "--write-durations",

@@ -74,8 +74,9 @@ class WorkerSettings(Settings):
             "Model",
             "How a quantised model is computed. auto multiplies by its weights as they are stored "
             "if there are kernels for their format, with the same results as if they had been "
-            "dequantised to dtype; int8 does the same with inputs that are rounded to eight bits, "
-            "which is faster and less exact (CPU only); dequantised does it once, when it loads.",
+            "dequantised to dtype, on a GPU but for the order of sums; int8 does the same with "
+            "inputs that are rounded to eight bits, which is faster and less exact (CPU only); "
+            "dequantised does it once, when it loads.",
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

@@ -43,8 +43,6 @@ def check(run: Run) -> None:
                 f"products of {form.name}, {name}",
                 partial(_check, form, dtype, run.is_dry, run.device),
             )
-
-    for form in FORMS:
         run.check(f"experts of {form.name}", partial(_check_experts, form, run.is_dry, run.device))
 
 

@@ -248,4 +248,6 @@ def test_on_a_gpu_logits_are_those_of_the_dequantised_model(
             for products in ("exact on a GPU", None)
         )
     torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
-    assert computed or model in FOLDERS  # some of which have other groups, or experts only
+    # The one has only experts that are quantised. In the other, what is computed together with a
+    # quantised projection becomes floats, and so does that.
+    assert computed or model.name in ("gpt_oss-mxfp4", "llama-auto_round")

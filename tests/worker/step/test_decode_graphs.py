@@ -124,7 +124,7 @@ def answers(path: Path, num_tokens: int = 12, **settings: Any) -> list[list[int]
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "GptOss", "Mixtral"])
 @pytest.mark.parametrize(
     "max_num_batched_tokens",
-    [pytest.param(256, marks=pytest.mark.long), 13, pytest.param(6, marks=pytest.mark.long)],
+    [pytest.param(256, marks=pytest.mark.long), 13, 6],
 )
 def test_replayed_steps_have_the_tokens_of_steps_kernel_by_kernel(
     family: str,
