@@ -1,5 +1,6 @@
 """Memory in huge pages."""
 
+import mmap
 import re
 from pathlib import Path
 
@@ -43,4 +44,6 @@ def asks_for_huge_pages(tensor: Tensor) -> bool:
 def test_small_and_large_tensors_are_in_huge_pages() -> None:
     for num_bytes in (100, HUGE_PAGE // 8, 3 * HUGE_PAGE + 100, CHUNK):
         assert asks_for_huge_pages(huge_pages.zeros((num_bytes,), torch.uint8))
-    assert not asks_for_huge_pages(torch.zeros(100))
+    # Not a tensor of torch's: numpy asks for huge pages in the memory that malloc gives to both.
+    with mmap.mmap(-1, HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as others:
+        assert not asks_for_huge_pages(torch.frombuffer(others, dtype=torch.uint8))
