@@ -17,10 +17,13 @@ from longshore.protocol.transport.channel import Endpoint
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName: TypeAlias = Literal["auto", "triton", "torch", "flashinfer"]
-QuantisedProducts: TypeAlias = Literal["exact", "int8", "exact on a GPU"]
+QuantisedProducts: TypeAlias = Literal["exact", "int8", "exact on a GPU", "fp8 on a GPU"]
 """How matrices are multiplied that are in the format of a quantised checkpoint. exact: as the
 matrix in the input's dtype would be. int8: each 32 elements of an input are rounded to integers of
-eight bits and a scale."""
+eight bits and a scale. fp8: inputs of matrices in FP8 are rounded to FP8, with as many scales as a
+row of the matrix has."""
+
+ON_GPU: Final = "exact on a GPU", "fp8 on a GPU"
 
 _SIZES: Final = (
     "dtype",
@@ -69,13 +72,14 @@ class WorkerSettings(Settings):
         ),
     ] = "auto"
     quantised_weights: Annotated[
-        Literal["auto", "int8", "dequantised"],
+        Literal["auto", "int8", "fp8", "dequantised"],
         Setting(
             "Model",
             "How a quantised model is computed. auto multiplies by its weights as they are stored "
             "if there are kernels for their format, with the same results as if they had been "
             "dequantised to dtype, on a GPU but for the order of sums; int8 does the same with "
-            "inputs that are rounded to eight bits, which is faster and less exact (CPU only); "
+            "inputs that are rounded to eight bits, which is faster and less exact (CPU only); fp8 "
+            "rounds those of weights in FP8 to FP8 (GPU only, from compute capability 8.9 on); "
             "dequantised does it once, when it loads.",
         ),
     ] = "auto"
@@ -151,26 +155,31 @@ class WorkerSettings(Settings):
         """How quantised matrices are multiplied if there are kernels for their format; None: as
         floats. device: its type; dtype: of the computation.
 
-        Raises ConfigError if only int8 will do, and cannot be had.
+        Raises ConfigError if only int8 or fp8 will do, and cannot be had.
         """
-        if self.quantised_weights == "dequantised":
-            return None
         has_kernels = device != "cpu" or self.cpu_kernels == "auto"
         products = exact_products(device, dtype) if has_kernels else None
-        if self.quantised_weights != "int8":
-            return products
-        if products != "exact":
-            raise ConfigError(
-                f"quantised_weights=int8 needs the CPU kernels, and dtype float32 or bfloat16; "
-                f"here are device={device}, dtype={dtype} and cpu_kernels={self.cpu_kernels}"
-            )
-        return "int8"
+        match self.quantised_weights, products:
+            case "dequantised", _:
+                return None
+            case "int8", "exact":
+                return "int8"
+            case "int8", _:
+                raise ConfigError(
+                    f"quantised_weights=int8 needs the CPU kernels, and dtype float32 or bfloat16; "
+                    f"here are device={device}, dtype={dtype} and cpu_kernels={self.cpu_kernels}"
+                )
+            case "fp8", "exact on a GPU":
+                return "fp8 on a GPU"
+            case "fp8", _:
+                raise ConfigError(f"quantised_weights=fp8 needs a GPU, but device is {device}")
+        return products
 
     def fingerprint(self, model_dir: Path) -> str:
         """`model_fingerprint` of a model that is computed with these settings: rounded inputs give
         other keys and values, which no other engine may take for its own."""
-        found = model_fingerprint(model_dir)
-        return f"{found}-int8" if self.quantised_weights == "int8" else found
+        found, products = model_fingerprint(model_dir), self.quantised_weights
+        return f"{found}-{products}" if products in ("int8", "fp8") else found
 
     def __post_init__(self) -> None:
         super().__post_init__()

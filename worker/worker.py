@@ -38,6 +38,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import QuantisedProducts, WorkerConfig
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
+from longshore.worker.kernels.device_matrix import HAS_FP8
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
 from longshore.worker.kv_cache.context_share import check_context_parallel
@@ -66,6 +67,7 @@ from longshore.worker.loading.loader import (
     load_weights,
     weight_bytes,
 )
+from longshore.worker.loading.quantised_tensor import FP8_DTYPE
 from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
@@ -556,19 +558,29 @@ def leave_device(device: torch.device) -> bool:
 def _quantised_products(
     config: WorkerConfig, device: torch.device, dtype: torch.dtype, weights: StoredWeights | None
 ) -> QuantisedProducts | None:
-    """How quantised matrices are multiplied. Raises ConfigError if the settings want int8, and
-    there are none or no kernels."""
+    """How quantised matrices are multiplied. Raises ConfigError if the settings want inputs to be
+    rounded, and there are no such matrices or no kernels."""
     products = config.quantised_products(device.type, dtype_name(dtype))
-    is_quantised = weights is not None and weights.method is not None
-    is_on_gpu = device.type == "cuda"
-    has_kernels = uses_triton(torch.empty(0, device=device)) if is_on_gpu else native.native()
-    if products is None or (is_quantised and has_kernels):
+    if products is None:
+        return None
+    tensors = [] if weights is None else weights.tensors.values()
+    kept = [(each.dtype, each.kept_bits.on_cpu) for each in tensors if each.kept_bits is not None]
+    if device.type == "cuda":
+        has_kernels = uses_triton(torch.empty(0, device=device))
+    else:
+        has_kernels = native.native() is not None
+        kept = [(stored, on_cpu) for stored, on_cpu in kept if on_cpu is not None]
+    if products == "fp8 on a GPU":
+        has_kernels = has_kernels and torch.cuda.get_device_capability(device) >= HAS_FP8
+        kept = [(stored, on_cpu) for stored, on_cpu in kept if stored == FP8_DTYPE]
+    if kept and has_kernels:
         return products
-    if products == "int8":
-        what = "this installation has no CPU kernels" if is_quantised else "this model has none"
+    if config.quantised_weights != "auto":
+        place = "GPU" if device.type == "cuda" else "CPU"
+        what = f"there are no kernels of them for this {place}" if kept else "this model has none"
         raise ConfigError(
-            f"quantised_weights=int8 is about the products of quantised weights, but {what}; leave "
-            "it out"
+            f"quantised_weights={config.quantised_weights} is about the products of weights that "
+            f"stay in a quantised format on a {place}, but {what}; leave it out"
         )
     return None
 

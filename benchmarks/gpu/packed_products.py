@@ -12,7 +12,7 @@ from benchmarks.gpu.exactness import assert_near, poisoned_memory
 from benchmarks.gpu.results import Run
 from benchmarks.gpu.timing import graph_seconds
 from longshore.worker.kernels import experts, packing
-from longshore.worker.kernels.device_matrix import DeviceMatrix
+from longshore.worker.kernels.device_matrix import HAS_FP8, DeviceMatrix
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.packing import Packing, QuantisedRows
 
@@ -44,16 +44,21 @@ def check(run: Run) -> None:
                 partial(_check, form, dtype, run.is_dry, run.device),
             )
         run.check(f"experts of {form.name}", partial(_check_experts, form, run.is_dry, run.device))
+    if run.is_dry or torch.cuda.get_device_capability(run.device) >= HAS_FP8:
+        run.check("products of fp8 with fp8", partial(_check_rounded, run.is_dry, run.device))
 
 
 def measure(run: Run) -> None:
     num_rows, num_columns = (64, 256) if run.is_dry else SHAPE
     device = torch.device(run.device)
-    for form in FORMS:
-        if form.name not in MEASURED:
-            continue
+    has_fp8 = run.is_dry or torch.cuda.get_device_capability(device) >= HAS_FP8
+    measured = [(form, False) for form in FORMS if form.name in MEASURED]
+    measured += [(form, True) for form in FORMS if form.name == "fp8" and has_fp8]
+    for form, rounds_inputs in measured:
+        shape = num_rows, num_columns
         matrices = [
-            _random(form, num_rows, num_columns, torch.bfloat16, device) for _ in range(NUM_COPIES)
+            _random(form, *shape, torch.bfloat16, device, rounds_inputs=rounds_inputs)
+            for _ in range(NUM_COPIES)
         ]
         floats = [matrix.rows(torch.arange(num_rows, device=device)) for matrix in matrices]
         for count in (1, 2) if run.is_dry else (1, 16, 64, 512, 4096):
@@ -61,7 +66,7 @@ def measure(run: Run) -> None:
             packed_s = graph_seconds([partial(each.product, x) for each in matrices], device)
             plain_s = graph_seconds([partial(F.linear, x, each) for each in floats], device)
             run.figure(
-                f"{count} rows times {form.name}, beside bfloat16",
+                f"{count} rows{' in fp8' * rounds_inputs} times {form.name}, beside bfloat16",
                 packed_s * 1e6,
                 "us",
                 floor=plain_s * 1e6,
@@ -80,6 +85,42 @@ def _check(form: Packing, dtype: torch.dtype, is_dry: bool, device: str) -> None
         with poisoned_memory():
             assert_near(matrix.product(x), exact)
             assert_near(matrix.product(x, bias), exact + bias.double())
+
+
+def _check_rounded(is_dry: bool, device: str) -> None:
+    """Products, and experts, whose relative error is a few percent: inputs have four bits."""
+    form, num_experts = packing.FP8.grouped(128), 4
+    dtype = torch.float32 if is_dry else torch.bfloat16
+    make = partial(_random, form, dtype=dtype, device=torch.device(device), rounds_inputs=True)
+    matrix, gate_up, down = (
+        make(70, 640),
+        make(num_experts * 512, 128),
+        make(num_experts * 128, 256),
+    )
+    for count in (3,) if is_dry else (1, 17, 60, 120, 500):
+        x = torch.randn(count, 640, device=device).to(dtype)
+        weight = matrix.rows(torch.arange(70, device=device))
+        with poisoned_memory():
+            _assert_rounded(matrix.product(x), F.linear(x.double(), weight.double()))
+        weights, chosen = torch.randn(count, num_experts, device=device).sigmoid().topk(2)
+        compute = partial(
+            experts.compute,
+            *(x[:, :128], weights, chosen, None),
+            gate=Gate(activation="silu"),
+            num_experts=num_experts,
+        )
+        floats = [
+            each.rows(torch.arange(each.num_rows, device=device)).unflatten(0, (num_experts, -1))
+            for each in (gate_up, down)
+        ]
+        plain = compute(gate_up=floats[0], down=floats[1])
+        with poisoned_memory():
+            _assert_rounded(compute(gate_up=gate_up, down=down), plain.double())
+
+
+def _assert_rounded(found: Tensor, exact: Tensor) -> None:
+    error = float((found.double() - exact).norm() / exact.norm())
+    assert 0.005 < error < 0.1, error
 
 
 def _check_experts(form: Packing, is_dry: bool, device: str) -> None:
@@ -103,7 +144,13 @@ def _check_experts(form: Packing, is_dry: bool, device: str) -> None:
 
 
 def _random(
-    form: Packing, num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device
+    form: Packing,
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rounds_inputs: bool = False,
 ) -> DeviceMatrix:
     def drawn(field: Tensor) -> Tensor:
         if field.dtype.is_floating_point:
@@ -114,6 +161,6 @@ def _random(
     codes = torch.randint(1 << form.bits, rows.codes.shape, dtype=torch.uint8)
     if form.name == "fp8":
         codes[codes & 127 == 127] = 0  # no number
-    matrix = DeviceMatrix(form, num_rows, num_columns, dtype, device)
+    matrix = DeviceMatrix(form, num_rows, num_columns, dtype, device, rounds_inputs=rounds_inputs)
     matrix.fill(0, QuantisedRows(form, codes, tuple(map(drawn, rows.header))))
     return matrix

@@ -26,6 +26,7 @@ from longshore.worker.process.device import (
 from longshore.worker.process.host_resources import num_physical_cores
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_llama
+from tests.worker.loading.test_quantised_weights import folder_of
 
 IDENTITY = EngineIdentity(
     model_fingerprint="f",
@@ -176,6 +177,7 @@ def test_a_file_that_is_no_worker_config_is_rejected(text: str | None, tmp_path:
         ("auto", "cuda", "float16", "exact on a GPU"),
         ("dequantised", "cuda", "bfloat16", None),
         ("int8", "cpu", "float32", "int8"),
+        ("fp8", "cuda", "bfloat16", "fp8 on a GPU"),
         ("dequantised", "cpu", "float32", None),
     ],
 )
@@ -199,18 +201,29 @@ def test_rounded_inputs_that_cannot_be_had_are_rejected(
     config = replace(WORKER, quantised_weights="int8", cpu_kernels=kernels)
     with pytest.raises(ConfigError, match=f"device={device}, dtype={dtype}"):
         config.quantised_products(device, dtype)
+    with pytest.raises(ConfigError, match="fp8 needs a GPU, but device is cpu"):
+        replace(WORKER, quantised_weights="fp8").quantised_products("cpu", dtype)
 
 
-def test_rounded_inputs_of_a_model_without_quantised_weights_are_rejected(tmp_path: Path) -> None:
-    make_tiny_llama(tmp_path)
+@pytest.mark.parametrize("name", [None, "llama-fp8_block"])
+def test_rounded_inputs_of_a_model_without_quantised_weights_are_rejected(
+    tmp_path: Path, name: str | None
+) -> None:
+    """FP8 is dequantised on a CPU."""
+    folder = tmp_path
+    if name is None:
+        make_tiny_llama(tmp_path)
+    else:
+        folder = folder_of(name)
     with pytest.raises(ConfigError, match=r"quantised_weights=int8 .* but this model has none"):
-        Worker(WorkerConfig(model=str(tmp_path), num_blocks=40, quantised_weights="int8"))
+        Worker(WorkerConfig(model=str(folder), num_blocks=40, quantised_weights="int8"))
 
 
 def test_keys_and_values_of_rounded_inputs_have_another_fingerprint(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path)
-    exact, rounded, floats = (
+    exact, floats, *rounded = (
         replace(WORKER, quantised_weights=setting).fingerprint(tmp_path)
-        for setting in ("auto", "int8", "dequantised")
+        for setting in ("auto", "dequantised", "int8", "fp8")
     )
-    assert exact == floats != rounded
+    assert exact == floats
+    assert len({exact, *rounded}) == 3

@@ -1,16 +1,22 @@
 """y = x W^T + b on a GPU, with a matrix as a quantised file has it: its codes become values in the
 product, in float32, and are rounded to x's dtype. So it is a product with the dequantised matrix.
+With `rounds_inputs`, x is rounded to FP8 as well, with a scale for each span of inputs that have a
+scale in the matrix, and a product of FP8 with FP8 is computed.
 
 Codes of up to four bits take four, others eight. Every 16 inputs have a scale of their own or share
 one; how many, follows from the number of scales.
 """
 
 from enum import IntEnum
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.packing import BLOCK, FP4_VALUES, Packing, QuantisedRows
+from longshore.worker.kernels.packing import BLOCK, FP4_VALUES, FP8, Packing, QuantisedRows
+
+HAS_FP8: Final = 8, 9
+"""The first compute capability with products of FP8 with FP8."""
 
 
 class Coding(IntEnum):
@@ -45,9 +51,12 @@ class DeviceMatrix:
         num_columns: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        rounds_inputs: bool = False,
     ) -> None:
-        """Zeros. dtype: of x and of the results."""
+        """Zeros. dtype: of x and of the results. rounds_inputs: only if the matrix is in FP8."""
         self.packing, self.num_rows, self.dtype = packing, num_rows, dtype
+        self.rounds_inputs = rounds_inputs and packing.name == FP8.name
         self.num_columns = num_columns
         self._fp4_values = FP4_VALUES.to(device)
 
@@ -92,8 +101,17 @@ class DeviceMatrix:
             x = x.contiguous()
         if out is None:
             out = x.new_empty(len(x), self.num_rows)
-        packed_linear(x, *self.parts, bias, out)
+        packed_linear(*self.rounded(x), *self.parts, bias, out)
         return out
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x and None, or codes and scales of x in FP8."""
+        if not self.rounds_inputs:
+            return x, None
+        from longshore.worker.kernels.gpu.round_rows import round_rows
+
+        codes, scales = round_rows(x, self.packing.span)
+        return codes, scales
 
     def rows(self, indices: Tensor) -> Tensor:
         """indices: (n,) int32 or int64, below the number of rows -> (n, columns)."""

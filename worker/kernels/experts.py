@@ -1,6 +1,8 @@
 """All experts of a mixture in one call: on a CPU with matrices packed in advance (`PackedExperts`),
 on a GPU with matrices as they are stored (`compute`)."""
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -52,12 +54,8 @@ def compute(
         x = x.contiguous()
     if shared is not None and shared.stride(1) != 1:
         shared = shared.contiguous()
-    out: Tensor = gpu.experts(
-        x,
-        weights,
-        chosen,
-        *_parts(gate_up),
-        *_parts(down),
+    out: Tensor
+    common = (
         gate_up_bias,
         down_bias,
         shared,
@@ -67,6 +65,12 @@ def compute(
         gate.is_interleaved,
         weighs_inputs,
     )
+    if _rounds_inputs(gate_up) and _rounds_inputs(down):
+        rounded = *gate_up.rounded(x), weights, chosen
+        matrices = gate_up.codes, gate_up.scales, down.codes, down.scales
+        out = gpu.experts_of_fp8(*rounded, *matrices, *common, x.dtype)
+    else:
+        out = gpu.experts(x, weights, chosen, *_parts(gate_up), *_parts(down), *common)
     return out
 
 
@@ -74,6 +78,10 @@ def _shape(matrix: Tensor | DeviceMatrix, num_experts: int) -> tuple[int, ...]:
     if isinstance(matrix, DeviceMatrix):
         return num_experts, matrix.num_rows // num_experts, matrix.num_columns
     return tuple(matrix.shape)
+
+
+def _rounds_inputs(matrix: Tensor | DeviceMatrix) -> TypeGuard[DeviceMatrix]:
+    return isinstance(matrix, DeviceMatrix) and matrix.rounds_inputs
 
 
 def _parts(

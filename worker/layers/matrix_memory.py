@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from longshore.worker.config import QuantisedProducts
+from longshore.worker.config import ON_GPU, QuantisedProducts
 from longshore.worker.kernels.device_matrix import DeviceMatrix, line_bytes
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import PANEL
@@ -70,8 +70,8 @@ class MatrixMemory:
         self.shape = rows, columns
         self.dtype = dtype
         self.read = read
-        self._rounds_inputs = products == "int8"
-        self.is_on_gpu = products == "exact on a GPU"
+        self._rounds_inputs = products in ("int8", "fp8 on a GPU")
+        self.is_on_gpu = products in ON_GPU
         self._device = device
         self._floats: Tensor | None = None
         self._sources: list[Source] = []
@@ -154,10 +154,11 @@ class MatrixMemory:
         if segment.packing is None:
             return PackedMatrix.plain(self.floats()[rows])
         of = segment.packing, len(rows), self.shape[1], self.dtype
+        rounds_inputs = self._rounds_inputs
         matrix = (
-            DeviceMatrix(*of, self._device)
+            DeviceMatrix(*of, self._device, rounds_inputs=rounds_inputs)
             if self.is_on_gpu
-            else PackedMatrix.quantised(*of, rounds_inputs=self._rounds_inputs)
+            else PackedMatrix.quantised(*of, rounds_inputs=rounds_inputs)
         )
         owners, stored = self._places()
         step = max(1, _CHUNK // (PANEL * self.shape[1])) * PANEL

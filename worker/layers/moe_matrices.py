@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.config import ON_GPU
 from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.layers.matrix_memory import ReadRows
@@ -37,7 +38,7 @@ class ExpertMatrices:
     ) -> None:
         """order: of an expert's rows, if they may stay quantised, see `PackedExperts`; a negative
         one is padding. On a GPU, they keep their order."""
-        if placement.products == "exact on a GPU" and order is not None:
+        if placement.products in ON_GPU and order is not None:
             order = torch.arange(rows)
         self._shape = num_experts, rows, columns
         self._order = order

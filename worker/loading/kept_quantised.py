@@ -8,7 +8,7 @@ from torch import Tensor
 from longshore.worker.kernels import packing
 from longshore.worker.kernels.packing import QuantisedRows
 from longshore.worker.loading.dequantise import StoredMatrix
-from longshore.worker.loading.quantised_tensor import Blocks, QuantisedTensor
+from longshore.worker.loading.quantised_tensor import FP8_DTYPE, Blocks, QuantisedTensor
 from longshore.worker.loading.stored_weights import QuantisedForm, ReadTensor
 
 
@@ -20,7 +20,7 @@ def form_of(tensor: QuantisedTensor, dtype: str, read: ReadTensor) -> QuantisedF
     column_dim = -1 if (tensor.inputs_dim == 1) != tensor.is_transposed else -2
     if tensor.numbers.coding == "fp4":
         return QuantisedForm(packing.MXFP4, column_dim)
-    if dtype == "F8_E4M3":
+    if dtype == FP8_DTYPE:
         return QuantisedForm(packing.FP8.grouped(tensor.fp8_span), column_dim)
     kept = packing.INT4 if bits == packing.INT4.bits else packing.INT8
     return QuantisedForm(kept.grouped(tensor.group), column_dim)

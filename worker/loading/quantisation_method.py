@@ -10,14 +10,20 @@ from typing import ClassVar, Final, TypeAlias
 
 from longshore.protocol.errors import shortened
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
-from longshore.worker.loading.quantised_tensor import Blocks, Coding, Numbers, QuantisedTensor
+from longshore.worker.loading.quantised_tensor import (
+    FP8_DTYPE,
+    Blocks,
+    Coding,
+    Numbers,
+    QuantisedTensor,
+)
 from longshore.worker.loading.stored_weights import StoredWeight
 from longshore.worker.models.json_fields import JsonFields
 
 ReadIntegers: TypeAlias = Callable[[str], list[int]]
 """Reads a small stored tensor of integers."""
 
-FP8: Final = ("F8_E4M3",)
+FP8: Final = (FP8_DTYPE,)
 SCALES: Final = ("F32", "BF16", "F16")
 _WORD_BITS: Final = 32
 

@@ -15,6 +15,7 @@ from longshore.worker.loading.stored_weights import KeptBits
 KEPT_BLOCK: Final = 32
 """Numbers in the blocks of kernels/packing.py."""
 FP8_SPAN: Final = 128
+FP8_DTYPE: Final = "F8_E4M3"
 
 Coding: TypeAlias = Literal["plain", "exponent", "integers", "fp4", "bytes", "fp4_codes"]
 
@@ -134,7 +135,7 @@ class QuantisedTensor:
             return None
         if numbers.coding == "integers":
             return 4 if numbers.bits <= 4 else 8
-        is_fp8 = dtype == "F8_E4M3" and self.zeros is None
+        is_fp8 = dtype == FP8_DTYPE and self.zeros is None
         return 8 if numbers.coding == "plain" and (dtype == "I8" or is_fp8) else None
 
     def bits_in_memory(self, dtype: str) -> KeptBits | None:
@@ -142,7 +143,7 @@ class QuantisedTensor:
         bits = self.kept_bits(dtype)
         if bits is None:
             return None
-        if dtype == "F8_E4M3":
+        if dtype == FP8_DTYPE:
             return KeptBits(None, bits + 32 / self.fp8_span)
         on_cpu, on_gpu = (8, 32) if self.numbers.coding == "fp4" else (40, 40)
         return KeptBits(bits + on_cpu / self.group, bits + on_gpu / self.group)

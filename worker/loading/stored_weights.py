@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from longshore.worker.config import QuantisedProducts
+from longshore.worker.config import ON_GPU, QuantisedProducts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ class StoredWeights(ABC):
             kept, of_float = weight.kept_bits, 8 * dtype_bytes
             if products is None or kept is None:
                 return weight.num_elements * of_float
-            bits = kept.on_gpu if products == "exact on a GPU" else kept.on_cpu
+            bits = kept.on_gpu if products in ON_GPU else kept.on_cpu
             return weight.num_elements * (of_float if bits is None else bits)
 
         return int(sum(map(bits_of, self.tensors.values()))) // 8

@@ -40,7 +40,7 @@ from longshore.worker.kernels.gpu.decode_attention import decode_attention
 from longshore.worker.kernels.gpu.delta_step import delta_step
 from longshore.worker.kernels.gpu.draw_tokens import draw_tokens
 from longshore.worker.kernels.gpu.embedding import embed_part
-from longshore.worker.kernels.gpu.experts import experts
+from longshore.worker.kernels.gpu.experts import experts, experts_of_fp8
 from longshore.worker.kernels.gpu.gate import gate
 from longshore.worker.kernels.gpu.gated_norm import gated_norm
 from longshore.worker.kernels.gpu.latents import latents
@@ -52,6 +52,7 @@ from longshore.worker.kernels.gpu.penalties import penalise
 from longshore.worker.kernels.gpu.prefill_attention import prefill_attention
 from longshore.worker.kernels.gpu.rms_norm import rms_norm
 from longshore.worker.kernels.gpu.rotary import rotary
+from longshore.worker.kernels.gpu.round_rows import round_rows
 from longshore.worker.kernels.gpu.route import route
 from longshore.worker.kernels.gpu.state_step import conv_step, state_step
 from longshore.worker.kernels.gpu.token_masks import forbid_tokens
@@ -137,7 +138,7 @@ def compiling() -> Iterator[dict[str, Launch]]:
 SHOWN: Final = (
     "SIZE", "V_SIZE", "GROUP", "BLOCK_SIZE", "TILE_H", "TILE_Q", "TILE", "WINDOW", "CHUNK",
     "UNIT", "HAS_TAIL", "BLOCK_M", "BLOCK_N", "BLOCK_K", "HAS_SEEN", "HAS_SHARED",
-    "IS_FP8", "num_warps", "num_stages",
+    "IS_FP8", "IS_ROUNDED", "num_warps", "num_stages",
 )  # fmt: skip
 
 
@@ -230,8 +231,17 @@ def compile_packed_linear() -> None:
                 (64, 4096),
                 (128, 4096),
             ):
-                matrix = DeviceMatrix(form, 64, columns, dtype, CPU)
-                matrix.product(torch.zeros(num_rows, columns, dtype=dtype))
+                for rounds_inputs in {False, form.name == "fp8"}:
+                    matrix = DeviceMatrix(
+                        form, 64, columns, dtype, CPU, rounds_inputs=rounds_inputs
+                    )
+                    matrix.product(torch.zeros(num_rows, columns, dtype=dtype))
+
+
+def compile_round_rows() -> None:
+    for dtype in DTYPES:
+        for span in (32, 128):
+            round_rows(torch.zeros(2, 5 * span, dtype=dtype), span)
 
 
 def compile_embedding() -> None:
@@ -279,6 +289,18 @@ def compile_experts() -> None:
                 *DeviceMatrix(form, 4 * 2 * width, size, torch.bfloat16, CPU).parts,
                 *DeviceMatrix(form, 4 * size, width, torch.bfloat16, CPU).parts,
                 *(None, None, None, 4, width, 0, 1.5, float("inf"), False, False),
+            )
+    for num_tokens in (1, 60, 120, 250):
+        for span in (32, 128):
+            experts_of_fp8(
+                torch.zeros(num_tokens, 256, dtype=torch.uint8),
+                torch.zeros(num_tokens, 256 // span),
+                torch.zeros(num_tokens, 2),
+                torch.zeros(num_tokens, 2, dtype=torch.int64),
+                *(torch.zeros(4 * 2 * 128, 256, dtype=torch.uint8), torch.zeros(1024, 256 // span)),
+                *(torch.zeros(4 * 256, 128, dtype=torch.uint8), torch.zeros(1024, 128 // span)),
+                *(None, None, None, 4, 128, 0, 1.5, float("inf"), False, span == 32),
+                torch.bfloat16,
             )
 
 

@@ -3,6 +3,7 @@ and products with them."""
 
 import pytest
 import torch
+from torch import Tensor
 
 from longshore.worker.kernels.device_matrix import DeviceMatrix
 from longshore.worker.kernels.embedding import embed_part, look_up
@@ -17,10 +18,19 @@ every_form = pytest.mark.parametrize(
 OTHER_DTYPES = torch.float32, torch.float16
 
 
-def on_device(rows: QuantisedRows, dtype: torch.dtype) -> DeviceMatrix:
+def on_device(
+    rows: QuantisedRows, dtype: torch.dtype, *, rounds_inputs: bool = False
+) -> DeviceMatrix:
     """Filled in two parts."""
     count, num_columns = rows.codes.shape
-    matrix = DeviceMatrix(rows.packing, count, num_columns, dtype, torch.device("cpu"))
+    matrix = DeviceMatrix(
+        rows.packing,
+        count,
+        num_columns,
+        dtype,
+        torch.device("cpu"),
+        rounds_inputs=rounds_inputs,
+    )
     half = torch.arange(count // 2)
     matrix.fill(0, rows.rows(half))
     matrix.fill(len(half), rows.rows(torch.arange(len(half), count)))
@@ -62,6 +72,39 @@ def test_products_are_those_in_float64(form: Packing, num_rows: int) -> None:
     assert not memory[:, :5].any()
     assert not memory[:, 75:].any()
     check_close(found, x, values_of(rows).to(dtype), bias)
+
+
+def rounded_to_fp8(x: Tensor, span: int) -> Tensor:
+    """What a product with FP8 takes for x, in float64."""
+    spans = x.float().unflatten(-1, (-1, span))
+    scales = spans.abs().amax(-1, keepdim=True) / 448
+    scales = torch.where(scales == 0, 1.0, scales)
+    codes = (spans / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.double() * scales).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("span", "num_records", "num_rows"),
+    [(128, 3, 3), (32, 5, 40), (96, 2, 17), (256, 1, 130)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rounded_inputs_are_multiplied_as_their_values(
+    span: int, num_records: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    rows = quantised(FP8.grouped(span), 70, num_records)
+    x = inputs(num_rows, 2 * rows.codes.shape[1], dtype)[:, ::2]
+    x[1], x[2, 1] = 0, 1000
+    bias = inputs(1, 70, dtype)[0]
+    matrix = on_device(rows, dtype, rounds_inputs=True)
+    with in_triton():
+        found = matrix.product(x, bias)
+        assert matrix.product(x[:0]).shape == (0, 70)
+    check_close(found, rounded_to_fp8(x, span), values_of(rows), bias)
+    assert torch.equal(matrix.rows(torch.arange(70)), values_of(rows).to(dtype))
+
+
+def test_only_a_matrix_in_fp8_rounds_its_inputs() -> None:
+    assert not on_device(quantised(Q4_0, 10, 2), torch.float32, rounds_inputs=True).rounds_inputs
 
 
 @pytest.mark.slow

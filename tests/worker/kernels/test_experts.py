@@ -27,6 +27,7 @@ from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.operators import uses_triton
 from longshore.worker.kernels.packing import Packing, values_of
+from tests.worker.kernels.test_device_matrix import rounded_to_fp8
 from tests.worker.kernels.test_packing import quantised, rounded
 from tests.worker.kernels.variants import NATIVE, TRITON, using
 
@@ -319,6 +320,42 @@ def test_quantised_experts_are_multiplied_in_triton(
         got = case._in_triton(*matrices, case.x, case.weights, case.chosen)
         plain = case._in_triton(case.gate_up, case.down, case.x, case.weights, case.chosen)
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("gate", "weighs_inputs"), [(GATES[0], True), (CLAMPED, False)], ids=["halves", "interleaved"]
+)
+def test_experts_in_fp8_are_multiplied_by_rounded_inputs_in_triton(
+    gate: Gate, weighs_inputs: bool, num_tokens: int
+) -> None:
+    case = Case(
+        torch.float32,
+        size=256,
+        width=96,
+        num_tokens=num_tokens,
+        gate=gate,
+        has_biases=True,
+        has_shared=True,
+        weighs_inputs=weighs_inputs,
+    )
+    matrices = []
+    for floats, span in ((case.gate_up, 128), (case.down, 32)):
+        lines = floats.flatten(0, 1)
+        rows = quantised(packing.FP8.grouped(span), len(lines), lines.shape[1] // span)
+        rows.header[0].div_(16)
+        lines.copy_(values_of(rows))
+        device = torch.device("cpu")
+        matrix = DeviceMatrix(rows.packing, *lines.shape, torch.float32, device, rounds_inputs=True)
+        matrix.fill(0, rows)
+        matrices.append(matrix)
+    with using(TRITON):
+        found = case.compute(partial(case._in_triton, *matrices)).double()
+    exact = case.exact()
+    wanted = case.exact(lambda x: rounded_to_fp8(x, 128 if len(x) == 256 else 32))
+    # An element of what is between the matrices may be rounded to the next number.
+    assert (found - wanted).norm() < 3e-3 * exact.norm()
+    assert (found - exact).norm() > 1e-2 * exact.norm()
 
 
 @pytest.mark.skipif("avx512bf16" not in NATIVE, reason="the processor has no such products")

@@ -7,14 +7,24 @@ those beyond the last tile return at once.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longshore.worker.kernels.device_matrix import Coding
+from longshore.worker.kernels.gpu import round_rows
 from longshore.worker.kernels.gpu.gate import activated, factor
-from longshore.worker.kernels.gpu.packed import codes_of, columns_of, constants_of, weights_of
+from longshore.worker.kernels.gpu.packed import (
+    add_product_of_fp8,
+    codes_of,
+    columns_of,
+    constants_of,
+    inputs_of_tile,
+    weights_of,
+)
 from longshore.worker.kernels.operators import operator
 
 
@@ -94,6 +104,7 @@ def _stored(
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up(
     x_ptr,
+    x_scales_ptr,
     weights_ptr,
     matrices_ptr,
     scales_ptr,
@@ -116,6 +127,7 @@ def _gate_up(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     WEIGHS_INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -140,7 +152,8 @@ def _gate_up(
         ups = gates + 1
     else:
         ups = gates + width
-    x_lines = x_ptr + (pairs // TOP_K).to(tl.int64)[:, None] * x_stride
+    tokens = (pairs // TOP_K).to(tl.int64)
+    x_lines = x_ptr + tokens[:, None] * x_stride
     gates += expert * 2 * width
     ups += expert * 2 * width
     COUNT: tl.constexpr = BLOCK_K // PARTS
@@ -149,30 +162,42 @@ def _gate_up(
     if WEIGHS_INPUTS:
         weights = tl.load(weights_ptr + pairs)
     for k in range(0, size, BLOCK_K):
-        g = _stored(matrices_ptr, gates, k, size, PARTS, CODING, COUNT, HAS_TAIL)
-        u = _stored(matrices_ptr, ups, k, size, PARTS, CODING, COUNT, HAS_TAIL)
-        for part in tl.static_range(PARTS):
-            at = columns_of(k, part, PARTS, COUNT)[None, :]
-            if HAS_TAIL:
-                x = tl.load(x_lines + at, mask=at < size, other=0.0)
-            else:
-                x = tl.load(x_lines + at)
-            if WEIGHS_INPUTS:
-                x = (x.to(tl.float32) * weights[:, None]).to(x.dtype)
-            if CODING < 0:
-                gate = tl.dot(x, g, gate, input_precision="ieee")
-                up = tl.dot(x, u, up, input_precision="ieee")
-            else:
-                gate_weights = weights_of(
-                    g, part, scales_ptr, offsets_ptr, gates, k, size,
-                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
-                )  # fmt: skip
-                up_weights = weights_of(
-                    u, part, scales_ptr, offsets_ptr, ups, k, size,
-                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
-                )  # fmt: skip
-                gate = tl.dot(x, gate_weights.to(x.dtype), gate, input_precision="ieee")
-                up = tl.dot(x, up_weights.to(x.dtype), up, input_precision="ieee")
+        if IS_ROUNDED:
+            scale_lines = x_scales_ptr + tokens * (size // SPAN)
+            gate = add_product_of_fp8(
+                gate, x_lines, scale_lines, matrices_ptr, scales_ptr, gates, k, size, SPAN, COUNT
+            )
+            up = add_product_of_fp8(
+                up, x_lines, scale_lines, matrices_ptr, scales_ptr, ups, k, size, SPAN, COUNT
+            )
+        else:
+            g = _stored(matrices_ptr, gates, k, size, PARTS, CODING, COUNT, HAS_TAIL)
+            u = _stored(matrices_ptr, ups, k, size, PARTS, CODING, COUNT, HAS_TAIL)
+            for part in tl.static_range(PARTS):
+                at = columns_of(k, part, PARTS, COUNT)[None, :]
+                if HAS_TAIL:
+                    x = tl.load(x_lines + at, mask=at < size, other=0.0)
+                else:
+                    x = tl.load(x_lines + at)
+                if WEIGHS_INPUTS:
+                    x = (x.to(tl.float32) * weights[:, None]).to(x.dtype)
+                if CODING < 0:
+                    gate = tl.dot(x, g, gate, input_precision="ieee")
+                    up = tl.dot(x, u, up, input_precision="ieee")
+                else:
+                    gate_weights = weights_of(
+                        g, part, scales_ptr, offsets_ptr, gates, k, size,
+                        PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                    )  # fmt: skip
+                    up_weights = weights_of(
+                        u, part, scales_ptr, offsets_ptr, ups, k, size,
+                        PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                    )  # fmt: skip
+                    gate = tl.dot(x, gate_weights.to(x.dtype), gate, input_precision="ieee")
+                    up = tl.dot(x, up_weights.to(x.dtype), up, input_precision="ieee")
+    if IS_ROUNDED and WEIGHS_INPUTS:
+        gate *= weights[:, None]
+        up *= weights[:, None]
     if HAS_BIAS:
         gate += tl.load(bias_ptr + gates).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + ups).to(tl.float32)[None, :]
@@ -188,6 +213,7 @@ def _gate_up(
 @triton.jit(do_not_specialize=["num_tiles"])
 def _down(
     hidden_ptr,
+    hidden_scales_ptr,
     weights_ptr,
     matrices_ptr,
     scales_ptr,
@@ -204,6 +230,7 @@ def _down(
     SPAN: tl.constexpr,
     MIDDLE: tl.constexpr,
     CODING: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     WEIGHS_INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -223,25 +250,33 @@ def _down(
     pairs = tl.load(pairs_ptr + places, mask=is_row, other=0)
     outputs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = expert * size + tl.where(outputs < size, outputs, 0)
-    hidden_lines = hidden_ptr + tl.where(is_row, places, first).to(tl.int64)[:, None] * width
+    hidden_rows = tl.where(is_row, places, first).to(tl.int64)
+    hidden_lines = hidden_ptr + hidden_rows[:, None] * width
     COUNT: tl.constexpr = BLOCK_K // PARTS
     out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, width, BLOCK_K):
-        d = _stored(matrices_ptr, lines, k, width, PARTS, CODING, COUNT, HAS_TAIL)
-        for part in tl.static_range(PARTS):
-            at = columns_of(k, part, PARTS, COUNT)[None, :]
-            if HAS_TAIL:
-                x = tl.load(hidden_lines + at, mask=at < width, other=0.0)
-            else:
-                x = tl.load(hidden_lines + at)
-            if CODING < 0:
-                out = tl.dot(x, d, out, input_precision="ieee")
-            else:
-                weights = weights_of(
-                    d, part, scales_ptr, offsets_ptr, lines, k, width,
-                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
-                )  # fmt: skip
-                out = tl.dot(x, weights.to(x.dtype), out, input_precision="ieee")
+        if IS_ROUNDED:
+            scale_lines = hidden_scales_ptr + hidden_rows * (width // SPAN)
+            out = add_product_of_fp8(
+                out, hidden_lines, scale_lines, matrices_ptr, scales_ptr, lines, k, width,
+                SPAN, COUNT,
+            )  # fmt: skip
+        else:
+            d = _stored(matrices_ptr, lines, k, width, PARTS, CODING, COUNT, HAS_TAIL)
+            for part in tl.static_range(PARTS):
+                at = columns_of(k, part, PARTS, COUNT)[None, :]
+                if HAS_TAIL:
+                    x = tl.load(hidden_lines + at, mask=at < width, other=0.0)
+                else:
+                    x = tl.load(hidden_lines + at)
+                if CODING < 0:
+                    out = tl.dot(x, d, out, input_precision="ieee")
+                else:
+                    weights = weights_of(
+                        d, part, scales_ptr, offsets_ptr, lines, k, width,
+                        PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                    )  # fmt: skip
+                    out = tl.dot(x, weights.to(x.dtype), out, input_precision="ieee")
     if HAS_BIAS:
         out += tl.load(bias_ptr + lines).to(tl.float32)[None, :]
     if not WEIGHS_INPUTS:
@@ -378,10 +413,138 @@ def experts(
 ) -> Tensor:
     """x, shared: (n, size), each line contiguous; the others contiguous. gate_up, down: see
     `constants_of`; with all experts below each other. Returns (n, size)."""
+    return _launch(
+        x,
+        None,
+        weights,
+        chosen,
+        _Stored(gate_up, gate_up_scales, gate_up_offsets, gate_up_bits, gate_up_coding),
+        _Stored(down, down_scales, down_offsets, down_bits, down_coding),
+        gate_up_bias,
+        down_bias,
+        shared,
+        num_experts,
+        width,
+        (activation, alpha, limit),
+        is_interleaved,
+        weighs_inputs,
+        x.dtype,
+    )
+
+
+def _fake_of_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    shared: Tensor | None,
+    num_experts: int,
+    width: int,
+    activation: int,
+    alpha: float,
+    limit: float,
+    is_interleaved: bool,
+    weighs_inputs: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@operator(
+    "experts_of_fp8(Tensor x, Tensor x_scales, Tensor weights, Tensor chosen, Tensor gate_up, "
+    "Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor? gate_up_bias, "
+    "Tensor? down_bias, Tensor? shared, int num_experts, int width, int activation, float alpha, "
+    "float limit, bool is_interleaved, bool weighs_inputs, ScalarType dtype) -> Tensor",
+    fake=_fake_of_fp8,
+    launches=5,
+)
+def experts_of_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    shared: Tensor | None,
+    num_experts: int,
+    width: int,
+    activation: int,
+    alpha: float,
+    limit: float,
+    is_interleaved: bool,
+    weighs_inputs: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same with x and x_scales as `round_rows` makes them, with the span of gate_up, and both
+    matrices in FP8; what is between them is rounded, too. dtype: of the result."""
+    return _launch(
+        x,
+        x_scales,
+        weights,
+        chosen,
+        _Stored(gate_up, gate_up_scales, None, 8, Coding.FP8),
+        _Stored(down, down_scales, None, 8, Coding.FP8),
+        gate_up_bias,
+        down_bias,
+        shared,
+        num_experts,
+        width,
+        (activation, alpha, limit),
+        is_interleaved,
+        weighs_inputs,
+        dtype,
+    )
+
+
+class _Stored(NamedTuple):
+    """Matrices of all experts, see `constants_of`."""
+
+    codes: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    bits: int
+    coding: int
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.codes, self.scales, self.offsets
+
+    def constants(self, size: int) -> tuple[int, int, int, int]:
+        return constants_of(self.codes, self.scales, self.bits, self.coding, size)
+
+
+def _launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: _Stored,
+    down: _Stored,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    shared: Tensor | None,
+    num_experts: int,
+    width: int,
+    gate: tuple[int, float, float],
+    is_interleaved: bool,
+    weighs_inputs: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """gate: activation, alpha and limit."""
     (num_tokens, top_k), size = chosen.shape, x.shape[1]
-    gate_up_constants = constants_of(gate_up, gate_up_scales, gate_up_bits, gate_up_coding, size)
-    down_constants = constants_of(down, down_scales, down_bits, down_coding, width)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gate_up_constants, down_constants = gate_up.constants(size), down.constants(width)
+    activation, alpha, limit = gate
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
     num_pairs = num_tokens * top_k
@@ -393,22 +556,26 @@ def experts(
     )
     tiling = _tiling(num_pairs, num_experts, x.dtype)
     num_tiles = _max_tiles(num_pairs, num_experts, tiling.pairs)
+    columns, down_columns, down_outputs = tiling.columns, tiling.columns, tiling.down_outputs
+    if x_scales is not None:
+        down_outputs = min(down_outputs, 64)  # the products before they are scaled need registers
+        columns = inputs_of_tile(columns, gate_up_constants[1])
+        down_columns = inputs_of_tile(down_columns, down_constants[1])
     common = {
         "GROUP": 8,
         "BLOCK_E": triton.next_power_of_2(num_experts),
         "BLOCK_M": tiling.pairs,
-        "BLOCK_K": tiling.columns,
+        "IS_ROUNDED": x_scales is not None,
         "WEIGHS_INPUTS": weighs_inputs,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
     }
-    hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((num_pairs, width), dtype=dtype, device=x.device)
     _gate_up[(num_tiles * triton.cdiv(width, tiling.gate_up_outputs),)](
         x,
+        x_scales,
         weights,
-        gate_up,
-        gate_up_scales,
-        gate_up_offsets,
+        *gate_up.memory,
         gate_up_bias,
         pairs,
         starts,
@@ -425,17 +592,20 @@ def experts(
         ACTIVATION=activation,
         IS_INTERLEAVED=is_interleaved,
         HAS_BIAS=gate_up_bias is not None,
-        HAS_TAIL=size % tiling.columns != 0,
+        HAS_TAIL=size % columns != 0,
         BLOCK_N=tiling.gate_up_outputs,
+        BLOCK_K=columns,
         **common,
     )
-    by_pair = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-    _down[(num_tiles * triton.cdiv(size, tiling.down_outputs),)](
+    hidden_scales = None
+    if x_scales is not None:
+        hidden, hidden_scales = round_rows.launch(hidden, down_constants[1])
+    by_pair = torch.empty((num_pairs, size), dtype=dtype, device=x.device)
+    _down[(num_tiles * triton.cdiv(size, down_outputs),)](
         hidden,
+        hidden_scales,
         weights,
-        down,
-        down_scales,
-        down_offsets,
+        *down.memory,
         down_bias,
         pairs,
         starts,
@@ -446,8 +616,9 @@ def experts(
         width,
         *down_constants,
         HAS_BIAS=down_bias is not None,
-        HAS_TAIL=width % tiling.columns != 0,
-        BLOCK_N=tiling.down_outputs,
+        HAS_TAIL=width % down_columns != 0,
+        BLOCK_N=down_outputs,
+        BLOCK_K=down_columns,
         **common,
     )
     block = min(triton.next_power_of_2(size), 1024)

@@ -14,6 +14,11 @@ from torch import Tensor
 RUN: Final = tl.constexpr(16)
 
 
+def inputs_of_tile(most: int, span: int) -> int:
+    """Of a tile of a product of FP8 with FP8, which has one scale per line: a power of two."""
+    return min(most, span & -span)
+
+
 def constants_of(
     matrix: Tensor, scales: Tensor | None, bits: int, coding: int, size: int
 ) -> tuple[int, int, int, int]:
@@ -95,3 +100,30 @@ def weights_of(
         numbers = tl.where(magnitude == 127, float("nan"), numbers)
         values = tl.where(codes > 127, -numbers, numbers) * scales
     return tl.reshape(values, (COUNT, lines.shape[0]))
+
+
+@triton.jit
+def add_product_of_fp8(
+    total,
+    x_lines,
+    x_scale_lines,
+    codes_ptr,
+    scales_ptr,
+    lines,
+    first,
+    size,
+    SPAN: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """total + the product of COUNT inputs of rows, of which both sides are FP8. COUNT divides SPAN.
+
+    x_lines: (rows, 1), to codes of `round_rows`; x_scale_lines: (rows,). So few inputs are added in
+    the tensor cores, where sums of FP8 have less bits than a float32.
+    """
+    at = first + tl.arange(0, COUNT)
+    x = tl.load(x_lines + at[None, :]).to(tl.float8e4nv, bitcast=True)
+    codes = tl.load(codes_ptr + lines.to(tl.int64)[None, :] * size + at[:, None])
+    product = tl.dot(x, codes.to(tl.float8e4nv, bitcast=True))
+    group = first // SPAN
+    scales = tl.load(scales_ptr + lines.to(tl.int64) * (size // SPAN) + group)
+    return total + product * tl.load(x_scale_lines + group)[:, None] * scales[None, :]

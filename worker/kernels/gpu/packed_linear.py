@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longshore.worker.kernels.gpu.packed import codes_of, columns_of, constants_of, weights_of
+from longshore.worker.kernels.gpu.packed import (
+    add_product_of_fp8,
+    codes_of,
+    columns_of,
+    constants_of,
+    inputs_of_tile,
+    weights_of,
+)
 from longshore.worker.kernels.operators import operator
 
 
@@ -16,6 +23,7 @@ from longshore.worker.kernels.operators import operator
 @triton.jit(do_not_specialize=["num_rows"])
 def _kernel(
     x_ptr,
+    x_scales_ptr,
     codes_ptr,
     scales_ptr,
     offsets_ptr,
@@ -30,6 +38,7 @@ def _kernel(
     SPAN: tl.constexpr,
     MIDDLE: tl.constexpr,
     CODING: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     GROUP: tl.constexpr,
@@ -48,22 +57,30 @@ def _kernel(
     is_row, is_output = rows < num_rows, outputs < num_outputs
     # Rows and outputs beyond the end compute something valid, which is not stored.
     lines = tl.where(is_output, outputs, 0)
-    x_lines = x_ptr + tl.where(is_row, rows, 0).to(tl.int64)[:, None] * x_stride
+    x_rows = tl.where(is_row, rows, 0).to(tl.int64)
+    x_lines = x_ptr + x_rows[:, None] * x_stride
     COUNT: tl.constexpr = BLOCK_K // PARTS
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, size, BLOCK_K):
-        codes = codes_of(codes_ptr, lines, first, size, PARTS, COUNT, HAS_TAIL)
-        for part in tl.static_range(PARTS):
-            weights = weights_of(
-                codes, part, scales_ptr, offsets_ptr, lines, first, size,
-                PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+        if IS_ROUNDED:
+            x_scale_lines = x_scales_ptr + x_rows * (size // SPAN)
+            total = add_product_of_fp8(
+                total, x_lines, x_scale_lines, codes_ptr, scales_ptr, lines, first, size,
+                SPAN, COUNT,
             )  # fmt: skip
-            columns = columns_of(first, part, PARTS, COUNT)[None, :]
-            if HAS_TAIL:
-                x = tl.load(x_lines + columns, mask=columns < size, other=0.0)
-            else:
-                x = tl.load(x_lines + columns)
-            total = tl.dot(x, weights.to(x.dtype), total, input_precision="ieee")
+        else:
+            codes = codes_of(codes_ptr, lines, first, size, PARTS, COUNT, HAS_TAIL)
+            for part in tl.static_range(PARTS):
+                weights = weights_of(
+                    codes, part, scales_ptr, offsets_ptr, lines, first, size,
+                    PARTS, SPAN, MIDDLE, CODING, COUNT, HAS_TAIL,
+                )  # fmt: skip
+                columns = columns_of(first, part, PARTS, COUNT)[None, :]
+                if HAS_TAIL:
+                    x = tl.load(x_lines + columns, mask=columns < size, other=0.0)
+                else:
+                    x = tl.load(x_lines + columns)
+                total = tl.dot(x, weights.to(x.dtype), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias_ptr + lines).to(tl.float32)[None, :]
     places = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
@@ -98,6 +115,7 @@ def _tiling(num_rows: int, dtype: torch.dtype) -> _Tiling:
 
 def _fake(
     x: Tensor,
+    x_scales: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     offsets: Tensor | None,
@@ -110,12 +128,13 @@ def _fake(
 
 
 @operator(
-    "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, int bits, int coding, "
-    "Tensor? bias, Tensor(a!) out) -> ()",
+    "packed_linear(Tensor x, Tensor? x_scales, Tensor codes, Tensor scales, Tensor? offsets, "
+    "int bits, int coding, Tensor? bias, Tensor(a!) out) -> ()",
     fake=_fake,
 )
 def packed_linear(
     x: Tensor,
+    x_scales: Tensor | None,
     codes: Tensor,
     scales: Tensor,
     offsets: Tensor | None,
@@ -124,14 +143,17 @@ def packed_linear(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    """out = x M^T + bias. x: (n, inputs), out: (n, outputs), each line contiguous."""
+    """out = x M^T + bias. x: (n, inputs), out: (n, outputs), each line contiguous; or x and
+    x_scales as `round_rows` makes them, with the span of a matrix in FP8."""
     (num_rows, size), num_outputs = x.shape, len(codes)
     if num_rows == 0:
         return
-    tiling = _tiling(num_rows, x.dtype)
+    tiling, constants = _tiling(num_rows, x.dtype), constants_of(codes, scales, bits, coding, size)
+    inputs = tiling.inputs if x_scales is None else inputs_of_tile(tiling.inputs, constants[1])
     num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
     _kernel[(num_tiles,)](
         x,
+        x_scales,
         codes,
         scales,
         offsets,
@@ -142,13 +164,14 @@ def packed_linear(
         size,
         x.stride(0),
         out.stride(0),
-        *constants_of(codes, scales, bits, coding, size),
+        *constants,
+        IS_ROUNDED=x_scales is not None,
         HAS_BIAS=bias is not None,
-        HAS_TAIL=size % tiling.inputs != 0,
+        HAS_TAIL=size % inputs != 0,
         GROUP=8,
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.outputs,
-        BLOCK_K=tiling.inputs,
+        BLOCK_K=inputs,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
