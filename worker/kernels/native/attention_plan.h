@@ -11,6 +11,7 @@ constexpr int64_t PART_KEYS = 512;  // context of one task, if the context is cu
 constexpr int64_t MAX_CUT_TOKENS = 16;  // longer chunks have enough tiles without cutting it
 constexpr int64_t TASKS_PER_THREAD = 4;
 
+constexpr int64_t ROW_ALIGNMENT = 16;  // of a head's queries, where products are made of tiles
 constexpr int64_t STATE_FLOATS = 32;  // size of a RowState, aligned like its vector
 
 struct Task {
@@ -55,7 +56,7 @@ static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, Reach
     plan.first_partial = num_partials;
     num_tasks += num_tiles(sequences[s], plan) * plan.num_parts *
                  ceil_div(num_kv_heads, plan.task_heads);
-    max_rows = std::max(max_rows, rows * plan.task_heads);
+    max_rows = std::max(max_rows, ceil_div(rows, ROW_ALIGNMENT) * ROW_ALIGNMENT * plan.task_heads);
     if (plan.num_parts > 1)
       num_partials += plan.num_parts * num_kv_heads * rows * (padded(head_dim) + 2);
   }

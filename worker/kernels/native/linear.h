@@ -7,8 +7,14 @@
 // on the packing.
 
 constexpr int64_t MAX_TILE = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;  // sums that fill the registers
-constexpr int64_t BLOCK_ROWS = HAS_AMX ? 512 : 192;  // that stay in the cache while panels are read
+constexpr int64_t BLOCK_ROWS = HAS_AMX ? 512 : 192;  // at most, that are multiplied by one panel
+constexpr int64_t BLOCK_INPUTS = HAS_AMX ? 1 << 19 : INT64_MAX;  // of a block, which the cache holds
 constexpr int64_t CHUNK = 256;         // inputs of a panel that stay in the first cache
+
+// Rows that stay in the cache while panels are read: whole tiles of them.
+static inline int64_t block_rows(int64_t in_features) {
+  return std::clamp<int64_t>(BLOCK_INPUTS / in_features / 32 * 32, 32, BLOCK_ROWS);
+}
 
 // The word of x for the words of a panel at the same depth, in all lanes.
 template <class T>
@@ -55,36 +61,25 @@ static inline void multiply_tile(int64_t rows, const T* x, int64_t x_stride, con
 }
 
 #if HAS_AMX
-// Tiles of 16 rows: sums of two tiles of rows times both halves of a panel, in tiles 0 to 3. A step is
-// `words` of depth.
-static void configure_tiles(int64_t first_rows, int64_t second_rows, int64_t words) {
-  struct {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
-  const int64_t num_rows[2] = {first_rows, second_rows};
-  for (int i = 0; i < 2; ++i) {
-    config.rows[2 * i] = config.rows[2 * i + 1] = config.rows[4 + i] = num_rows[i];
-    config.row_bytes[2 * i] = config.row_bytes[2 * i + 1] = 64;
-    config.row_bytes[4 + i] = 4 * words;
-    config.rows[6 + i] = words;
-    config.row_bytes[6 + i] = 64;
-  }
-  _tile_loadconfig(&config);
-}
-
-template <bool TWO>
+// Sums of one or two tiles of rows, added to `sums` or not.
+template <bool TWO, bool ADDS>
 static void multiply_pair(const BFloat16* x, int64_t x_stride, const uint32_t* panel, int64_t depth,
                           int64_t step, Floats (*sums)[VECTORS]) {
-  constexpr int64_t LINE_BYTES = 4 * PANEL, ROWS = 16;
-  const BFloat16* other = x + ROWS * x_stride;
-  float *first = (float*)sums, *second = (float*)(sums + ROWS);
-  _tile_loadd(0, first, LINE_BYTES);
-  _tile_loadd(1, first + LANES, LINE_BYTES);
-  if (TWO) {
-    _tile_loadd(2, second, LINE_BYTES);
-    _tile_loadd(3, second + LANES, LINE_BYTES);
+  constexpr int64_t LINE_BYTES = 4 * PANEL;
+  const BFloat16* other = x + TILE * x_stride;
+  float *first = (float*)sums, *second = (float*)(sums + TILE);
+  if (ADDS) {
+    _tile_loadd(0, first, LINE_BYTES);
+    _tile_loadd(1, first + LANES, LINE_BYTES);
+    if (TWO) {
+      _tile_loadd(2, second, LINE_BYTES);
+      _tile_loadd(3, second + LANES, LINE_BYTES);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
   }
   for (int64_t k = 0; k < depth; k += step) {
     _tile_loadd(6, panel + k * PANEL, LINE_BYTES);
@@ -106,31 +101,39 @@ static void multiply_pair(const BFloat16* x, int64_t x_stride, const uint32_t* p
   }
 }
 
-// The order of the sums is that of the processor, and the same for any number of rows.
-static void multiply_tiles(int64_t num_rows, const BFloat16* x, int64_t x_stride,
-                           const uint32_t* panel, int64_t depth, Floats (*sums)[VECTORS]) {
-  constexpr int64_t STEP = 16;
-  const int64_t whole = depth / STEP * STEP;
-  const int64_t parts[2][3] = {{0, whole, STEP}, {whole, depth, depth - whole}};
-  for (const auto& [begin, end, step] : parts) {
-    if (begin == end) continue;
+// Adds to sums if `adds`; finish(row) follows the last product of a row. The order of the sums is that
+// of the processor, and the same for any number of rows.
+template <class Finish>
+static inline void multiply_in_tiles(int64_t num_rows, const BFloat16* x, int64_t x_stride,
+                                     const uint32_t* panel, int64_t depth, bool adds,
+                                     Floats (*sums)[VECTORS], const Finish& finish) {
+  for (int64_t begin = 0, end; begin < depth; begin = end) {
+    // All whole steps, then one that is shorter.
+    const int64_t left = depth - begin, step = std::min(left, TILE);
+    end = begin + left / step * step;
     int64_t configured = 0;
-    for (int64_t row = 0; row < num_rows; row += 32) {
-      const int64_t count = std::min<int64_t>(num_rows - row, 32);
+    for (int64_t row = 0; row < num_rows; row += 2 * TILE) {
+      const int64_t count = std::min(num_rows - row, 2 * TILE);
       if (count != configured)
-        configure_tiles(std::min<int64_t>(count, 16), std::max<int64_t>(count - 16, 1), step);
+        configure_tiles(std::min(count, TILE), std::max<int64_t>(count - TILE, 1), step);
       configured = count;
-      const auto multiply = count > 16 ? multiply_pair<true> : multiply_pair<false>;
+      const auto multiply =
+          adds || begin > 0 ? (count > TILE ? multiply_pair<true, true> : multiply_pair<false, true>)
+                            : (count > TILE ? multiply_pair<true, false> : multiply_pair<false, false>);
       multiply(x + row * x_stride + 2 * begin, x_stride, panel + begin * PANEL, end - begin, step,
                sums + row);
+      if (end == depth)
+        for (int64_t i = row; i < row + count; ++i) finish(i);
     }
   }
   _tile_release();
 }
-#endif
 
-template <class T>
-constexpr bool multiplies_tiles = HAS_AMX && sizeof(T) == 2;
+static void multiply_tiles(int64_t num_rows, const BFloat16* x, int64_t x_stride,
+                           const uint32_t* panel, int64_t depth, Floats (*sums)[VECTORS]) {
+  multiply_in_tiles(num_rows, x, x_stride, panel, depth, true, sums, [](int64_t) {});
+}
+#endif
 
 // Rows of x in tiles of almost equal size.
 template <class T>
@@ -284,14 +287,23 @@ template <class T, class Finish>
 static inline void multiply_rows(int64_t first, int64_t end, const T* x, int64_t x_stride,
                                  const Panels& panels, int64_t panel, const Finish& finish) {
   Floats sums[BLOCK_ROWS][VECTORS];
-  for (int64_t begin = first; begin < end; begin += BLOCK_ROWS) {
-    const int64_t count = std::min(end - begin, BLOCK_ROWS);
+  const int64_t most = block_rows(panels.in_features);
+  for (int64_t begin = first; begin < end; begin += most) {
+    const int64_t count = std::min(end - begin, most);
     const T* rows = x + begin * x_stride;
+    const int64_t depth = panels.in_features / PACK<T>;
+    const uint32_t* words = (const uint32_t*)panels.data + panel * depth * PANEL;
+#if HAS_AMX
+    if constexpr (multiplies_tiles<T>)
+      if (panels.packing == PLAIN) {
+        multiply_in_tiles(count, rows, x_stride, words, depth, false, sums,
+                          [&](int64_t row) { finish(begin + row, sums[row]); });
+        continue;
+      }
+#endif
     std::fill_n(&sums[0][0], count * VECTORS, Floats{});
     if (panels.packing == PLAIN) {
-      const int64_t depth = panels.in_features / PACK<T>;
-      multiply_tiles(count, rows, x_stride, (const uint32_t*)panels.data + panel * depth * PANEL,
-                     depth, sums);
+      multiply_tiles(count, rows, x_stride, words, depth, sums);
     } else
       with_form(panels.packing, [&](auto form) {
         using F = decltype(form);
@@ -330,7 +342,7 @@ template <class T>
 static void linear_in_team(const Linear& call) {
   const int64_t num_panels = ceil_div(call.out_features, PANEL), size = call.out_features;
   const bool rounds = call.rounds_inputs;
-  const int64_t num_blocks = ceil_div(call.num_rows, rounds ? ROUNDED_ROWS : BLOCK_ROWS);
+  const int64_t num_blocks = ceil_div(call.num_rows, rounds ? ROUNDED_ROWS : block_rows(call.in_features));
   const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features, rounds};
   static thread_local std::vector<T> rounded;  // of one block
   int64_t rounded_block = -1;

@@ -76,6 +76,23 @@ static inline void product(int64_t rows, const uint32_t* a, int64_t a_stride, co
     product<PACKED, ROWS - 1>(rows, a, a_stride, b, b_stride, c, c_stride, depth, columns, adds);
 }
 
+// Queries whose products with a block of keys are in memory at once.
+template <class T>
+constexpr int64_t PRODUCT_ROWS = multiplies_tiles<T> ? 2 * TILE : MAX_ROWS;
+
+// The same for memory of whole tiles: rows and depth are rounded up.
+template <class T, bool ADDS>
+static inline void product_in_tiles(int64_t rows, const uint32_t* a, int64_t a_stride,
+                                    const uint32_t* b, int64_t b_stride, float* c,
+                                    int64_t c_stride, int64_t depth, int64_t columns) {
+#if HAS_AMX
+  if constexpr (multiplies_tiles<T>) {
+    const auto multiply = rows > TILE ? product_of_tiles<2, ADDS> : product_of_tiles<1, ADDS>;
+    multiply(a, a_stride, b, b_stride, c, c_stride, round_up(depth, TILE), columns);
+  }
+#endif
+}
+
 // LANES words of a vector of `size` elements from element `start` on; zeros beyond it.
 template <class T>
 static inline Words load_words(const T* vector, int64_t start, int64_t size) {
@@ -364,35 +381,37 @@ struct Vectors {
   const T* places[BLOCK_KEYS];
 };
 
-// A sink is the first score of the first part of the context.
+// A sink is the first score of the first part of the context. head_rows: places of a head.
 static void start_rows(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
-                       int64_t num_earlier, RowState* states) {
+                       int64_t num_earlier, int64_t head_rows, RowState* states) {
   const int64_t group = step.num_heads / step.num_kv_heads;
   const bool is_first = task.first_key == step.reach.first_key(num_earlier);
-  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; ++head)
-    for (int64_t row = 0; row < task.tile_tokens * group; ++row, ++states) {
+  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; ++head) {
+    for (int64_t row = 0; row < task.tile_tokens * group; ++row) {
       const int64_t first_key = step.reach.first_key(num_earlier + row / group);
       if (is_first && layer.sinks)
-        *states = {Floats{1.0f}, layer.sinks[head * group + row % group] * LOG2_E, first_key};
+        states[row] = {Floats{1.0f}, layer.sinks[head * group + row % group] * LOG2_E, first_key};
       else
-        *states = {Floats{}, -INFINITY, first_key};
+        states[row] = {Floats{}, -INFINITY, first_key};
     }
+    states += head_rows;
+  }
 }
 
 // Stores the model's result if the task has the whole context, otherwise the partial for `merge`.
 template <class T>
 static void store_results(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
-                          const Scratch& scratch) {
+                          int64_t head_rows, const Scratch& scratch) {
   const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
   const int64_t width = padded(size), num_rows = task.tile_tokens * group;
   for (int64_t head = 0; head < task.num_heads; ++head)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t place = head * num_rows + row;
+      const int64_t place = head * head_rows + row;
       const RowState& state = scratch.states[place];
       const float* result = scratch.results + place * width;
       if (task.partial) {
         float* to = step.workspace + task.partial +
-                    (task.first_head * num_rows + place) * (width + 2);
+                    ((task.first_head + head) * num_rows + row) * (width + 2);
         memcpy(to, result, width * sizeof(float));
         to[width] = state.largest;
         to[width + 1] = sum(state.sums);
@@ -413,16 +432,22 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
   const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
   const int64_t width = padded(size);
   const int64_t num_rows = task.tile_tokens * group;
-  const Scratch scratch(width, num_rows * task.num_heads, memory);
-  for (int64_t head = 0; head < task.num_heads; ++head)
-    load_queries<T>(step, layer, task, task.first_head + head,
-                    scratch.queries + head * num_rows * width);
-  memset(scratch.results, 0, task.num_heads * num_rows * width * sizeof(float));
-  const Sequence& sequence = *task.sequence;
-  const int64_t num_earlier = sequence.num_keys - sequence.num_tokens + task.tile_start;
-  start_rows(step, layer, task, num_earlier, scratch.states);
   const bool packs_values = num_rows > FEW_ROWS || size % LINE<T>;
   const bool packs_keys = packs_values || num_rows * 2 * LANES > size;
+  const bool uses_tiles = multiplies_tiles<T> && num_rows > FEW_ROWS;
+  const int64_t head_rows = uses_tiles ? round_up(num_rows, ROW_ALIGNMENT) : num_rows;
+  const int64_t most_rows = uses_tiles ? PRODUCT_ROWS<T> : MAX_ROWS;
+  const Scratch scratch(width, head_rows * task.num_heads, memory);
+  for (int64_t head = 0; head < task.num_heads; ++head)
+    load_queries<T>(step, layer, task, task.first_head + head,
+                    scratch.queries + head * head_rows * width);
+  memset(scratch.results, 0, task.num_heads * head_rows * width * sizeof(float));
+  const Sequence& sequence = *task.sequence;
+  const int64_t num_earlier = sequence.num_keys - sequence.num_tokens + task.tile_start;
+  start_rows(step, layer, task, num_earlier, head_rows, scratch.states);
+#if HAS_AMX
+  if (uses_tiles) configure_tiles(TILE, TILE, TILE);
+#endif
   const Scaling scaling(step, layer);
   const C *found_keys[BLOCK_KEYS], *found_values[BLOCK_KEYS];
   const C *next_keys[BLOCK_KEYS], *next_values[BLOCK_KEYS];
@@ -443,19 +468,27 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
       if (packs_keys) pack_keys(keys.now, keys.next, num_keys, size, scratch.keys);
       if (packs_values)
         pack_values(values.now, values.next, num_keys, size, width, scratch.values);
-      for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-        const int64_t rows = std::min(MAX_ROWS, num_rows - row);
+      if (uses_tiles) {
+        const int64_t filled = ceil_div(num_keys, PACK<T>);
+        memset(scratch.values + filled * width, 0,
+               (round_up(filled, TILE) - filled) * width * sizeof(uint32_t));
+      }
+      for (int64_t row = 0; row < num_rows; row += most_rows) {
+        const int64_t rows = std::min(most_rows, num_rows - row);
         const auto visible = [&](int64_t r) {  // number of keys of this block up to the row's token
           return std::min(num_keys, num_earlier + r / group + 1 - first);
         };
-        const int64_t most = visible(row + rows - 1), place = head * num_rows + row;
+        const int64_t most = visible(row + rows - 1), place = head * head_rows + row;
         if (most <= 0 || scratch.states[place].first_key >= first + most) continue;
         const int64_t columns = round_up(most, LANES);
-        alignas(64) float scores[MAX_ROWS * BLOCK_KEYS];
-        alignas(64) uint32_t weights[MAX_ROWS * BLOCK_KEYS];
+        alignas(64) float scores[PRODUCT_ROWS<T> * BLOCK_KEYS];
+        alignas(64) uint32_t weights[PRODUCT_ROWS<T> * BLOCK_KEYS];
         const uint32_t* queries = scratch.queries + place * width;
         float* results = scratch.results + place * width;
-        if (packs_keys)
+        if (uses_tiles)
+          product_in_tiles<T, false>(rows, queries, width, scratch.keys, BLOCK_KEYS, scores,
+                                     BLOCK_KEYS, ceil_div(size, PACK<T>), columns);
+        else if (packs_keys)
           product<PACK<T>>(rows, queries, width, scratch.keys, BLOCK_KEYS, scores, BLOCK_KEYS,
                            ceil_div(size, PACK<T>), columns, false);
         else
@@ -466,7 +499,13 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
           fold_in<T>(scores + r * BLOCK_KEYS, scratch.states[place + r].first_key - first,
                      visible(row + r), columns, scaling, scratch.states[place + r],
                      results + r * width, width, weights + r * BLOCK_KEYS);
-        if (packs_values)
+        if (uses_tiles && columns % (2 * TILE))
+          for (int64_t r = 0; r < rows; ++r)
+            memset(weights + r * BLOCK_KEYS + columns / 2, 0, TILE / 2 * sizeof(uint32_t));
+        if (uses_tiles)
+          product_in_tiles<T, true>(rows, weights, BLOCK_KEYS, scratch.values, width, results,
+                                    width, ceil_div(most, PACK<T>), width);
+        else if (packs_values)
           product<PACK<T>>(rows, weights, BLOCK_KEYS, scratch.values, width, results, width,
                            ceil_div(most, PACK<T>), width, true);
         else
@@ -474,7 +513,10 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
       }
     }
   }
-  store_results<T>(step, layer, task, scratch);
+#if HAS_AMX
+  if (uses_tiles) _tile_release();
+#endif
+  store_results<T>(step, layer, task, head_rows, scratch);
 }
 
 // Merges the parts of one row in order of the context.

@@ -5,6 +5,7 @@
 #include "fp8.h"
 
 #include "argmax.h"
+#include "tiles.h"
 #include "paged_attention.h"
 #include "rms_norm.h"
 #include "rotary.h"
