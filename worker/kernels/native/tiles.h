@@ -22,6 +22,7 @@ static void configure_tiles(int64_t first_rows, int64_t second_rows, int64_t wor
     config.rows[6 + i] = words;
     config.row_bytes[6 + i] = 64;
   }
+  asm volatile("" : : "r"(&config) : "memory");  // GCC 12 believes that only 8 bytes are read
   _tile_loadconfig(&config);
 }
 
