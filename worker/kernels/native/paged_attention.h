@@ -168,6 +168,52 @@ static void score_in_place(const uint32_t* query, const T* const* keys, const T*
   }
 }
 
+// With AMX, few queries are the columns of a tile, and the lines of 16 keys in the cache are the rows of
+// another one. tile: (words, TILE), the queries of a head with others that are never read.
+template <class T>
+static void load_query_tile(const uint32_t* queries, int64_t rows, int64_t width, int64_t words,
+                            uint32_t* tile) {
+  for (int64_t k = 0; k < words; ++k)
+    for (int64_t row = 0; row < rows; ++row) tile[k * TILE + row] = queries[row * width + k];
+}
+
+// scores (rows, columns) of at most FEW_ROWS queries and the keys; size is a multiple of LINE.
+template <class T>
+static void score_in_tiles(int64_t rows, const uint32_t* tile, const T* const* keys,
+                           const T* const* next, int64_t columns, int64_t size, float* scores) {
+#if HAS_AMX
+  alignas(64) float products[TILE][TILE];  // of a key with each query
+  alignas(64) T lines[TILE * MAX_HEAD_DIM];
+  for (int64_t first = 0; first < columns; first += TILE) {
+    const T* begin = keys[first];
+    bool is_run = true;
+    for (int64_t i = 1; i < TILE; ++i) is_run &= keys[first + i] == begin + i * size;
+    if (!is_run) {
+      for (int64_t i = 0; i < TILE; ++i)
+        memcpy(lines + i * size, keys[first + i], size * sizeof(T));
+      begin = lines;
+    }
+    _tile_zero(0);
+    for (int64_t start = 0; start < size; start += LINE<T>) {
+      _tile_loadd(4, begin + start, size * sizeof(T));
+      _tile_loadd(6, tile + start / PACK<T> * TILE, TILE * sizeof(uint32_t));
+      _tile_dpbf16ps(0, 4, 6);
+    }
+    _tile_stored(0, products, sizeof products[0]);
+    for (int64_t i = 0; i < TILE; ++i)
+      for (int64_t start = 0; start < size; start += LINE<T>) prefetch(next[first + i] + start);
+    Words square[FEW_ROWS];
+    for (int64_t i = 0; i < FEW_ROWS; ++i)
+      for (int64_t group = 0; group < TILE / FEW_ROWS; ++group)
+        memcpy((uint32_t*)&square[i] + group * FEW_ROWS, products[group * FEW_ROWS + i],
+               FEW_ROWS * sizeof(float));
+    transpose(square);
+    for (int64_t row = 0; row < rows; ++row)
+      store((uint32_t*)scores + row * BLOCK_KEYS + first, square[row]);
+  }
+#endif
+}
+
 // Interleaves the values of two keys for products with pairs of weights; in_order restores the order
 // of the sums.
 #if HAS_BF16_DOT
@@ -433,20 +479,27 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
   const int64_t width = padded(size);
   const int64_t num_rows = task.tile_tokens * group;
   const bool packs_values = num_rows > FEW_ROWS || size % LINE<T>;
-  const bool packs_keys = packs_values || num_rows * 2 * LANES > size;
-  const bool uses_tiles = multiplies_tiles<T> && num_rows > FEW_ROWS;
-  const int64_t head_rows = uses_tiles ? round_up(num_rows, ROW_ALIGNMENT) : num_rows;
+  const bool uses_tiles = multiplies_tiles<T> && packs_values;
+  const bool reads_keys = num_rows * 2 * LANES > size;  // once, instead of for each row
+  const bool is_in_place = sizeof(C) == sizeof(T);  // a tile waits for what was just converted
+  const bool has_query_tile = multiplies_tiles<T> && is_in_place && reads_keys && !packs_values;
+  const bool packs_keys = packs_values || (reads_keys && !has_query_tile);
+  const int64_t head_rows = multiplies_tiles<T> ? round_up(num_rows, ROW_ALIGNMENT) : num_rows;
   const int64_t most_rows = uses_tiles ? PRODUCT_ROWS<T> : MAX_ROWS;
   const Scratch scratch(width, head_rows * task.num_heads, memory);
-  for (int64_t head = 0; head < task.num_heads; ++head)
-    load_queries<T>(step, layer, task, task.first_head + head,
-                    scratch.queries + head * head_rows * width);
-  memset(scratch.results, 0, task.num_heads * head_rows * width * sizeof(float));
+  const int64_t tile_place = FEW_ROWS * width, words = ceil_div(size, PACK<T>);
+  for (int64_t head = 0; head < task.num_heads; ++head) {
+    uint32_t* queries = scratch.queries + head * head_rows * width;
+    load_queries<T>(step, layer, task, task.first_head + head, queries);
+    if (has_query_tile) load_query_tile<T>(queries, num_rows, width, words, queries + tile_place);
+    memset(scratch.results + head * head_rows * width, 0,
+           (uses_tiles ? head_rows : num_rows) * width * sizeof(float));
+  }
   const Sequence& sequence = *task.sequence;
   const int64_t num_earlier = sequence.num_keys - sequence.num_tokens + task.tile_start;
   start_rows(step, layer, task, num_earlier, head_rows, scratch.states);
 #if HAS_AMX
-  if (uses_tiles) configure_tiles(TILE, TILE, TILE);
+  if (multiplies_tiles<T>) configure_tiles(TILE, TILE, TILE);
 #endif
   const Scaling scaling(step, layer);
   const C *found_keys[BLOCK_KEYS], *found_values[BLOCK_KEYS];
@@ -487,10 +540,12 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
         float* results = scratch.results + place * width;
         if (uses_tiles)
           product_in_tiles<T, false>(rows, queries, width, scratch.keys, BLOCK_KEYS, scores,
-                                     BLOCK_KEYS, ceil_div(size, PACK<T>), columns);
+                                     BLOCK_KEYS, words, columns);
+        else if (has_query_tile)
+          score_in_tiles(rows, queries + tile_place, keys.now, keys.next, columns, size, scores);
         else if (packs_keys)
           product<PACK<T>>(rows, queries, width, scratch.keys, BLOCK_KEYS, scores, BLOCK_KEYS,
-                           ceil_div(size, PACK<T>), columns, false);
+                           words, columns, false);
         else
           for (int64_t r = 0; r < rows; ++r)
             score_in_place(queries + r * width, keys.now, keys.next, columns, size,
@@ -514,7 +569,7 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
     }
   }
 #if HAS_AMX
-  if (uses_tiles) _tile_release();
+  if (multiplies_tiles<T>) _tile_release();
 #endif
   store_results<T>(step, layer, task, head_rows, scratch);
 }

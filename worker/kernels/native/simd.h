@@ -176,15 +176,15 @@ static inline Floats sum_each(Floats (&values)[LANES]) {
   return values[0];
 }
 
-// A square of LANES x LANES words, in log2(LANES) rounds of exchanges.
-template <int STEP = 1>
-static inline void transpose(Words (&square)[LANES]) {
+// Squares of SIZE x SIZE words beside each other, in log2(SIZE) rounds of exchanges.
+template <int SIZE, int STEP = 1>
+static inline void transpose(Words (&square)[SIZE]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i)
+  for (int i = 0; i < SIZE; ++i)
     if (!(i & STEP))
       transpose_pair<STEP>(square[i], square[i + STEP],
                            std::make_integer_sequence<int, LANES>{});
-  if constexpr (2 * STEP < LANES) transpose<2 * STEP>(square);
+  if constexpr (2 * STEP < SIZE) transpose<SIZE, 2 * STEP>(square);
 }
 
 // 2^x for x below 120, with TERMS terms of the series: 4 are exact to 2^-14, 6 to 2^-22. Far below 0
