@@ -44,9 +44,9 @@ HYBRID = BASE / "qwen3.5-0.8b-rand"
 NO_MODEL = Path()  # given by --model
 FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
-SETTLE_S = 0.5
-"""Pause between two turns: OpenMP threads spin for 0.2 s after their last work, on cores that the
-next system needs."""
+SETTLE_S = 1.5
+"""Pause between two turns: after their last work OpenMP threads spin for 0.2 s, and vLLM's worker
+process for one second, on cores that the next system needs."""
 
 PRELOAD = (
     BASE / "cpu/lib/libiomp5.so",

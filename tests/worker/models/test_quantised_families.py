@@ -1,5 +1,6 @@
-"""Quantised matrices of every family stay as they are on a CPU. The logits have the bits of the
-dequantised model's, and are close to them if inputs are rounded."""
+"""Quantised matrices of every family stay as they are. On a CPU, the logits have the bits of the
+dequantised model's; on a GPU they have another order of sums; and they are close if inputs are
+rounded."""
 
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from longshore.worker.config import QuantisedProducts
 from longshore.worker.kernels.native import native
 from longshore.worker.layers.matrix_memory import MatrixMemory, Source
 from longshore.worker.loading.checkpoint import find_weights
-from longshore.worker.loading.quantise import Scheme, quantise
+from longshore.worker.loading.quantise import Kind, Scheme, quantise
 from longshore.worker.models.families import read_model_config
 from tests.conftest import TESTS
 from tests.gguf.writing import changed
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 TOKEN_IDS: Final = (5, 9, 3, 17, 4, 11, 30, 2, 8)
 FILES: Final = sorted(TESTS.glob("gguf/*.gguf"))
+QUICK: Final = "llama", "gemma3"
 FLOATS: Final = re.compile(r"(gate|router|router\.layer)\.weight$|_bias$|\.mixer\.experts\.")
 """Routers, biases, and experts without a gate become floats."""
 
@@ -91,16 +93,42 @@ def test_blocks_of_gguf_files(file: Path, kept: set[str], tmp_path: Path) -> Non
     assert not [name for name in others if not FLOATS.search(name)]
 
 
+def check_logits_on_a_gpu(model: Path, *, is_fp8: bool = False) -> None:
+    def logits(products: QuantisedProducts | None) -> Tensor:
+        return forward_logits([PagedModel(model, products=products)], TOKEN_IDS)
+
+    with using(TRITON):
+        plain, packed = logits(None), logits("exact on a GPU")
+        rounded = logits("fp8 on a GPU")
+    torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
+    error = (rounded - packed).norm() / packed.norm()
+    assert 0 < error < MAX_ERROR if is_fp8 else error == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "stem",
+    [
+        pytest.param(file.stem, marks=[] if file.stem in QUICK else pytest.mark.long)
+        for file in FILES
+        if file.stem != "bert"
+    ],
+)
 def test_blocks_of_gguf_files_on_a_gpu(stem: str, kept: set[str], tmp_path: Path) -> None:
     (file,) = (file for file in FILES if file.stem == stem)
     target = changed(file, tmp_path / file.name, quantise=True)
-    model = read_model_folder(target, tmp_path / "state").path
-    with using(TRITON):
-        packed, plain = (
-            forward_logits([PagedModel(model, products=products)], TOKEN_IDS)
-            for products in ("exact on a GPU", None)
-        )
-    torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
-    assert any("embed" in name for name in kept)
+    check_logits_on_a_gpu(read_model_folder(target, tmp_path / "state").path)
+    assert kept
+    assert stem not in QUICK or any("embed" in name for name in kept)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("case", FIRST_CASES.values(), ids=str)
+def test_linear_layers_on_a_gpu(case: Case, kind: Kind, kept: set[str], tmp_path: Path) -> None:
+    source, model = tmp_path / "source", tmp_path / "model"
+    make_tiny_model(case.family, source, **case.settings)
+    model.mkdir()
+    quantise(source, read_model_config(source), Scheme(kind, 32), model, show_progress=False)
+    check_logits_on_a_gpu(model, is_fp8=kind == "fp8")
+    assert kept
