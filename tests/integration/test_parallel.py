@@ -25,7 +25,10 @@ from longshore.deploy.supervisor.engine_plan import plan_engine
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import StartFailed, Supervisor
 from longshore.protocol.errors import ConfigError, EngineDead
+from longshore.worker.loading.quantise import Scheme, quantise
+from longshore.worker.models.families import read_model_config
 from tests.conftest import TESTS
+from tests.gguf.writing import changed
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, wait_until
 from tests.integration.test_process_life import assert_same, open_stream, rest_of
@@ -120,12 +123,21 @@ def test_ragged_batch_and_prefix_hits_equal_the_reference(
     [
         ("worker/loading/quantised/llama-gptq_asym_actorder", "auto"),
         ("gguf/llama.gguf", "auto"),
-        ("gguf/llama.gguf", "int8"),
+        ("int4", "int8"),
     ],
 )
-def test_quantised_weights_are_divided_among_workers(model: str, weights: str) -> None:
+def test_quantised_weights_are_divided_among_workers(
+    model: str, weights: str, tmp_path: Path
+) -> None:
     """Each reads its part of the packed tensors."""
     path = TESTS / model
+    if path.suffix == ".gguf":
+        path = changed(path, tmp_path / path.name, quantise=True)
+    elif model == "int4":  # inputs are rounded alike where each worker has whole groups
+        source, path = tmp_path / "source", tmp_path / "model"
+        make_tiny_llama(source, hidden_size=64, intermediate_size=128)
+        path.mkdir()
+        quantise(source, read_model_config(source), Scheme("int4", 32), path, show_progress=False)
     prompts = [[5, 9, 3, 17, 4], [11, 30], list(range(1, 31))]
     found = []
     for settings in ({"in_process": True}, TENSOR_2):

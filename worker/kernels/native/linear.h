@@ -342,7 +342,8 @@ template <class T>
 static void linear_in_team(const Linear& call) {
   const int64_t num_panels = ceil_div(call.out_features, PANEL), size = call.out_features;
   const bool rounds = call.rounds_inputs;
-  const int64_t num_blocks = ceil_div(call.num_rows, rounds ? ROUNDED_ROWS : block_rows(call.in_features));
+  const int64_t most = rounds ? ROUNDED_ROWS : block_rows(call.in_features);
+  const int64_t num_blocks = ceil_div(call.num_rows, most);
   const Panels panels{(const uint8_t*)call.panels, call.packing, call.group, call.in_features, rounds};
   static thread_local std::vector<T> rounded;  // of one block
   int64_t rounded_block = -1;

@@ -480,10 +480,10 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
   const int64_t num_rows = task.tile_tokens * group;
   const bool packs_values = num_rows > FEW_ROWS || size % LINE<T>;
   const bool uses_tiles = multiplies_tiles<T> && packs_values;
-  const bool reads_keys = num_rows * 2 * LANES > size;  // once, instead of for each row
+  const bool shares_keys = num_rows * 2 * LANES > size;  // else each row reads them again
   const bool is_in_place = sizeof(C) == sizeof(T);  // a tile waits for what was just converted
-  const bool has_query_tile = multiplies_tiles<T> && is_in_place && reads_keys && !packs_values;
-  const bool packs_keys = packs_values || (reads_keys && !has_query_tile);
+  const bool has_query_tile = multiplies_tiles<T> && is_in_place && shares_keys && !packs_values;
+  const bool packs_keys = packs_values || (shares_keys && !has_query_tile);
   const int64_t head_rows = multiplies_tiles<T> ? round_up(num_rows, ROW_ALIGNMENT) : num_rows;
   const int64_t most_rows = uses_tiles ? PRODUCT_ROWS<T> : MAX_ROWS;
   const Scratch scratch(width, head_rows * task.num_heads, memory);
