@@ -573,9 +573,11 @@ def _quantised_products(
     if products == "fp8 on a GPU":
         has_kernels = has_kernels and torch.cuda.get_device_capability(device) >= HAS_FP8
         kept = [(stored, on_cpu) for stored, on_cpu in kept if stored == FP8_DTYPE]
-    if kept and has_kernels:
+    is_auto = config.quantised_weights == "auto"
+    is_quantised = weights is not None and weights.method is not None
+    if has_kernels and (is_quantised if is_auto else kept):
         return products
-    if config.quantised_weights != "auto":
+    if not is_auto:
         place = "GPU" if device.type == "cuda" else "CPU"
         what = f"there are no kernels of them for this {place}" if kept else "this model has none"
         raise ConfigError(
