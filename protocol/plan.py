@@ -95,22 +95,24 @@ class RowState(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(
     msgspec.Struct, tag="plan", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One step. Changes apply in the order of the fields: finished, preempted, rewound, added,
-    appended, scheduled.
+    """One step. Changes apply in the order of the fields: rejected, finished, preempted, rewound,
+    added, appended, scheduled.
 
     epoch:          the worker's incarnation.
     step, previous_step: plans count up from 1. A repeat of the last plan is ignored; a gap is a
                     PlanMismatch.
     num_rows, num_scheduled_tokens: totals after the changes, to verify them.
     digest:         CRC-32 of this plan's changes, chained on the digest of the previous plan.
+    rejected_rows, rejected_tokens: rows of which answers have rejected drafts since the previous
+                    plan, each once, and how many. They leave the computed tokens, as all later ones
+                    of the row do: its next tokens take their places.
     finished_rows, preempted_rows: rows to drop.
     scheduled_rows, scheduled_tokens: rows whose number of tokens differs from the prediction.
     sampled_rows, sampled_tokens: token ids for a first pipeline stage that does not sample: the
                     token to compute, for rows that compute one sampled since they were added; the
                     last known token, for rewound rows. Only with pipeline parallelism and without
                     asynchronous scheduling.
-    answered_step:  the latest answer that the scheduler had applied. Drafts rejected up to that
-                    step are subtracted from computed counts before this plan's changes.
+    answered_step:  the latest answer that the scheduler had applied.
     draft_rows, draft_tokens: drafts to verify; a row is listed once per draft. Token -1 stands for
                     the worker's own latest draft, which only the worker knows so far.
     num_invalid_draft_tokens: drafts that the grammar rejected, for statistics.
@@ -141,6 +143,8 @@ class SchedulerOutput(
     num_scheduled_tokens: int
     digest: int
     answered_step: int = 0
+    rejected_rows: Int32Array = EMPTY_INT32
+    rejected_tokens: Int32Array = EMPTY_INT32
     finished_rows: Int32Array = EMPTY_INT32
     preempted_rows: Int32Array = EMPTY_INT32
     rewound: tuple[Rewind, ...] = ()
@@ -202,6 +206,8 @@ class EndSleep(msgspec.Struct, tag="end_sleep", frozen=True, forbid_unknown_fiel
 def digest_changes(
     previous_digest: int,
     *,
+    rejected_rows: Int32Array = EMPTY_INT32,
+    rejected_tokens: Int32Array = EMPTY_INT32,
     finished_rows: Int32Array = EMPTY_INT32,
     preempted_rows: Int32Array = EMPTY_INT32,
     rewound: tuple[Rewind, ...] = (),
@@ -227,6 +233,9 @@ def digest_changes(
     for blocks in appended:
         crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
+    if len(rejected_rows):
+        crc = zlib.crc32(_encoder.encode((len(rejected_rows), len(rejected_tokens))), crc)
+        crc = zlib.crc32(rejected_tokens, zlib.crc32(rejected_rows, crc))
     if len(copy_source_ids):
         crc = zlib.crc32(_encoder.encode((len(copy_source_ids), len(copy_target_ids))), crc)
         for numbers in (copy_source_ids, copy_target_ids, copy_num_tokens):

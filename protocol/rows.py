@@ -5,7 +5,6 @@ tokens to compute (prefill), then one per step until its last (decode). A plan l
 that deviate from this.
 """
 
-from collections import deque
 from typing import Final
 
 import numpy as np
@@ -88,18 +87,6 @@ class PlanFollower:
         self._epoch = epoch
         self._last_step = 0
         self._digest = 0
-        # By row: rejections in steps up to this one are void, as the row was rewound after it.
-        self._void_through: Int64Array = np.zeros(rows.max_num_seqs, np.int64)
-        # (step, rows, generations, rejected drafts), oldest first
-        self._rejected: deque[tuple[int, Int64Array, Int64Array, Int64Array]] = deque()
-
-    def note_rejected(
-        self, step: int, rows: Int64Array, generations: Int64Array, num_rejected: Int64Array
-    ) -> None:
-        """Record drafts that step `step` rejected on `rows`, whose generations were `generations`
-        when it was planned. They are subtracted when a plan's `answered_step` shows that the
-        scheduler has subtracted them too."""
-        self._rejected.append((step, rows, generations, num_rejected))
 
     def is_repeat(self, plan: SchedulerOutput) -> bool:
         """Whether this is the last applied plan again, which must not be applied twice."""
@@ -116,7 +103,7 @@ class PlanFollower:
         row, or does not match its own totals and digest.
         """
         self._check_sequence(plan)
-        self._settle_rejected(plan.answered_step)
+        self._reject(plan)
         rows = self.rows
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             self._check_held(row, "dropped")
@@ -124,7 +111,6 @@ class PlanFollower:
         for rewind in plan.rewound:
             self._check_held(rewind.row, "rewound")
             rows.rewind(rewind)
-            self._void_through[rewind.row] = plan.previous_step
         for start in plan.added:
             if not 0 <= start.row < rows.max_num_seqs or rows.generation[start.row] != EMPTY_ROW:
                 raise PlanMismatch(
@@ -153,12 +139,22 @@ class PlanFollower:
         self._digest = plan.digest
         return num_scheduled
 
-    def _settle_rejected(self, answered_step: int) -> None:
-        while self._rejected and self._rejected[0][0] <= answered_step:
-            step, rows, generations, num_rejected = self._rejected.popleft()
-            still = self.rows.generation[rows] == generations
-            still &= self._void_through[rows] < step
-            self.rows.reject(rows[still], num_rejected[still])
+    def _reject(self, plan: SchedulerOutput) -> None:
+        rows, num_rejected = plan.rejected_rows.astype(np.int64), plan.rejected_tokens
+        if not len(rows) and not len(num_rejected):
+            return
+        self._check_all_held(rows, "corrected")
+        is_right = len(rows) == len(num_rejected) == len(np.unique(rows))
+        if (
+            not is_right
+            or (num_rejected < 1).any()
+            or (num_rejected >= self.rows.num_computed[rows]).any()
+        ):
+            raise PlanMismatch(
+                f"step {plan.step} rejects {num_rejected.tolist()} drafts of rows {rows.tolist()}; "
+                "each row is listed once, and must have computed more tokens"
+            )
+        self.rows.reject(rows, num_rejected.astype(np.int64))
 
     def _check_sequence(self, plan: SchedulerOutput) -> None:
         if plan.epoch != self._epoch:

@@ -231,7 +231,8 @@ class AttachedFeatures:
                 has_priorities=not policy.ignores_priority,
             )
         if config.num_speculative_tokens:
-            is_async = config.max_steps_in_flight > 1
+            # A row of which a stage needs the tokens is in one step at a time.
+            is_async = config.max_steps_in_flight > 1 and not config.feed_back_tokens
             self.drafts = Drafts(running, self.grammars, is_async=is_async)
         if config.max_loras:
             self.loras = LoRASlots(config.max_loras, waiting)

@@ -14,6 +14,7 @@ from longshore.protocol.handshake import EngineIdentity, model_fingerprint
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.protocol.settings import Duration, Setting, Settings
 from longshore.protocol.transport.channel import Endpoint
+from longshore.worker.drafting.config import SpeculativeConfig, parse_speculative_config
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName: TypeAlias = Literal["auto", "triton", "torch", "flashinfer"]
@@ -142,6 +143,16 @@ class WorkerSettings(Settings):
             "captured at start-up: CUDA graphs on a GPU, and on a CPU where that is faster.",
         ),
     ] = False
+    speculative_config: Annotated[
+        str | None,
+        Setting(
+            "Speculative decoding",
+            "How drafts are made that a step verifies, as a JSON object with vLLM's names: method "
+            "(ngram, suffix or an installed drafter) and num_speculative_tokens, and what the "
+            "method takes (docs/speculation.md). Tokens are those without drafts; steps are then "
+            "planned one at a time. Default: no drafts.",
+        ),
+    ] = None
     poison_kv: Annotated[
         bool,
         Setting(
@@ -175,6 +186,12 @@ class WorkerSettings(Settings):
                 raise ConfigError(f"quantised_weights=fp8 needs a GPU, but device is {device}")
         return products
 
+    @property
+    def drafts(self) -> SpeculativeConfig | None:
+        """How drafts are made; None: there are none. Raises ConfigError."""
+        text = self.speculative_config
+        return None if text is None else parse_speculative_config(text)
+
     def fingerprint(self, model_dir: Path) -> str:
         """`model_fingerprint` of a model that is computed with these settings: rounded inputs give
         other keys and values, which no other engine may take for its own."""
@@ -183,6 +200,7 @@ class WorkerSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.drafts
         check_memory_shares(self.kv_memory_fraction, self.gpu_memory_utilization)
 
 

@@ -36,6 +36,7 @@ from longshore.protocol.routed_experts import (
 from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import QuantisedProducts, WorkerConfig
+from longshore.worker.drafting.drafter import Drafter, load_drafter
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
 from longshore.worker.kernels.device_matrix import HAS_FP8
@@ -127,6 +128,10 @@ class Worker:
         self._device = open_device(config.device)
         selector.select(config.attention_backend, self._device)
         self._meter = meter_of(self._device)
+        self._drafts = config.drafts
+        self._make_drafter: Callable[[], Drafter] | None = None
+        if self._drafts is not None:
+            self._make_drafter = partial(load_drafter(self._drafts), self._drafts)
         self._budget: MemoryBudget | None = None  # None: the cache is not sized by a profile
         model_dir = Path(config.model)
         model_config = read_model_config(model_dir)
@@ -288,6 +293,8 @@ class Worker:
             guards_blocks=self._config.poison_kv,
             enforce_eager=self._config.enforce_eager,
             experts=experts,
+            num_drafts=0 if self._drafts is None else self._drafts.num_drafts,
+            make_drafter=self._make_drafter,
         )
 
     def _make_capture(self, cache: KVCache) -> ExpertCapture | None:
@@ -338,9 +345,10 @@ class Worker:
     @property
     def features(self) -> tuple[Feature, ...]:
         """What this worker supports in addition to text generation."""
+        drafts = (Feature.DRAFTS,) if self._drafts is not None else ()
         if self.model_config.max_encoder_tokens:
-            return (Feature.MULTIMODAL,)
-        features = [Feature.POOLING]
+            return (Feature.MULTIMODAL, *drafts)
+        features = [Feature.POOLING, *drafts]
         features.append(
             Feature.STRUCTURED_OUTPUT if self.model_config.has_head else Feature.POOLING_ONLY
         )

@@ -99,7 +99,7 @@ class EngineOptions(
         Setting(
             "Scheduling",
             "Plan a step before the tokens of the previous step are known. Default: on, unless "
-            "there are several pipeline stages, which overlap steps anyway.",
+            "there are several pipeline stages, which overlap steps anyway, or drafts.",
         ),
     ] = None
     kv_events_endpoint: Annotated[
@@ -181,6 +181,11 @@ class EngineOptions(
                 "with the next plan. Remove async_scheduling; one step per stage runs at a time "
                 "anyway."
             )
+        if self.async_scheduling and self.speculative_config is not None:
+            raise ConfigError(
+                "async_scheduling is not supported with speculative_config yet: a step is planned "
+                "when the drafts of the one before it are known. Remove async_scheduling."
+            )
         if self.kv_connector is None and self.kv_role != "kv_both":
             raise ConfigError(
                 f"kv_role={self.kv_role!r} is set, but kv_connector is not, so it has no effect. "
@@ -225,7 +230,8 @@ class EngineOptions(
         """Limit of unanswered plans: one per pipeline stage; else 2, or 1 if not asynchronous."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
-        return 1 if self.async_scheduling is False else 2
+        has_drafts = self.speculative_config is not None
+        return 1 if self.async_scheduling is False or has_drafts else 2
 
 
 @with_parameters

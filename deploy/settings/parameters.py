@@ -16,6 +16,7 @@ _SECTIONS: Final = {
         "Server",
         "KV cache",
         "Scheduling",
+        "Speculative decoding",
         "Several workers",
         "Several hosts",
         "KV beyond the device",

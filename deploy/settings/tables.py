@@ -60,7 +60,7 @@ def with_table(
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise ConfigError(f"{where}.{name} is not a setting{hint}")
     given = dict(values)
-    for name in ("kv_connector_config", "ec_connector_config"):
+    for name in ("kv_connector_config", "ec_connector_config", "speculative_config"):
         if isinstance(given.get(name), dict):
             given[name] = msgspec.json.encode(given[name]).decode()
     try:  # the types first; values are checked by the class, which knows all of them

@@ -25,6 +25,8 @@ RENAMED: Final = {
 }
 """vLLM's name: ours."""
 
+SPECULATIVE: Final = "speculative_config"
+
 CONFIGS: Final[dict[str, dict[str, str]]] = {
     "kv_events_config": {
         "enable_kv_cache_events": "enable_kv_cache_events",
@@ -39,10 +41,11 @@ CONFIGS: Final[dict[str, dict[str, str]]] = {
         "kv_connector_extra_config": "kv_connector_config",
         "kv_load_failure_policy": "load_failure_policy",
     },
+    SPECULATIVE: {},
 }
 """vLLM's settings that are objects: name of a field: our setting."""
 
-CONFIGS_WITHOUT_EFFECT: Final = {
+CONFIGS_WITHOUT_EFFECT: Final[dict[str, tuple[str, ...]]] = {
     "kv_events_config": ("publisher", "hwm", "max_queue_size"),
     "kv_transfer_config": (
         "engine_id",
@@ -227,7 +230,6 @@ REJECTED: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "runner": (("auto", "generate", "pooling"), _ROLE),
     "scheduler_cls": ((), "use scheduling_policy=package.module:Class"),
     "skip_tokenizer_init": ((False,), "pass prompts as token ids, and detokenize=False"),
-    "speculative_config": ((), "speculative decoding is not supported"),
     "ssl_ca_certs": ((), _PROXY),
     "ssl_certfile": ((), _PROXY),
     "ssl_keyfile": ((), _PROXY),
@@ -345,6 +347,8 @@ def _settings_of(name: str, config: Any, *, shown: str) -> dict[str, Any]:
     """Our settings for one of CONFIGS. Raises ConfigError for fields that do not exist here."""
     if config is None:
         return {}
+    if name == SPECULATIVE:  # one setting, with vLLM's fields
+        return {name: config if isinstance(config, str) else msgspec.json.encode(config).decode()}
     if not isinstance(config, Mapping):
         raise ConfigError(f"{shown} must be a dict with the fields {', '.join(CONFIGS[name])}")
     settings: dict[str, Any] = {}

@@ -60,6 +60,7 @@ from longshore.scheduler.queue.outside_policies import load_policy
 from longshore.worker.config import (
     check_memory_shares,
 )
+from longshore.worker.drafting.drafter import load_drafter
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
     DTYPE_BYTES,
@@ -176,6 +177,7 @@ def plan_engine(
         num_shards=options.tensor_parallel_size,
         num_kv_heads=config.num_kv_heads,
     )
+    _check_drafts(options, config, specs)
     scheduler = _scheduler_config(
         options, config, max_model_len=_max_model_len(options, model, config, specs)
     )
@@ -316,8 +318,31 @@ def _scheduler_config(
         enable_chunked_prefill=options.enable_chunked_prefill and not config.is_bidirectional,
         policy=options.scheduling_policy or _DEFAULT_POLICY,
         max_steps_in_flight=options.max_steps_in_flight,
+        num_speculative_tokens=0 if options.drafts is None else options.drafts.num_drafts,
         feed_back_tokens=options.pipeline_parallel_size > 1,
     )
+
+
+def _check_drafts(
+    options: EngineOptions, config: DecoderConfig, specs: Mapping[str, KVCacheSpec]
+) -> None:
+    """Raise ConfigError if there is no such drafter, or the model cannot verify drafts."""
+    drafts = options.drafts
+    if drafts is None:
+        return
+    load_drafter(drafts)
+    has_states = any(isinstance(spec, StateSpec) for spec in specs.values())
+    why = None
+    if not config.has_head:
+        why = "it samples no tokens"
+    elif config.max_encoder_tokens:
+        why = "it has an encoder"
+    elif has_states:
+        why = "it keeps states, which cannot be rewound after a rejected draft yet"
+    if why is not None:
+        raise ConfigError(
+            f"speculative_config is not supported for this model: {why}. Remove speculative_config"
+        )
 
 
 def _check_policy(name: str) -> None:

@@ -127,6 +127,10 @@ class PlanBuilder:
             "added": tuple(self.added),
             "appended": tuple(self.appended),
         }
+        if running.rejected:
+            rejected, running.rejected = running.rejected, {}
+            changes["rejected_rows"] = int32_array(list(rejected))
+            changes["rejected_tokens"] = int32_array(list(rejected.values()))
         if self.finished:
             changes["finished_rows"] = np.array(list(self.finished), np.int32)
         if self.preempted:

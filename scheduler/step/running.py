@@ -82,6 +82,7 @@ class RunningTable(RowTable):
     fewest_left: lower bound of the tokens that a row has left; at 0, `stopped` finds the rows.
     num_of_width: rows with stop ids, by how many they have.
     num_draft_tokens, num_accepted_tokens: drafts verified, and those accepted, of all requests.
+    rejected:    by row, the drafts that answers have rejected since the last plan.
     withheld:    a row that gets no tokens; -1: none.
 
     Generations increase with every admission and define the admission order; rows have no order.
@@ -120,6 +121,7 @@ class RunningTable(RowTable):
         self.fewest_left = _NEVER
         self.num_of_width: Counter[int] = Counter()
         self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.rejected: dict[int, int] = {}
         self.withheld = -1
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
@@ -205,6 +207,7 @@ class RunningTable(RowTable):
             request.num_computed_on_row = int(self.num_computed[row])
             request.row = -1
             self.requests[row] = None
+            self.rejected.pop(row, None)
             heapq.heappush(self._free_rows, row)
             if request.is_special:
                 self.is_special[row] = self.has_grammar[row] = False
@@ -296,9 +299,11 @@ class RunningTable(RowTable):
 
     def settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """So many of the drafts that a step has verified for a running request were accepted."""
-        num_rejected = num_drafts - num_accepted
-        self.num_computed[request.row] -= num_rejected
-        self.num_placeholders[request.row] -= num_rejected
+        row, num_rejected = request.row, num_drafts - num_accepted
+        if num_rejected:
+            self.num_computed[row] -= num_rejected
+            self.num_placeholders[row] -= num_rejected
+            self.rejected[row] = self.rejected.get(row, 0) + num_rejected
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         request.num_draft_tokens += num_drafts
@@ -318,6 +323,7 @@ class RunningTable(RowTable):
         self.rewind(rewind)
         self.num_placeholders[row] = 0
         self.num_drafts[row] = 0
+        self.rejected.pop(row, None)
         self.void_through[row] = newest_step
         self.version += 1
         return rewind

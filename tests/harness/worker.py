@@ -161,7 +161,6 @@ class Workers:
         first_sampled = {row: len(self.rows[row].tokens) for row in step.samples}
         for row in step.samples:
             step.sampled[row] = self._verify(row, drafts[row], is_invalid=row in invalid)
-        self._note_rejected(step, drafts)
         scores = [
             score
             for row, end in ends.items()
@@ -287,16 +286,6 @@ class Workers:
         row.num_computed = len(row.tokens) - 1
         row.proposed = self._draft(row.request_id, row.num_outputs)
         return tokens
-
-    def _note_rejected(self, step: Step, drafts: Mapping[int, list[int]]) -> None:
-        num_rejected = np.array(
-            [len(drafts[row]) + 1 - len(step.sampled[row]) for row in step.samples], np.int64
-        )
-        if num_rejected.any():
-            generations = np.array([self.rows[row].start.generation for row in step.samples])
-            self._follower.note_rejected(
-                step.plan.step, np.array(step.samples), generations, num_rejected
-            )
 
     def _output_of(
         self, step: Step, scores: Sequence[tuple[int, int, int, int]]

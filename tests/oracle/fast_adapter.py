@@ -232,7 +232,6 @@ class FastAdapter:
         sampling = self._sampling.pop(step)
         tokens = [answer.tokens[id_] or (0,) for id_ in sampling.ids]
         num_sampled = [len(some) for some in tokens]
-        self._note_rejected(step, sampling, num_sampled)
         rows = dict(zip(sampling.ids, sampling.rows.tolist(), strict=True))
         draft_rows = [rows[id_] for id_, drafts in answer.drafts.items() for _ in drafts]
         draft_tokens = [token for drafts in answer.drafts.values() for token in drafts]
@@ -257,14 +256,6 @@ class FastAdapter:
                 self.scheduler.update_from_transfers(report, self._now)
         if draft_rows and not in_answer:
             self.scheduler.update_drafts(int32_array(draft_rows), int32_array(draft_tokens))
-
-    def _note_rejected(self, step: int, sampling: SamplingRows, num_sampled: list[int]) -> None:
-        num_rejected = np.array(sampling.num_drafts, np.int64) + 1 - np.array(num_sampled, np.int64)
-        rejects = num_rejected > 0
-        if rejects.any():
-            self._follower.note_rejected(
-                step, sampling.rows[rejects], sampling.generations[rejects], num_rejected[rejects]
-            )
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         self._now = now

@@ -180,6 +180,8 @@ plans = st.builds(
     num_scheduled_tokens=counts,
     digest=st.integers(0, 2**32 - 1),
     answered_step=counts,
+    rejected_rows=int32s,
+    rejected_tokens=int32s,
     finished_rows=int32s,
     preempted_rows=int32s,
     rewound=st.lists(st.builds(Rewind, counts, counts, counts), max_size=2).map(tuple),

@@ -59,8 +59,17 @@ class Planner:
         self._digest = 0
 
     def plan(self, wanted: dict[int, int] | None = None, **changes: Any) -> SchedulerOutput:
-        """Apply changes; rows compute `wanted` tokens, others as predicted. Returns the plan."""
+        """Apply changes; rows compute `wanted` tokens, others as predicted. Returns the plan.
+        rejected: drafts that answers have rejected, by row."""
         rows = self.rows
+        rejected = changes.pop("rejected", {})
+        if rejected:
+            changes["rejected_rows"] = list(rejected)
+            changes["rejected_tokens"] = list(rejected.values())
+            rows.reject(np.array(list(rejected)), np.array(list(rejected.values())))
+        for field in ("rejected_rows", "rejected_tokens"):
+            if field in changes:
+                changes[field] = int32_array(changes[field])
         for field in ("finished_rows", "preempted_rows"):
             for row in changes.get(field, ()):
                 rows.drop(row)

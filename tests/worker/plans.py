@@ -61,6 +61,8 @@ class Planner:
         random.Random(seed).shuffle(self.free)
         self.generation = 0
         self.sampled_rows: dict[int, Int64Array] = {}
+        self.num_drafts: dict[int, dict[int, int]] = {}  # by step and row
+        self._rejected: dict[int, int] = {}
         self.masked_rows: set[int] = set()
 
     def plan(
@@ -72,12 +74,17 @@ class Planner:
         preempted: Sequence[int] = (),
         rewound: Sequence[Rewind] = (),
         copies: Sequence[tuple[int, int, int]] = (),
+        drafts: Mapping[int, Sequence[int]] | None = None,
         connector_metadata: bytes = b"",
         has_loads: bool = False,
     ) -> SchedulerOutput:
         """One step. scheduled: tokens of rows that compute another number than predicted. copies:
-        (source block, target block, tokens)."""
-        rows = self.rows
+        (source block, target block, tokens). drafts: by ascending row, verified after its token."""
+        rows, drafts = self.rows, drafts or {}
+        scheduled = dict(scheduled or {}) | {row: 1 + len(ids) for row, ids in drafts.items()}
+        rejected, self._rejected = self._rejected, {}
+        if rejected:
+            rows.reject(np.array(list(rejected)), np.array(list(rejected.values())))
         for row in (*finished, *preempted):
             rows.drop(row)
             self.masked_rows.discard(row)
@@ -91,18 +98,20 @@ class Planner:
         starts = [self._start(entry) for entry in added]
         self.masked_rows |= {entry.row for entry in added if entry.has_structured_output}
         num_scheduled = rows.expected()
-        for row, count in (scheduled or {}).items():
+        for row, count in scheduled.items():
             num_scheduled[row] = count
         rows.advance(num_scheduled)
         appended = self._append({start.row for start in starts})
         changes = {
+            "rejected_rows": int32_array(list(rejected)),
+            "rejected_tokens": int32_array(list(rejected.values())),
             "finished_rows": int32_array(list(finished)),
             "preempted_rows": int32_array(list(preempted)),
             "rewound": tuple(rewound),
             "added": tuple(self._with_blocks(start) for start in starts),
             "appended": appended,
-            "scheduled_rows": int32_array(list(scheduled or {})),
-            "scheduled_tokens": int32_array(list((scheduled or {}).values())),
+            "scheduled_rows": int32_array(list(scheduled)),
+            "scheduled_tokens": int32_array(list(scheduled.values())),
             "copy_source_ids": int32_array([source for source, _, _ in copies]),
             "copy_target_ids": int32_array([target for _, target, _ in copies]),
             "copy_num_tokens": int32_array([count for _, _, count in copies]),
@@ -110,6 +119,7 @@ class Planner:
         self.digest = digest_changes(self.digest, **changes)
         self.step += 1
         self.sampled_rows[self.step] = np.flatnonzero(rows.samples(num_scheduled))
+        self.num_drafts[self.step] = {row: len(ids) for row, ids in drafts.items()}
         return SchedulerOutput(
             epoch=self.epoch,
             step=self.step,
@@ -120,6 +130,8 @@ class Planner:
             connector_metadata=connector_metadata,
             has_loads=has_loads,
             has_structured_output=bool(self.rows_to_mask()),
+            draft_rows=int32_array([row for row, ids in drafts.items() for _ in ids]),
+            draft_tokens=int32_array([token for ids in drafts.values() for token in ids]),
             **changes,
         )
 
@@ -131,6 +143,17 @@ class Planner:
         """Row to sampled id."""
         rows = self.sampled_rows[output.step].tolist()
         return dict(zip(rows, output.sampled_tokens.tolist(), strict=True))
+
+    def verified(self, output: ModelRunnerOutput) -> dict[int, list[int]]:
+        """Row to sampled ids. The next plan tells of the rejected drafts."""
+        rows = self.sampled_rows[output.step].tolist()
+        counts = output.num_sampled.tolist() or [1] * len(rows)
+        ids = np.split(output.sampled_tokens, np.cumsum(counts)[:-1])
+        for row, count in zip(rows, counts, strict=True):
+            num_drafts = self.num_drafts[output.step].get(row, 0)
+            if num_drafts >= count:
+                self._rejected[row] = num_drafts + 1 - count
+        return {row: own.tolist() for row, own in zip(rows, ids, strict=True)}
 
     def _start(self, entry: Entry) -> RowStart:
         self.generation += 1

@@ -149,6 +149,7 @@ def make_extras(
             np.concatenate(
                 (columns.prompt_logprobs[prompt.rows], columns.logprobs[sampled_rows[samples]])
             ),
+            samples,
             vocab_size=vocab_size,
             pin_memory=pin_memory,
         )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.protocol.arrays import Float32Array, Int32Array, int32_array
+from longshore.protocol.arrays import BoolArray, Float32Array, Int32Array, int32_array
 from longshore.protocol.outputs import TokenLogprobs
 from longshore.protocol.sampling import MAX_LOGPROBS
 from longshore.worker.kernels import logprobs as kernels
@@ -56,6 +56,7 @@ class ScoredTokens:
     """The tokens that one step scores, and the host memory of their scores.
 
     owners, positions: (n,) int64, as in TokenLogprobs.
+    samples: (m,) int64, index among the step's samples of each of the last m tokens.
     num_best: (n,) int64, number of most likely tokens to list for each.
     num_listed: tokens whose log probabilities are computed for each, itself included.
     """
@@ -65,6 +66,7 @@ class ScoredTokens:
         owners: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         num_best: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.int64],
         *,
         vocab_size: int,
         pin_memory: bool,
@@ -72,6 +74,7 @@ class ScoredTokens:
         self.vocab_size = vocab_size
         self._owners = owners
         self._positions = positions
+        self._samples = samples
         # Always the maximum: among ties, topk may choose other tokens for another k.
         longest = min(MAX_LOGPROBS, vocab_size)
         self._num_listed = 1 + np.minimum(num_best, longest)
@@ -91,16 +94,22 @@ class ScoredTokens:
         self._host.token_ids[span].copy_(scores.token_ids, non_blocking=True)
         self._host.logprobs[span].copy_(scores.logprobs, non_blocking=True)
 
-    def result(self) -> TokenLogprobs:
-        """The scores; call it after the step is complete."""
-        is_listed = np.arange(self.num_listed) < self._num_listed[:, np.newaxis]
+    def result(self, is_valid: BoolArray | None = None) -> TokenLogprobs:
+        """The scores; call it after the step is complete.
+
+        is_valid: (num_samples,) samples whose scores count; None: all."""
+        kept = np.ones(len(self._owners), np.bool_)
+        if is_valid is not None:
+            kept[len(kept) - len(self._samples) :] = is_valid[self._samples]
+        num_listed = self._num_listed * kept
+        is_listed = np.arange(self.num_listed) < num_listed[:, np.newaxis]
         token_ids: Int32Array = self._host.token_ids.numpy()[is_listed]
         logprobs: Float32Array = self._host.logprobs.numpy()[is_listed]
         return TokenLogprobs(
-            owners=int32_array(self._owners),
-            positions=int32_array(self._positions),
-            ranks=int32_array(self._host.ranks.numpy()),
-            num_listed=int32_array(self._num_listed),
+            owners=int32_array(self._owners[kept]),
+            positions=int32_array(self._positions[kept]),
+            ranks=int32_array(self._host.ranks.numpy()[kept]),
+            num_listed=int32_array(num_listed[kept]),
             token_ids=token_ids,
             logprobs=logprobs,
         )

@@ -188,11 +188,17 @@ class PooledResult:
         self, output: ModelRunnerOutput, generates: npt.NDArray[np.bool_]
     ) -> ModelRunnerOutput:
         """generates: which of the rows with results have a token in `output`."""
-        sampled = np.zeros(len(generates), np.int32)
-        sampled[generates] = output.sampled_tokens
+        counts = np.ones(len(generates), np.int32)
+        num_sampled = output.num_sampled
+        if len(num_sampled):
+            counts[generates] = num_sampled
+            num_sampled = int32_array(counts)
+        sampled = np.zeros(counts.sum(), np.int32)
+        sampled[np.repeat(generates, counts)] = output.sampled_tokens
         return msgspec.structs.replace(
             output,
             sampled_tokens=int32_array(sampled),
+            num_sampled=num_sampled,
             pooled_rows=self.rows,
             pooled=self.vectors,
             nan_rows=int32_array(np.concatenate((output.nan_rows, self.nan_rows))),

@@ -130,8 +130,8 @@ class DeviceStep:
         state, inputs = self.state, self.inputs
         for row, known_ids in self.task.started:
             state.tokens.start_row(row, known_ids)
-        if self.task.fed_back is not None:
-            self.task.fed_back.write(state.tokens)
+        for given in self.task.given:
+            given.write(state.tokens)
         for upload in self.uploads:
             upload.run()
         ints, reals = inputs.to_device(state.cache.device)

@@ -9,7 +9,7 @@ import numpy as np
 from longshore.worker.kv_cache.memory_budget import StepMemory
 from longshore.worker.process.memory_meter import MemoryMeter
 from longshore.worker.step.decode_graphs import DecodeGraphs
-from longshore.worker.step.step_batch import StepBatch
+from longshore.worker.step.step_batch import StepBatch, decodes
 from longshore.worker.step.step_launcher import StepLauncher
 from longshore.worker.step.warm_up import WarmUp, demanding_settings
 
@@ -55,10 +55,10 @@ class MemoryProfile:
     def _compute_decodes(self) -> None:
         """A decode in every row. Their contexts together are as long as the longest request, which
         the cache can hold at least."""
-        rows = np.arange(self._launcher.max_decodes)
-        length = 1 if self._is_whole else max(1, self._launcher.max_model_len // len(rows))
-        starts = np.full_like(rows, length - 1)
-        self._steps.compute(StepBatch(rows, starts, np.ones_like(rows), num_decodes=len(rows)))
+        launcher = self._launcher
+        count = launcher.max_decodes
+        length = 1 if self._is_whole else max(1, launcher.max_model_len // count)
+        self._steps.compute(decodes(count, launcher.max_num_seqs, start=length - 1))
 
     def _estimate(self, graphs: DecodeGraphs) -> int:
         """The memory of all graphs: the largest one with the pool that all share, and as much for

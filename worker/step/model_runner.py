@@ -24,6 +24,8 @@ from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.drafting.drafter import Drafter
+from longshore.worker.drafting.proposals import Proposals, SampledTokens
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
 from longshore.worker.kv_cache.buffer import KVCache
@@ -35,10 +37,11 @@ from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.columns import ASKS_MASK
 from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.expert_capture import ExpertCapture
-from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
+from longshore.worker.step.given_tokens import GivenTokens, fed_back_tokens
 from longshore.worker.step.memory_profile import MemoryProfile
+from longshore.worker.step.planned_drafts import PlannedDrafts, planned_drafts
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
-from longshore.worker.step.step_inputs import StepInputs
+from longshore.worker.step.step_inputs import StepInputs, StepResult
 from longshore.worker.step.step_launcher import PreparedStep, StepLauncher
 from longshore.worker.step.step_task import StepTask
 from longshore.worker.step.token_table import known_token_ids
@@ -87,13 +90,17 @@ class ModelRunner:
         guards_blocks: bool = False,
         enforce_eager: bool = False,
         experts: ExpertCapture | None = None,
+        num_drafts: int = 0,
+        make_drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
         encoder_connector: likewise, of the encoder connector.
         guards_blocks: see BlockGuard. enforce_eager: see WorkerConfig.
-        experts: see DeviceState."""
+        experts: see DeviceState.
+        num_drafts: the most that a row verifies in a step. make_drafter: called on the rank that
+        samples, for each epoch; None: drafts come from elsewhere."""
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -104,6 +111,7 @@ class ModelRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             parallel=parallel,
+            num_drafts=num_drafts,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
             may_repeat_steps=connector is None or connector.may_repeat_steps,
             enforce_eager=enforce_eager,
@@ -120,6 +128,7 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
         )
         self._guards_blocks = guards_blocks
+        self._num_drafts, self._make_drafter = num_drafts, make_drafter
         self._unsampled: UnsampledStep | None
         self._prepared: PreparedStep | None
         self._held: deque[_Held] = deque()
@@ -139,6 +148,9 @@ class ModelRunner:
         self._unsampled = self._prepared = None
         self._held.clear()
         self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
+        self._proposals = None
+        if self._make_drafter is not None and self._parallel.samples:
+            self._proposals = Proposals(self._make_drafter(), max_drafts=self._num_drafts)
         self._guard = None
         if self._guards_blocks:
             self._guard = BlockGuard(self._launcher.state.cache, self._launcher.tables)
@@ -213,10 +225,18 @@ class ModelRunner:
         num_scheduled = self._rows.apply(plan)
         copies = self._rows.copies(plan)
         launcher, table = self._launcher, self._rows.rows
-        batch = make_batch(num_scheduled, table.num_computed, min(launcher.tables.block_sizes))
+        drafts, num_drafts = self._drafts(plan, num_scheduled), None
+        if drafts is not None:
+            num_drafts = drafts.num_of_rows(table.max_num_seqs)
+        batch = make_batch(
+            num_scheduled, table.num_computed, min(launcher.tables.block_sizes), num_drafts
+        )
         answered_rows = np.flatnonzero(table.samples(num_scheduled))
         generates = ~self._rows.pooling.is_pooling[answered_rows]
         sampled_rows = answered_rows[generates]
+        sampled_positions = table.num_computed[sampled_rows]
+        if drafts is not None:
+            sampled_rows, sampled_positions = drafts.samples(sampled_rows, sampled_positions)
         transfers = None
         if self._connector is not None:
             transfers = self._connector.begin_step(plan, batch.rows, batch.starts, batch.counts)
@@ -233,8 +253,9 @@ class ModelRunner:
             batch,
             self._rows.sampling,
             sampled_rows=sampled_rows,
-            sampled_positions=table.num_computed[sampled_rows],
-            fed_back=self._fed_back(plan, num_scheduled),
+            sampled_positions=sampled_positions,
+            given=self._given(plan, num_scheduled, drafts),
+            drafts=drafts,
             copies=copies,
             kept_states=self._rows.kept_states(plan, num_scheduled),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
@@ -243,7 +264,7 @@ class ModelRunner:
             encoded=launcher.encoder.take(plan, num_scheduled, outputs),
             pooling=(pooling := self._pooling(batch)),
             transfers=transfers,
-            guard=self._guarded(plan, num_scheduled),
+            guard=self._guarded(plan, num_scheduled, drafts),
         )
         return launcher.prepare(
             task,
@@ -251,7 +272,7 @@ class ModelRunner:
             unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(
                 self._report(
-                    plan.step, inputs, generates, pooling, transfers, outputs, copies, completion
+                    plan, inputs, generates, pooling, transfers, outputs, copies, completion
                 )
             ),
         )
@@ -278,11 +299,25 @@ class ModelRunner:
             pin_memory=self._launcher.pin_memory,
         )
 
-    def _guarded(self, plan: SchedulerOutput, num_scheduled: Int64s) -> GuardedStep | None:
+    def _drafts(self, plan: SchedulerOutput, num_scheduled: Int64s) -> PlannedDrafts | None:
+        return planned_drafts(
+            plan,
+            self._rows.rows,
+            num_scheduled,
+            max_drafts=self._num_drafts,
+            vocab_size=self._launcher.state.model.config.vocab_size,
+        )
+
+    def _guarded(
+        self, plan: SchedulerOutput, num_scheduled: Int64s, drafts: PlannedDrafts | None
+    ) -> GuardedStep | None:
         if self._guard is None:
             return None
-        added = [start.row for start in plan.added]
-        return self._guard.plan(plan.step, self._rows.rows.num_computed, num_scheduled, added)
+        num_computed, added = self._rows.rows.num_computed, [start.row for start in plan.added]
+        if drafts is not None:  # blocks with drafts may be written again
+            num_drafts = drafts.num_of_rows(len(num_computed))
+            num_computed, num_scheduled = num_computed - num_drafts, num_scheduled - num_drafts
+        return self._guard.plan(plan.step, num_computed, num_scheduled, added)
 
     def _pooling(self, batch: StepBatch) -> StepPooling | None:
         """The step's pooling; None if no row pools or another rank samples."""
@@ -297,7 +332,18 @@ class ModelRunner:
             pin_memory=self._launcher.pin_memory,
         )
 
-    def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> FedBackTokens | None:
+    def _given(
+        self, plan: SchedulerOutput, num_scheduled: Int64s, drafts: PlannedDrafts | None
+    ) -> list[GivenTokens]:
+        launcher, given = self._launcher, []
+        if (fed_back := self._fed_back(plan, num_scheduled)) is not None:
+            given.append(fed_back)
+        if drafts is not None:
+            width = launcher.state.tokens.width
+            given.append(drafts.given(width, pin_memory=launcher.pin_memory))
+        return given
+
+    def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> GivenTokens | None:
         if self._parallel.num_stages == 1:
             if len(plan.sampled_rows):
                 raise PlanMismatch(
@@ -352,7 +398,7 @@ class ModelRunner:
 
     def _report(
         self,
-        step: int,
+        plan: SchedulerOutput,
         inputs: StepInputs,
         generates: npt.NDArray[np.bool_],
         pooling: StepPooling | None,
@@ -362,6 +408,9 @@ class ModelRunner:
         completion: Completion,
     ) -> WorkerReport:
         """generates: which of the rows with results sample a token; the others get vectors."""
+        step = plan.step
+        if self._proposals is not None:
+            self._proposals.begin(plan)
         error, failed_block_ids = completion.error, EMPTY_INT32
         if error is None and transfers is not None:
             try:
@@ -404,10 +453,14 @@ class ModelRunner:
                 gap_s=completion.gap_s,
             )
         result = inputs.result()
+        draft_rows, draft_tokens = self._propose(inputs, result, completion)
         output = ModelRunnerOutput(
             epoch=self._epoch,
             step=step,
             sampled_tokens=result.sampled,
+            num_sampled=result.num_sampled,
+            draft_rows=draft_rows,
+            draft_tokens=draft_tokens,
             logprobs=result.logprobs,
             nan_rows=result.nan_rows,
             num_nans=result.num_nans,
@@ -416,3 +469,15 @@ class ModelRunner:
             gap_s=completion.gap_s,
         )
         return output if pooling is None else pooling.result().added_to(output, generates)
+
+    def _propose(
+        self, inputs: StepInputs, result: StepResult, completion: Completion
+    ) -> tuple[Int32Array, Int32Array]:
+        """The drafts for the next step: the row of each, and its id."""
+        if self._proposals is None:
+            return EMPTY_INT32, EMPTY_INT32
+        rows, counts = np.unique(inputs.sampled_rows, return_counts=True)
+        num_tokens = result.num_sampled.astype(np.int64) if inputs.drafts is not None else counts
+        if inputs.num_tokens == len(inputs.sampled_rows):
+            self._proposals.measured(inputs.num_tokens, completion.elapsed_s)
+        return self._proposals.propose(SampledTokens(rows, counts - 1, num_tokens, result.sampled))

@@ -1,4 +1,9 @@
-"""The sequences of one step and their tokens, in the order in which the device computes them."""
+"""The sequences of one step and their tokens, in the order in which the device computes them.
+
+A row that verifies drafts is several sequences with one token each, every one longer by a token
+than the one before it. So a draft is verified by the kernels of decodes, which sum in the same
+order with drafts and without.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +23,18 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 class StepBatch:
     """Sequences with one new token come first, by length class, then the longer chunks.
 
-    rows:   (num_seqs,) row of each sequence.
+    rows:   (num_seqs,) row of each sequence; of a row that verifies drafts, one per token.
     starts: (num_seqs,) tokens computed before the step.
     counts: (num_seqs,) tokens computed in the step, at least 1.
     num_decodes: number of sequences with one new token.
+    has_drafts: some rows are several sequences.
     """
 
     rows: Int64s
     starts: Int64s
     counts: Int64s
     num_decodes: int
+    has_drafts: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -48,6 +55,22 @@ class StepBatch:
     def last_tokens(self) -> Int64s:
         """(num_seqs,) index of each sequence's last token in the step."""
         return np.cumsum(self.counts) - 1
+
+    def tokens_before(self, rows: Int64s, positions: Int64s) -> Int64s:
+        """(n,) index in the step of the token before each of these positions of rows, (n,) each,
+        which is the last one of a sequence."""
+        if not self.has_drafts:
+            seq_of_row = np.empty(int(self.rows.max(initial=0)) + 1, np.int64)
+            seq_of_row[self.rows] = np.arange(len(self.rows))
+            last: Int64s = self.last_tokens[seq_of_row[rows]]
+            return last
+        width = int(positions.max(initial=0)) + 1
+        # Ends beyond all of these positions are of rows that do not sample.
+        ends = self.rows * width + np.minimum(self.ends, width - 1)
+        order = ends.argsort(kind="stable")
+        found = ends[order].searchsorted(rows * width + positions)
+        indices: Int64s = self.last_tokens[order[found]]
+        return indices
 
     def token_rows(self) -> Int64s:
         """(num_tokens,) row of each token."""
@@ -80,15 +103,40 @@ class StepBatch:
         ]
 
 
-def make_batch(num_scheduled: Int64s, num_computed: Int64s, block_size: int) -> StepBatch:
-    """num_scheduled, num_computed: (max_num_seqs,); num_computed is the count after the step."""
+def decodes(count: int, num_rows: int, start: int = 0) -> StepBatch:
+    """`count` single tokens: the one at `start` of each of `num_rows` rows, then their drafts."""
+    sequences = np.arange(count)
+    return StepBatch(
+        sequences % num_rows,
+        start + sequences // num_rows,
+        np.ones_like(sequences),
+        num_decodes=count,
+        has_drafts=count > num_rows,
+    )
+
+
+def make_batch(
+    num_scheduled: Int64s,
+    num_computed: Int64s,
+    block_size: int,
+    num_drafts: Int64s | None = None,
+) -> StepBatch:
+    """num_scheduled, num_computed: (max_num_seqs,); num_computed is the count after the step.
+    num_drafts: (max_num_seqs,) of the scheduled tokens, those that are drafts."""
     rows = np.flatnonzero(num_scheduled)
     counts = num_scheduled[rows]
     starts = num_computed[rows] - counts
+    if num_drafts is not None:
+        copies = np.where(num_drafts[rows] > 0, counts, 1)
+        firsts = np.cumsum(copies) - copies
+        offsets = np.arange(copies.sum()) - np.repeat(firsts, copies)
+        rows, starts = np.repeat(rows, copies), np.repeat(starts, copies) + offsets
+        counts = np.repeat(np.where(copies > 1, 1, counts), copies)
     is_decode = counts == 1
     classes = length_classes(-(-(starts + counts) // block_size))
     order = np.lexsort((np.where(is_decode, classes, 0), ~is_decode))
-    return StepBatch(rows[order], starts[order], counts[order], int(is_decode.sum()))
+    has_drafts = num_drafts is not None
+    return StepBatch(rows[order], starts[order], counts[order], int(is_decode.sum()), has_drafts)
 
 
 def blocks_to_clear(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, int32_array
 from longshore.protocol.outputs import TokenLogprobs
 from longshore.worker.kernels.copy_arrays import copy_arrays
 from longshore.worker.kernels.draw_tokens import FRACTION_BITS
@@ -18,6 +18,7 @@ from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.extras import SamplingExtras, make_extras
 from longshore.worker.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE, Draws
 from longshore.worker.sampling.uniform import uniform
+from longshore.worker.step.planned_drafts import PlannedDrafts
 from longshore.worker.step.staging import StagingRing, StagingSet
 from longshore.worker.step.step_batch import Int64s
 from longshore.worker.step.step_task import StepTask
@@ -81,11 +82,13 @@ class DrawSlices:
 class StepResult:
     """The results of a step on the host, copied out of the staging set.
 
-    sampled:  (num_sampled,) ids.
+    sampled:  (n,) ids, by ascending row.
+    num_sampled: number of ids of each sampling row; empty if each has one.
     nan_rows, num_nans: sampled rows with non-finite logits, and the number of these logits.
     """
 
     sampled: Int32Array
+    num_sampled: Int32Array
     nan_rows: Int32Array
     num_nans: Int32Array
     logprobs: TokenLogprobs | None
@@ -118,6 +121,7 @@ class StepInputs:
     kept_pages:   pages of states that the step's single tokens leave, then the blocks to which they
                   are copied after the step.
     sampled_rows: (num_sampled,) on the host.
+    drafts: those that the step verifies.
     extras: None if no row needs more than a token.
     device_ints: where the integers are copied to, so that graphs find them; None: to new memory.
     num_padded: of a decode step that replays a graph: its rows. What the graph reads is then padded
@@ -146,6 +150,7 @@ class StepInputs:
     kept_pages: slice
     draws: DrawSlices | None
     sampled_rows: Int64s
+    drafts: PlannedDrafts | None
     extras: SamplingExtras | None
     outcome: StepOutcome = field(default_factory=StepOutcome)
 
@@ -163,16 +168,24 @@ class StepInputs:
 
     def result(self) -> StepResult:
         """Call it after the step is complete and before its staging set is reused."""
-        num_sampled = len(self.sampled_rows)
-        sampled = np.array(self.staging.arrays["sampled"][:num_sampled], np.int32)
-        num_nans = np.array(self.staging.arrays["non_finite"][:num_sampled], np.int32)
+        num_samples = len(self.sampled_rows)
+        sampled = np.array(self.staging.arrays["sampled"][:num_samples], np.int32)
+        num_nans = np.array(self.staging.arrays["non_finite"][:num_samples], np.int32)
+        rows, counts, is_valid = self.sampled_rows, EMPTY_INT32, None
+        if self.drafts is not None:
+            is_valid = self.drafts.valid_samples(sampled, rows)
+            firsts = np.flatnonzero(np.diff(rows, prepend=-1))
+            counts = np.add.reduceat(is_valid, firsts, dtype=np.int32)
+            num_nans = np.add.reduceat(num_nans * is_valid, firsts, dtype=np.int32)
+            sampled, rows = sampled[is_valid], rows[firsts]
         is_bad = num_nans != 0
         scored = None if self.extras is None else self.extras.scored
         return StepResult(
             sampled=int32_array(sampled),
-            nan_rows=int32_array(self.sampled_rows[is_bad]),
+            num_sampled=int32_array(counts),
+            nan_rows=int32_array(rows[is_bad]),
             num_nans=int32_array(num_nans[is_bad]),
-            logprobs=None if scored is None else scored.result(),
+            logprobs=None if scored is None else scored.result(is_valid),
         )
 
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -191,6 +204,7 @@ class StepInputs:
 class StepInputsBuilder:
     """Packs the inputs of steps into a ring of staging sets.
 
+    max_samples: tokens that a step samples at most.
     token_width: token ids per row of the token table.
     num_state_pages: blocks of a row's state.
     staged:      host memory of further results in each set: shape and dtype, by name.
@@ -201,6 +215,7 @@ class StepInputsBuilder:
         self,
         *,
         max_num_seqs: int,
+        max_samples: int,
         max_num_batched_tokens: int,
         token_width: int,
         num_blocks: int,
@@ -213,22 +228,21 @@ class StepInputsBuilder:
     ) -> None:
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
-        self._max_num_seqs = max_num_seqs
         self._token_width = token_width
-        # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
-        # and length, last token, destination, four integers of the draw, and per group a cleared
-        # block and a copied block with its target and number of tokens; a state is copied whole,
-        # before the step, and to where it is kept, after it. In addition a plan may clear every
-        # block. Each array may begin one integer later than the one before it ends.
-        num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
-        num_ints += (8 + 4 * num_groups + 5 * num_state_pages) * max_num_seqs + num_groups
+        # Per token: index, position, kept token, cross row and length, slots. Per sample: decode
+        # row and length, last token, destination, four integers of the draw. Per row: a cleared
+        # block of each group, and a copied block with its target and number of tokens; a state is
+        # copied whole, before the step, and to where it is kept, after it. In addition a plan may
+        # clear every block. Each array may begin one integer later than the one before it ends.
+        num_ints = (5 + num_groups) * max_num_batched_tokens + 8 * max_samples + num_blocks
+        num_ints += (4 * num_groups + 5 * num_state_pages) * max_num_seqs + num_groups
         num_ints += 16 + num_groups
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
-                "reals": ((2 * max_num_seqs + 3,), torch.float32),
-                "sampled": ((max_num_seqs,), torch.int32),
-                "non_finite": ((max_num_seqs,), torch.int32),
+                "reals": ((2 * max_samples + 3,), torch.float32),
+                "sampled": ((max_samples,), torch.int32),
+                "non_finite": ((max_samples,), torch.int32),
                 **(staged or {}),
             },
             pin_memory=pin_memory,
@@ -258,8 +272,6 @@ class StepInputsBuilder:
         staging = self._ring.acquire()
         ints, reals = Packer(staging.arrays["ints"]), Packer(staging.arrays["reals"])
         positions = batch.positions()
-        seq_of_row = np.empty(self._max_num_seqs, np.int64)
-        seq_of_row[batch.rows] = np.arange(len(batch.rows))
         put = partial(ints.put, padded_to=num_padded)  # of what graphs read
         token_index = batch.token_rows() * self._token_width + positions
         return StepInputs(
@@ -273,7 +285,7 @@ class StepInputsBuilder:
             decode_rows=put(batch.rows[: batch.num_decodes]),
             decode_lens=put(batch.ends[: batch.num_decodes]),
             shared_tokens=ints.put(shared_tokens),
-            last_tokens=put(batch.last_tokens[seq_of_row[sampled_rows]]),
+            last_tokens=put(batch.tokens_before(sampled_rows, sampled_positions)),
             kept_tokens=ints.put(kept_tokens),
             cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),
             cross_lens=ints.put(cross_lens),
@@ -283,6 +295,7 @@ class StepInputsBuilder:
             kept_pages=ints.put(kept_pages),
             draws=_pack_draws(sampling, sampled_rows, sampled_positions, ints, reals),
             sampled_rows=sampled_rows,
+            drafts=task.drafts,
             extras=make_extras(
                 sampling,
                 batch,

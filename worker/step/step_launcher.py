@@ -95,7 +95,8 @@ class PreparedStep:
 class StepLauncher:
     """Does the host's part of each step; the rest is one operation on the compute queue.
 
-    max_step_tokens, max_decodes: of one sequence in a step, and sequences with one token each.
+    max_step_tokens, max_decodes: of one sequence in a step, and sequences with one token each: the
+             rows, and their drafts.
     tables:  block tables of all groups.
     encoder: encoder inputs of all rows.
     state:   what all steps use on the device.
@@ -112,12 +113,14 @@ class StepLauncher:
         max_num_batched_tokens: int,
         max_model_len: int,
         parallel: Parallel,
+        num_drafts: int = 0,
         has_layer_hooks: bool = False,
         may_repeat_steps: bool = True,
         enforce_eager: bool = False,
         experts: ExpertCapture | None = None,
     ) -> None:
-        """has_layer_hooks, may_repeat_steps: see ConnectorRunner. enforce_eager: see
+        """num_drafts: the most that a row verifies in a step. has_layer_hooks,
+        may_repeat_steps: see ConnectorRunner. enforce_eager: see
         WorkerConfig. experts: see DeviceState."""
         self._queue = queue
         self._share = parallel.context_share
@@ -126,7 +129,7 @@ class StepLauncher:
         self.max_model_len = max_model_len
         self.max_step_tokens = min(max_num_batched_tokens, max_model_len)
         self._shares_blocks = attention.shares_blocks and self._share.size == 1
-        self.max_decodes = min(max_num_batched_tokens, max_num_seqs)
+        self.max_decodes = min(max_num_batched_tokens, max_num_seqs * (1 + num_drafts))
         self.tables = MultiGroupBlockTable(
             [
                 _block_table(group.spec, max_num_seqs, max_model_len, self._share, cache.device)
@@ -178,6 +181,7 @@ class StepLauncher:
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
+            max_samples=self.max_decodes,
             max_num_batched_tokens=max_num_batched_tokens,
             token_width=tokens.width,
             num_blocks=cache.num_blocks,

@@ -17,7 +17,8 @@ from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.decode_graphs import GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
-from longshore.worker.step.fed_back_tokens import FedBackTokens
+from longshore.worker.step.given_tokens import GivenTokens
+from longshore.worker.step.planned_drafts import PlannedDrafts
 from longshore.worker.step.step_batch import Int64s, StepBatch
 from longshore.worker.step.worker_rows import NO_COPIES, BlockCopies
 from longshore.worker.transfer.connector import StepTransfers
@@ -30,15 +31,16 @@ class StepTask:
     """The tokens of a step, and what is done before and after they are computed.
 
     sampling: settings of all rows.
-    sampled_rows, sampled_positions: rows that sample, ascending, and the position of the token
-              that each of them computes last.
+    sampled_rows, sampled_positions: of each token to sample, by ascending row and position; a row
+              has one for each draft, and one more.
     copies:   blocks copied before the step.
     kept_states: states of rows that are also written to blocks of their own, by row.
     zero_block_ids: blocks cleared before the step, besides those that its tokens begin.
     common_prefix_blocks: leading blocks that all rows share, per group; empty: none.
     started:  (row, token ids on the host) of added rows.
     encoded:  encoder inputs of added rows.
-    fed_back: tokens that another rank sampled in an earlier step and this step computes.
+    given:    tokens that this step computes and that no step of this rank has sampled.
+    drafts:   those of them that the step verifies.
     pooling:  the step's part of pooled vectors, if any.
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     guard:    verifies full blocks, with `--poison-kv`.
@@ -56,7 +58,8 @@ class StepTask:
     common_prefix_blocks: Sequence[int] = ()
     started: Sequence[tuple[int, Tensor]] = ()
     encoded: Sequence[EncoderInput] = ()
-    fed_back: FedBackTokens | None = None
+    given: Sequence[GivenTokens] = ()
+    drafts: PlannedDrafts | None = None
     pooling: StepPooling | None = None
     transfers: StepTransfers | None = None
     guard: GuardedStep | None = None

@@ -23,7 +23,7 @@ from longshore.worker.sampling.logit_edits import RowEdits
 from longshore.worker.step.decode_graphs import DecodeGraphs, GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.model_forward import GRAPH_TOKENS
-from longshore.worker.step.step_batch import StepBatch
+from longshore.worker.step.step_batch import StepBatch, decodes
 from longshore.worker.step.step_launcher import StepLauncher
 from longshore.worker.step.step_task import Preparation, StepTask
 
@@ -52,7 +52,7 @@ class WarmUp:
         row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
         batches = [
             StepBatch(row_zero, np.zeros(1, np.int64), half, num_decodes=0),
-            _first_decodes(num_decodes),
+            self._first_decodes(num_decodes),
         ]
         if 2 * half <= num_prefill_tokens:
             batches.append(StepBatch(row_zero, half, half, num_decodes=0))
@@ -72,11 +72,11 @@ class WarmUp:
         """Kernels that depend on the number of rows or tokens are compiled at powers of two of
         them; those of sampling settings, where the profile did not."""
         for size in _powers_of_two(num_decodes):
-            self.compute(_first_decodes(size))
+            self.compute(self._first_decodes(size))
         for size in _powers_of_two(num_prefill_tokens // 2):
             self.compute(_first_tokens(size))
         demanding = WarmUp(self._launcher, demanding_settings(self._launcher))
-        demanding.compute(_first_decodes(num_decodes))
+        demanding.compute(self._first_decodes(num_decodes))
 
     def _capture_decodes(self, graphs: DecodeGraphs, show_progress: bool | None) -> None:
         """Capture decode steps, the largest first, so that the others find its memory in the
@@ -101,7 +101,10 @@ class WarmUp:
 
     def capture(self, key: GraphKey) -> None:
         """Capture a graph of decodes. Raises as `compute` does."""
-        self.compute(_first_decodes(key.num_rows), captured=key)
+        self.compute(self._first_decodes(key.num_rows), captured=key)
+
+    def _first_decodes(self, count: int) -> StepBatch:
+        return decodes(count, self._launcher.max_num_seqs)
 
     def _prepare_graph(self) -> None:
         launcher = self._launcher
@@ -129,11 +132,13 @@ class WarmUp:
     ) -> None:
         """Compute one step, with a token for every sequence. Raises OutOfMemory, EngineDead if the
         model cannot be computed, RankLost if another rank is lost."""
-        samples = slice(None if self._launcher.state.model.config.has_head else 0)
+        samples = np.lexsort((batch.ends, batch.rows))
+        if not self._launcher.state.model.config.has_head:
+            samples = samples[:0]
         task = StepTask(
             batch,
             self._sampling,
-            sampled_rows=np.sort(batch.rows)[samples],
+            sampled_rows=batch.rows[samples],
             sampled_positions=batch.ends[samples],
             encoded=encoded,
             prepare=prepare,
@@ -155,12 +160,6 @@ class WarmUp:
 def _powers_of_two(limit: int) -> list[int]:
     """Those below `limit`, which is computed anyway."""
     return [1 << exponent for exponent in range(max(limit - 1, 0).bit_length())]
-
-
-def _first_decodes(count: int) -> StepBatch:
-    """The first token of each of `count` rows."""
-    rows = np.arange(count)
-    return StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=count)
 
 
 def _first_tokens(count: int) -> StepBatch:

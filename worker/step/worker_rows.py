@@ -21,8 +21,6 @@ from longshore.worker.kv_cache.block_table import MultiGroupBlockTable
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PoolingRows
 
-_UNSUPPORTED: Final = {"draft_rows": "speculative decoding"}
-
 
 @dataclass(frozen=True)
 class BlockCopies:
@@ -83,7 +81,6 @@ class WorkerRows:
 
         Raises PlanMismatch; some rows may have changed by then.
         """
-        _reject_unsupported(plan)
         if plan.connector_metadata and not self._has_connector:
             raise PlanMismatch(
                 f"step {plan.step} has metadata for a KV connector, but this worker has none. "
@@ -250,13 +247,3 @@ def _are_those_of(held: Int32Array, scheduled: Int32Array) -> bool:
     return len(held) == len(scheduled) and not np.any(
         (held != scheduled) & (scheduled != NULL_BLOCK)
     )
-
-
-def _reject_unsupported(plan: SchedulerOutput) -> None:
-    for field, feature in _UNSUPPORTED.items():
-        value: bool | bytes | tuple[object, ...] | npt.NDArray[np.int32] = getattr(plan, field)
-        if len(value) if not isinstance(value, bool) else value:
-            raise PlanMismatch(
-                f"step {plan.step} has {field}; this worker does not support {feature}. "
-                "Switch it off in the scheduler."
-            )

@@ -304,6 +304,6 @@ def test_help_puts_every_setting_under_a_heading() -> None:
     assert {line.split()[1] for line in first.splitlines() if "│ --" in line} == {"--config"}
     headings = [section.partition(" ─")[0] for section in sections]
     assert headings == [
-        "Model", "Server", "KV cache", "Scheduling", "Several workers", "Several hosts",
-        "KV beyond the device", "KV events", "Operation",
+        "Model", "Server", "KV cache", "Scheduling", "Speculative decoding", "Several workers",
+        "Several hosts", "KV beyond the device", "KV events", "Operation",
     ]  # fmt: skip

@@ -510,7 +510,7 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
     "another block behind one given back": (with_blocks(0, 1), r"holds blocks \[\[0, 1\]\]"),
     "fewer blocks than the full state": (with_blocks(0, 0, 0), r"holds blocks \[\[0, 0, 0\]\]"),
     "pipeline parallelism": (edited(sampled_rows=IDS), "pipeline parallelism"),
-    "drafts": (edited(draft_rows=IDS), "speculative decoding"),
+    "drafts": (edited(draft_rows=IDS), "this worker has no speculative_config"),
     "encoder inputs": (edited(encoder_inputs=((0, 0),)), "multimodal"),
     "connector": (
         edited(connector_metadata=b"x"),

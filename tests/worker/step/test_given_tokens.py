@@ -11,7 +11,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import Rewind, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
-from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
+from longshore.worker.step.given_tokens import GivenTokens, fed_back_tokens
 from longshore.worker.step.token_table import TokenTable
 from tests.worker.plans import Entry, Planner
 
@@ -29,7 +29,7 @@ class Stage:
         entries = [Entry(2, range(5)), Entry(5, range(3))]
         self.take(self.plans.plan({2: 5, 5: 3}, added=entries))
 
-    def take(self, plan: SchedulerOutput, **changes: Any) -> FedBackTokens | None:
+    def take(self, plan: SchedulerOutput, **changes: Any) -> GivenTokens | None:
         fed = {name: int32_array(ids) for name, ids in changes.items()}
         return fed_back_tokens(
             msgspec.structs.replace(plan, **fed),

@@ -1,4 +1,5 @@
-"""Sampled tokens that a plan feeds back to the first pipeline stage, which does not sample."""
+"""Tokens that a plan gives: drafts, and sampled tokens for the first pipeline stage, which does not
+sample. They are written into the token table before the step reads it."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.protocol.arrays import Int64Array
+from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.rows import RowTable
@@ -14,7 +15,7 @@ from longshore.worker.step.token_table import TokenTable
 
 
 @dataclass(frozen=True)
-class FedBackTokens:
+class GivenTokens:
     """The tokens of one step, on the host (pinned for CUDA).
 
     index:     (n,) int64 flat indices into the token table.
@@ -23,6 +24,14 @@ class FedBackTokens:
 
     index: Tensor
     token_ids: Tensor
+
+    @staticmethod
+    def of(index: Int64Array, token_ids: Int32Array, *, pin_memory: bool) -> "GivenTokens":
+        """token_ids are copied: the message will be freed."""
+        places, ids = torch.from_numpy(index), torch.from_numpy(np.array(token_ids, np.int32))
+        if pin_memory:
+            places, ids = places.pin_memory(), ids.pin_memory()
+        return GivenTokens(places, ids)
 
     def write(self, tokens: TokenTable) -> None:
         """Write the tokens into the table. On the compute queue, before the step reads them."""
@@ -40,7 +49,7 @@ def fed_back_tokens(
     vocab_size: int,
     token_width: int,
     pin_memory: bool,
-) -> FedBackTokens | None:
+) -> GivenTokens | None:
     """The sampled tokens in `plan`, which `rows` have just applied; None if no row needs one.
 
     num_scheduled: (max_num_seqs,) tokens of each row in the plan.
@@ -67,8 +76,5 @@ def fed_back_tokens(
         return None
     if not 0 <= ids.min() <= ids.max() < vocab_size:
         raise PlanMismatch(f"a sampled token id is outside 0..{vocab_size - 1}")
-    index = torch.from_numpy(needed * token_width + positions[needed])
-    token_ids = torch.from_numpy(np.array(ids, np.int32))  # a copy: the message will be freed
-    if pin_memory:
-        index, token_ids = index.pin_memory(), token_ids.pin_memory()
-    return FedBackTokens(index, token_ids)
+    index = needed * token_width + positions[needed]
+    return GivenTokens.of(index, ids, pin_memory=pin_memory)

@@ -1,0 +1,1 @@
+"""Drafters: they propose tokens that the next step verifies."""

@@ -1,0 +1,87 @@
+"""The settings of speculative decoding, with vLLM's names."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from longshore.protocol.errors import ConfigError
+
+MAX_DRAFTS: Final = 64
+"""Of a row in a step. Each takes a token of the step's budget and a row of logits."""
+
+MAX_CACHED_REQUESTS: Final = 1 << 20
+
+_ELSEWHERE: Final = {
+    "model": "a draft model is not supported yet",
+    "draft_tensor_parallel_size": "a draft model is not supported yet",
+    "quantization": "a draft model is not supported yet",
+    "disable_by_batch_size": "drafts follow their acceptance and the measured time of steps",
+    "rejection_sample_method": "a draft is accepted if it is the token that is sampled",
+}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How drafts are made. Raises ConfigError naming the wrong setting.
+
+    method:                 a drafter's name.
+    num_speculative_tokens: the most drafts of a request in a step.
+    prompt_lookup_min, prompt_lookup_max: tokens that must have occurred before for what followed
+                            them to be a draft (`ngram`).
+    suffix_decoding_max_tree_depth: the most tokens that are compared (`suffix`).
+    suffix_decoding_max_cached_requests: recent requests in whose outputs drafts of others are
+                            looked up, too.
+    suffix_decoding_max_spec_factor: the most drafts per token that is equal.
+    suffix_decoding_min_token_prob: drafts end where less than this share of the occurrences agrees.
+    options:                of a drafter of another package.
+    """
+
+    method: str
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=MAX_DRAFTS)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=MAX_CACHED_REQUESTS)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=64)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    options: dict[str, Any] = {}
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a request in a step."""
+        given = self.num_speculative_tokens
+        return self.suffix_decoding_max_tree_depth if given is None else given
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The fewest and the most tokens that `ngram` compares; vLLM's defaults."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None:
+            return (5, 5) if high is None else (high, high)
+        return low, low if high is None else high
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """Raises ConfigError."""
+    try:
+        given = msgspec.json.decode(text)
+        for name, why in _ELSEWHERE.items():
+            if isinstance(given, dict) and name in given:
+                raise ConfigError(f"speculative_config: {name!r}: {why}. Remove it.")
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"speculative_config: {error}. It is a JSON object such as "
+            '{"method": "suffix", "num_speculative_tokens": 8}'
+        ) from None
+    if config.num_speculative_tokens is None and config.method != "suffix":
+        raise ConfigError(
+            "speculative_config has no num_speculative_tokens: say how many drafts of a request a "
+            "step verifies at most"
+        )
+    low, high = config.lookup
+    if low > high:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min={low} is more than prompt_lookup_max={high}"
+        )
+    return config

@@ -1,0 +1,83 @@
+"""The contract of drafters, and how a drafter is found by its name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import ConfigError
+from longshore.worker.drafting.config import SpeculativeConfig
+
+ENTRY_POINT_GROUP: Final = "longshore.drafters"
+
+_LATER: Final = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+_BUILT_IN: Final = ("ngram", "suffix")
+
+
+class Drafter(ABC):
+    """Proposes tokens from the tokens of rows. A wrong proposal costs time and changes no token.
+
+    The rank that samples has one; all calls are on one thread, which answers steps: a call
+    that takes long delays all requests. A row is an index below max_num_seqs.
+    """
+
+    @abstractmethod
+    def __init__(self, config: SpeculativeConfig) -> None: ...
+
+    @abstractmethod
+    def start(self, row: int, token_ids: Int32Array, num_prompt: int) -> None:
+        """A request begins on an empty row, or again after it was preempted, with these tokens, of
+        which the first `num_prompt` are its prompt."""
+
+    @abstractmethod
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        """Tokens of the row were sampled."""
+
+    @abstractmethod
+    def propose(self, row: int, max_tokens: int) -> Sequence[int]:
+        """The row's next tokens, probably: at most `max_tokens`, which is at least 1, or none."""
+
+    @abstractmethod
+    def rewind(self, row: int, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens of the row are still valid."""
+
+    @abstractmethod
+    def end(self, row: int, *, is_finished: bool) -> None:
+        """The row is empty. is_finished: its request has ended; else it was preempted, and starts
+        again."""
+
+
+def load_drafter(config: SpeculativeConfig) -> type[Drafter]:
+    """Raises ConfigError if there is no drafter of that name."""
+    from longshore.worker.drafting.lookup import NgramDrafter, SuffixDrafter
+
+    match config.method:
+        case "ngram":
+            return NgramDrafter
+        case "suffix":
+            return SuffixDrafter
+    module, colon, name = config.method.partition(":")
+    installed = {each.name: each for each in entry_points(group=ENTRY_POINT_GROUP)}
+    if colon and module and name:
+        installed[config.method] = EntryPoint(config.method, config.method, ENTRY_POINT_GROUP)
+    if config.method not in installed:
+        known = ", ".join([*_BUILT_IN, *sorted(installed)])
+        later = " Drafters with weights are not supported yet." * (config.method in _LATER)
+        raise ConfigError(
+            f"speculative_config: there is no method {config.method!r}; there are {known}, and "
+            f"package.module:Class.{later}"
+        )
+    try:
+        drafter = installed[config.method].load()
+    except Exception as error:
+        raise ConfigError(
+            f"speculative_config: the drafter {config.method!r} cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(drafter, type) and issubclass(drafter, Drafter)):
+        raise ConfigError(
+            f"speculative_config: {config.method!r} is no class that inherits from "
+            "longshore.worker.drafting.drafter.Drafter"
+        )
+    return drafter
