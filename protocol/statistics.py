@@ -188,8 +188,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_prompt_tokens: of requests, counted together with their hits when they are admitted.
     num_stale_tokens: tokens sampled for an earlier occupant of a row, and dropped.
     num_external_*:  tokens looked up in the connector, and tokens it had.
+    num_drafted_rows: rows with drafts, added up over the steps that have verified them.
     num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified, drafts
                      accepted, and drafts rejected by a grammar.
+    accepted_by_position: of the drafts of a row in a step, how many of the first ones were
+                     accepted, of the second ones, and so on; as many as a row may have.
     encoder_cache_usage: used share of the encoder cache.
     num_encoded_items, num_loaded_encoder_outputs, num_missed_encoder_outputs: items that the
                      workers encoded; items whose output the encoder connector had instead, and
@@ -234,8 +237,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_prompt_tokens: int = 0
     num_external_queried_tokens: int = 0
     num_external_hit_tokens: int = 0
+    num_drafted_rows: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
     num_invalid_draft_tokens: int = 0
     encoder_cache_usage: float = 0.0
     num_encoded_items: int = 0

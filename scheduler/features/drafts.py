@@ -112,11 +112,14 @@ class Drafts(SchedulerFeature):
                 ids = ids[:num_valid]
             running.set_drafts(row, ids)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Fields of SchedulerStats."""
+        by_position = self.running.accepted_by_position.tolist()
         return {
+            "num_drafted_rows": self.running.num_drafted_rows,
             "num_draft_tokens": self.running.num_draft_tokens,
-            "num_accepted_tokens": self.running.num_accepted_tokens,
+            "num_accepted_tokens": sum(by_position),
+            "accepted_by_position": tuple(by_position),
             "num_invalid_draft_tokens": self.num_invalid_draft_tokens,
         }
 

@@ -81,7 +81,7 @@ class RunningTable(RowTable):
     version:     changes when a request is admitted, ends, is preempted or rewound.
     fewest_left: lower bound of the tokens that a row has left; at 0, `stopped` finds the rows.
     num_of_width: rows with stop ids, by how many they have.
-    num_draft_tokens, num_accepted_tokens: drafts verified, and those accepted, of all requests.
+    num_drafted_rows, num_draft_tokens, accepted_by_position: see SchedulerStats.
     rejected:    by row, the drafts that answers have rejected since the last plan.
     withheld:    a row that gets no tokens; -1: none.
 
@@ -120,7 +120,8 @@ class RunningTable(RowTable):
         self.version = 0
         self.fewest_left = _NEVER
         self.num_of_width: Counter[int] = Counter()
-        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.num_drafted_rows = self.num_draft_tokens = 0
+        self.accepted_by_position: Int64Array = np.zeros(num_speculative_tokens, np.int64)
         self.rejected: dict[int, int] = {}
         self.withheld = -1
         self._free_rows = list(range(max_num_seqs))
@@ -304,8 +305,9 @@ class RunningTable(RowTable):
             self.num_computed[row] -= num_rejected
             self.num_placeholders[row] -= num_rejected
             self.rejected[row] = self.rejected.get(row, 0) + num_rejected
+        self.num_drafted_rows += num_drafts > 0
         self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
+        self.accepted_by_position[:num_accepted] += 1
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
 

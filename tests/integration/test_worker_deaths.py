@@ -108,6 +108,7 @@ def worker_of(deployment: Deployment) -> psutil.Process | None:
     ("options", "is_adopted"),
     [
         pytest.param([], True, id="adopted"),
+        pytest.param(["--speculative-config", '{"method": "suffix"}'], True, id="drafts"),
         pytest.param(["--tensor-parallel-size", "2"], True, id="two ranks", marks=pytest.mark.long),
         pytest.param(["--no-kv-adoption"], False, id="not adopted", marks=pytest.mark.long),
     ],

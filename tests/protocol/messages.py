@@ -307,8 +307,10 @@ stats = st.builds(
     **{
         field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
-        if field not in ("workers", "tenants", "tiers", "transfers", "pulls")
+        if field
+        not in ("accepted_by_position", "workers", "tenants", "tiers", "transfers", "pulls")
     },
+    accepted_by_position=st.lists(counts, max_size=3).map(tuple),
     tenants=st.lists(st.builds(TenantStats, texts, counts, counts), max_size=2).map(tuple),
     tiers=st.lists(tiers, max_size=2).map(tuple),
     transfers=st.lists(transfers, max_size=2).map(tuple),

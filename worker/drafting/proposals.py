@@ -5,14 +5,21 @@ from the measured times of steps with more and with fewer tokens; how often a ro
 accepted, the row itself shows. Drafts change no token, so that both may depend on time.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import SchedulerOutput
 from longshore.worker.drafting.drafter import Drafter
+
+logger = logging.getLogger(__name__)
+
+_GivenT = TypeVar("_GivenT")
+_ResultT = TypeVar("_ResultT")
 
 MEMORY: Final = 0.9
 """What a row's acceptance, and the times of steps, keep of their value with each new one."""
@@ -35,7 +42,7 @@ class StepCosts:
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """A step of decodes and drafts has taken so long."""
+        """A step of decodes and drafts, at least one, has taken so long."""
         values = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         self._sums = [MEMORY * old + new for old, new in zip(self._sums, values, strict=True)]
 
@@ -100,16 +107,48 @@ class SampledTokens:
 
 class Proposals:
     """The drafts that a rank proposes. All calls are on the thread that answers steps, in the order
-    of the plans."""
+    of the plans.
 
-    def __init__(self, drafter: Drafter, *, max_drafts: int) -> None:
+    An error of the drafter is logged, and costs drafts: it gets no further call.
+    """
+
+    def __init__(self, drafter: Drafter, *, max_drafts: int, vocab_size: int) -> None:
         self._drafter = drafter
         self._max_drafts = max_drafts
+        self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._costs = StepCosts()
+        self._has_failed = False
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Take the changes of rows of the plan that is being answered."""
+        self._try(self._begin, plan)
+
+    def measured(self, num_tokens: int, seconds: float) -> None:
+        """A step of decodes and drafts, at least one, has taken so long."""
+        self._costs.measured(num_tokens, seconds)
+
+    def propose(self, sampled: SampledTokens) -> tuple[Int32Array, Int32Array]:
+        """The drafts for the next step, after what this one has sampled: the row of each, and its
+        id."""
+        proposed = self._try(self._propose, sampled)
+        if not proposed:
+            return EMPTY_INT32, EMPTY_INT32
+        rows = [row for row, ids in proposed.items() for _ in ids]
+        return int32_array(rows), int32_array([each for ids in proposed.values() for each in ids])
+
+    def _try(self, call: Callable[[_GivenT], _ResultT], given: _GivenT) -> _ResultT | None:
+        if self._has_failed:
+            return None
+        try:
+            return call(given)
+        except Exception:
+            self._has_failed = True
+            name = type(self._drafter).__name__
+            logger.exception("the drafter %s has failed; there are no drafts from now on", name)
+            return None
+
+    def _begin(self, plan: SchedulerOutput) -> None:
         for rows, is_finished in ((plan.finished_rows, True), (plan.preempted_rows, False)):
             for row in rows.tolist():
                 if self._rows.pop(row, None) is not None:
@@ -123,31 +162,21 @@ class Proposals:
                 self._rows[start.row] = _Row()
                 self._drafter.start(start.row, known, len(start.prompt_token_ids))
 
-    def measured(self, num_tokens: int, seconds: float) -> None:
-        """A step in which every row computed its latest token and its drafts has taken so long."""
-        self._costs.measured(num_tokens, seconds)
-
-    def propose(self, sampled: SampledTokens) -> tuple[Int32Array, Int32Array]:
-        """The drafts for the next step, after what this one has sampled: the row of each, and its
-        id."""
+    def _propose(self, sampled: SampledTokens) -> dict[int, list[int]]:
+        """The drafts of each row."""
         price = self._costs.price(len(sampled.token_ids))
-        draft_rows: list[int] = []
-        draft_ids: list[int] = []
+        proposed: dict[int, list[int]] = {}
         ends = np.cumsum(sampled.num_tokens).tolist()
         columns = (sampled.rows, sampled.num_drafts, sampled.num_tokens)
-        for row, num_drafts, num_tokens, end in zip(
-            *(c.tolist() for c in columns), ends, strict=True
-        ):
+        lists = (column.tolist() for column in columns)
+        for row, num_drafts, num_tokens, end in zip(*lists, ends, strict=True):
             state = self._rows.get(row)
             if state is None:
                 continue
             self._drafter.append(row, sampled.token_ids[end - num_tokens : end].tolist())
             state.verified(num_drafts, num_tokens - 1)
-            limit = state.limit(self._max_drafts, price)
-            if limit and (proposed := self._drafter.propose(row, limit)):
-                ids = list(proposed)[:limit]
-                draft_rows += [row] * len(ids)
-                draft_ids += ids
-        if not draft_rows:
-            return EMPTY_INT32, EMPTY_INT32
-        return int32_array(draft_rows), int32_array(draft_ids)
+            if limit := state.limit(self._max_drafts, price):
+                proposed[row] = ids = list(self._drafter.propose(row, limit))[:limit]
+                if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+                    raise ValueError(f"drafts {ids} are not in 0..{self._vocab_size - 1}")
+        return proposed

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +151,10 @@ class ModelRunner:
         self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
         self._proposals = None
         if self._make_drafter is not None and self._parallel.samples:
-            self._proposals = Proposals(self._make_drafter(), max_drafts=self._num_drafts)
+            vocab_size = self._launcher.state.model.config.vocab_size
+            self._proposals = Proposals(
+                self._make_drafter(), max_drafts=self._num_drafts, vocab_size=vocab_size
+            )
         self._guard = None
         if self._guards_blocks:
             self._guard = BlockGuard(self._launcher.state.cache, self._launcher.tables)
@@ -271,11 +275,23 @@ class ModelRunner:
             step_id=plan.step,
             unsampled=self._waiting_for_mask(plan, sampled_rows),
             on_answer=lambda inputs, completion: held.answer(
-                self._report(
+                self._report_or_failure(
                     plan, inputs, generates, pooling, transfers, outputs, copies, completion
                 )
             ),
         )
+
+    def _report_or_failure(
+        self, plan: SchedulerOutput, inputs: StepInputs, *others: Any
+    ) -> WorkerReport:
+        """A step without an answer would be waited for."""
+        try:
+            return self._report(plan, inputs, *others)
+        except Exception as error:
+            about = fields(step_id=plan.step, epoch=plan.epoch)
+            logger.exception("the answer of a step cannot be made", extra=about)
+            reason = f"step {plan.step}: its answer cannot be made: {type(error).__name__}: {error}"
+            return WorkerFailed(self._epoch, self._parallel.rank, reason)
 
     def _waiting_for_mask(
         self, plan: SchedulerOutput, sampled_rows: Int64s
@@ -478,6 +494,6 @@ class ModelRunner:
             return EMPTY_INT32, EMPTY_INT32
         rows, counts = np.unique(inputs.sampled_rows, return_counts=True)
         num_tokens = result.num_sampled.astype(np.int64) if inputs.drafts is not None else counts
-        if inputs.num_tokens == len(inputs.sampled_rows):
+        if 0 < inputs.num_tokens == len(inputs.sampled_rows):
             self._proposals.measured(inputs.num_tokens, completion.elapsed_s)
         return self._proposals.propose(SampledTokens(rows, counts - 1, num_tokens, result.sampled))

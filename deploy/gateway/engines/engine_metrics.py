@@ -117,7 +117,12 @@ SCHEDULER_COUNTERS: Final = (
         "Tokens looked up in the connector",
     ),
     ("num_external_hit_tokens", "external_hit_tokens", "Tokens found by the connector"),
-    ("num_draft_tokens", "draft_tokens", "Draft tokens proposed"),
+    (
+        "num_drafted_rows",
+        "drafted_rows",
+        "Requests with draft tokens in a step, added up over the steps",
+    ),
+    ("num_draft_tokens", "draft_tokens", "Draft tokens verified"),
     ("num_accepted_tokens", "accepted_draft_tokens", "Draft tokens accepted"),
     (
         "num_invalid_draft_tokens",
@@ -223,6 +228,7 @@ WORKER_LABELS: Final = ("engine", "worker")
 TRANSFER_LABELS: Final = ("engine", "transfer_type")
 TIER_LABELS: Final = ("engine", "medium")
 OUTCOME_LABELS: Final = ("engine", "outcome")
+POSITION_LABELS: Final = ("engine", "position")
 
 
 class EngineMetrics:
@@ -275,6 +281,7 @@ class EngineMetrics:
         for field, name, text in SCHEDULER_COUNTERS:
             counter = CounterMetricFamily(f"longshore_scheduler_{name}", text, labels=ENGINE_LABELS)
             yield self._of_engines(counter, field)
+        yield self._accepted_by_position()
         yield from self._of_keys()
         yield from self._of_tiers()
         yield from self._of_transfers()
@@ -310,6 +317,17 @@ class EngineMetrics:
         for engine, stats in self._latest.items():
             family.add_metric((engine,), getattr(stats, field))
         return family
+
+    def _accepted_by_position(self) -> Metric:
+        counter = CounterMetricFamily(
+            "longshore_scheduler_accepted_draft_tokens_per_position",
+            "Draft tokens accepted, by their position among a request's drafts in a step",
+            labels=POSITION_LABELS,
+        )
+        for engine, stats in self._latest.items():
+            for position, count in enumerate(stats.accepted_by_position):
+                counter.add_metric((engine, str(position)), count)
+        return counter
 
     def _of_keys(self) -> Iterable[Metric]:
         for field, name, text in KEY_GAUGES:

@@ -32,11 +32,21 @@ def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     distinct = {
         name: 1000.0 + i
         for i, name in enumerate(STATS.__struct_fields__)
-        if name not in ("workers", "tenants", "tiers", "transfers", "pulls")
+        if name not in ("accepted_by_position", "workers", "tenants", "tiers", "transfers", "pulls")
     }
     metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
     shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
     assert shown == set(distinct.values())
+
+
+def test_accepted_drafts_are_shown_by_position() -> None:
+    metrics = GatewayMetrics()
+    stats = msgspec.structs.replace(STATS, accepted_by_position=(5, 3))
+    metrics.observe_scheduler("0", stats)
+    name = "longshore_scheduler_accepted_draft_tokens_per_position_total"
+    shown = samples(metrics)
+    found = [shown[f'{name}{{engine="0",position="{position}"}}'] for position in (0, 1)]
+    assert found == [5, 3]
 
 
 def test_requests_of_a_key_are_shown_from_its_first_one_on() -> None:

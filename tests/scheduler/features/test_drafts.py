@@ -261,6 +261,7 @@ def test_what_was_drafted_and_accepted_is_counted_per_request(steps_in_flight: i
     assert end.num_draft_tokens == 2 + 1
     stats = driver.scheduler.make_stats()
     assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (9, 6)
+    assert (stats.num_drafted_rows, stats.accepted_by_position) == (5, (3, 3))
     assert stats.num_invalid_draft_tokens == 0
 
 

@@ -50,7 +50,7 @@ class Rows:
 
     def __init__(self, num_rows: int = 1) -> None:
         self.drafter = Counting()
-        self.proposals = Proposals(self.drafter, max_drafts=MAX_DRAFTS)
+        self.proposals = Proposals(self.drafter, max_drafts=MAX_DRAFTS, vocab_size=1000)
         self.plans = Planner(num_blocks=100, block_size=4)
         entries = [Entry(row, [row + 1] * 3) for row in range(num_rows)]
         self.proposals.begin(self.plans.plan(dict.fromkeys(range(num_rows), 3), added=entries))
@@ -152,9 +152,46 @@ def test_a_drafter_that_proposes_too_many_is_cut() -> None:
         def propose(self, row: int, max_tokens: int) -> Sequence[int]:
             return range(100)
 
-    proposals = Proposals(Eager(), max_drafts=3)
+    proposals = Proposals(Eager(), max_drafts=3, vocab_size=1000)
     plan: SchedulerOutput = Planner(num_blocks=9, block_size=4).plan({0: 1}, added=[Entry(0, [1])])
     proposals.begin(msgspec.structs.replace(plan))
     one = np.ones(1, np.int64)
     sampled = SampledTokens(np.zeros(1, np.int64), 0 * one, one, int32_array([4]))
     assert proposals.propose(sampled)[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", ["start", "append", "propose", "a wrong id"])
+def test_a_drafter_that_fails_costs_drafts_and_no_stream(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Counting):
+        num_calls = 0
+
+        def start(self, row: int, token_ids: Int32Array, num_prompt: int) -> None:
+            super().start(row, token_ids, num_prompt)
+            self._call("start")
+
+        def append(self, row: int, token_ids: Sequence[int]) -> None:
+            self._call("append")
+
+        def propose(self, row: int, max_tokens: int) -> Sequence[int]:
+            self._call("propose")
+            return [1000] if failing == "a wrong id" else [1]
+
+        def _call(self, name: str) -> None:
+            self.num_calls += 1
+            if name == failing:
+                raise RuntimeError("no luck")
+
+    drafter = Failing()
+    proposals = Proposals(drafter, max_drafts=3, vocab_size=1000)
+    plans = Planner(num_blocks=9, block_size=4)
+    proposals.begin(plans.plan({0: 1}, added=[Entry(0, [1])]))
+    one = np.ones(1, np.int64)
+    sampled = SampledTokens(np.zeros(1, np.int64), 0 * one, one, int32_array([4]))
+    num_drafts = len(proposals.propose(sampled)[0])
+    num_calls = drafter.num_calls
+    assert (num_drafts, len(proposals.propose(sampled)[0])) == (0, 0)
+    proposals.begin(plans.plan(finished=[0]))
+    assert drafter.num_calls == num_calls
+    assert caplog.text.count("the drafter Failing has failed; there are no drafts") == 1

@@ -18,6 +18,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.worker.config import WorkerConfig
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.worker import Worker
+from tests.worker.kernels.variants import TRITON, using
 from tests.worker.plans import Entry, Planner
 
 NUM_BLOCKS = 500
@@ -144,6 +145,16 @@ def test_tokens_do_not_depend_on_drafts(name: str, seed: int, open_runner: OpenR
     assert {row: ids[:40] for row, ids in tokens.items()} == expected
     assert len(outputs) < 30  # some drafts were right
     assert sum(len(output.draft_rows) for output in outputs) == 0  # `ngram` finds no repetition
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_verify_drafts(open_runner: OpenRunner) -> None:
+    """In Triton's interpreter."""
+    sampling = SETTINGS["penalties"]
+    with using(TRITON):
+        expected, _ = without_drafts(open_runner, sampling, 7)
+        tokens, _ = with_drafts(open_runner(), expected, sampling, random.Random(0))
+    assert {row: ids[:7] for row, ids in tokens.items()} == expected
 
 
 def test_right_drafts_are_all_accepted_and_wrong_ones_are_not(open_runner: OpenRunner) -> None:

@@ -26,6 +26,7 @@ from longshore.worker.config import WorkerConfig
 from longshore.worker.queues.compute_queue import CpuComputeQueue
 from longshore.worker.sampling.uniform import uniform
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.step.step_inputs import StepInputs, StepResult
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
 
@@ -692,3 +693,18 @@ def test_a_request_may_fill_its_row_to_the_last_token(open_runner: OpenRunner) -
         outputs.add(runner.execute(plans.plan()))
     assert int(plans.rows.num_computed[0]) == 255
     assert len(outputs.tokens[0]) == 6
+
+
+def test_a_step_whose_answer_cannot_be_made_fails(
+    open_runner: OpenRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for it for ever."""
+
+    def result(inputs: StepInputs) -> StepResult:
+        raise ZeroDivisionError("of nothing")
+
+    runner, plans = open_runner(), planner()
+    monkeypatch.setattr(StepInputs, "result", result)
+    with pytest.raises(EngineDead, match="its answer cannot be made: ZeroDivisionError: of"):
+        runner.execute(plans.plan({0: 4}, added=[Entry(0, prompt_of(4, 0))]))
+    assert "the answer of a step cannot be made" in caplog.text

@@ -244,6 +244,7 @@ class Steps:
             max_num_batched_tokens=STEP_TOKENS,
             eos_token_ids=(2,),
             enforce_eager=True,
+            speculative_config='{"method": "ngram", "num_speculative_tokens": 4}',
         )
         self._runner = Worker(config, parallel).start()
         block_size = 16 * parallel.context_share.size
@@ -295,6 +296,19 @@ def test_rows_sample_with_any_settings(settings: str, steps: Steps) -> None:
     steps.execute(plans.plan({2: len(PROMPT) - 30}))
     for _ in range(2):
         steps.execute(plans.plan())
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_rows_verify_drafts_with_any_settings(settings: str, steps: Steps) -> None:
+    """All tokens are 0, so drafts of 0 are right. Beside a row without drafts and a prompt."""
+    sampling = SamplingParams(**{"temperature": 0.0, **SETTINGS[settings]})
+    plans = steps.plans
+    rows = [Entry(0, PROMPT[:20], sampling=sampling), Entry(1, [5, 6])]
+    steps.execute(plans.plan({0: 20, 1: 2}, added=rows))
+    plan = plans.plan({2: 30}, added=[Entry(2, PROMPT)], drafts={0: [0, 0, 7, 0]})
+    assert plans.verified(steps.execute(plan)) == {0: [0, 0, 0], 1: [0]}
+    plan = plans.plan({2: len(PROMPT) - 30}, drafts={0: [0], 1: [0, 0]})
+    assert plans.verified(steps.execute(plan)) == {0: [0, 0], 1: [0, 0, 0], 2: [0]}
 
 
 @pytest.mark.parametrize("settings", ["greedy", "all of these", "everything"])

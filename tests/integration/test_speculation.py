@@ -1,0 +1,287 @@
+"""Drafts in engines of real processes: the tokens are those without drafts."""
+
+import json
+import random
+import re
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from longshore import LLM, SamplingParams, StructuredOutputsParams
+from longshore.deploy.llm.outputs import RequestOutput
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import StateSpec
+from longshore.worker.kv_cache.plan import CacheSizes
+from longshore.worker.models.families import read_model_config
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.models import make_tiny_llama, make_tiny_model
+from tests.worker.models.cases import FIRST_CASES, Case
+
+NUM_TOKENS = 40
+DRAFTER = "tests.integration.speculating:HalfRight"
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(seed=1, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2),
+    SamplingParams(seed=2, top_p=0.8, max_tokens=NUM_TOKENS - 9, frequency_penalty=0.7),
+    SamplingParams(seed=3, top_k=9, min_tokens=20, stop_token_ids=list(range(60)), max_tokens=35),
+    SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=NUM_TOKENS, ignore_eos=True),
+]
+OFFLOADING = {
+    "kv_connector": "offloading",
+    "kv_connector_config": '{"cpu_bytes_to_use": "64MiB"}',
+}
+FEW_BLOCKS = {
+    "num_blocks": 45,
+    "watermark": 0.0,
+    "preempt_threshold": 1.0,
+    "admit_threshold": 1.0,
+}
+ENGINES = [
+    pytest.param({"in_process": True}, id="in process"),
+    pytest.param({"in_process": True, "max_num_batched_tokens": 24}, id="small steps"),
+    pytest.param({"in_process": True, **FEW_BLOCKS}, id="preempted"),
+    pytest.param({"in_process": True, **OFFLOADING, **FEW_BLOCKS}, id="offloaded"),
+    pytest.param(
+        {
+            **OFFLOADING,
+            **FEW_BLOCKS,
+            "preemption_mode": "swap",
+            "preempt_threshold": 0.95,
+            "admit_threshold": 0.9,
+        },
+        id="swapped",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"in_process": True, "kv_cache_dtype": "fp8_e4m3"}, id="fp8"),
+    pytest.param({"in_process": True, "cpu_kernels": "torch"}, id="torch"),
+    pytest.param({"tensor_parallel_size": 2}, id="2 shards", marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, id="2 stages", marks=pytest.mark.slow),
+    pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="2 x 2"),
+    pytest.param(
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        id="context parallel",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    make_tiny_llama(path, num_hidden_layers=3, num_key_value_heads=1)
+    return path
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    """Ragged; every third continues a common prefix."""
+    chance = random.Random(0)
+    common = [chance.randrange(3, 128) for _ in range(40)]
+    return [
+        (common if index % 3 == 0 else [])
+        + [chance.randrange(3, 128) for _ in range(1 + 5 * index)]
+        for index in range(number)
+    ]
+
+
+PROMPTS = prompts_of(10)
+
+
+def make_llm(model: Path, **settings: Any) -> LLM:
+    settings = {"num_blocks": 400, "block_size": 4, "max_num_seqs": 8, "threads": 1, **settings}
+    return LLM(model, device="cpu", dtype="float32", max_model_len=160, **settings)
+
+
+def generate(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[RequestOutput]:
+    params = [PARAMS[index % len(PARAMS)] for index in range(len(prompts))]
+    return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def drafting(path: Path, known: Sequence[list[int]], wrong: int) -> dict[str, Any]:
+    """Settings of a drafter that knows all tokens of the requests."""
+    path.write_text(json.dumps(known))
+    options = {"answers": str(path), "wrong": wrong}
+    config = {"method": DRAFTER, "num_speculative_tokens": 5, "options": options}
+    return {"speculative_config": config}
+
+
+def with_prompts(answers: Sequence[list[int]]) -> list[list[int]]:
+    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def answers(model: Path) -> list[list[int]]:
+    with make_llm(model, in_process=True) as llm:
+        return tokens_of(generate(llm))
+
+
+def check_acceptance(llm: LLM, wrong: int, *, preempts: bool) -> None:
+    """Drafts were verified, and right ones accepted."""
+
+    def values() -> dict[str, float]:
+        return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+
+    # Other processes send their statistics a few times per second.
+    wait_until(lambda: values()["longshore_scheduler_draft_tokens"] > 50)
+    if preempts:
+        wait_until(lambda: values()["longshore_scheduler_preemptions"] > 0)
+    value = values()
+    drafted = value["longshore_scheduler_draft_tokens"]
+    accepted = value["longshore_scheduler_accepted_draft_tokens"]
+    assert 0 < accepted <= drafted
+    if wrong:
+        assert accepted < drafted
+
+
+@pytest.mark.req("SPD-01", "SPD-02", "SPD-03", "SPD-04", "SPD-05")
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("settings", ENGINES)
+def test_tokens_are_those_without_drafts(
+    settings: dict[str, Any],
+    wrong: int,
+    model: Path,
+    answers: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    if settings.keys() & {"kv_cache_dtype", "cpu_kernels"}:  # sums have another order there
+        with make_llm(model, **settings) as llm:
+            answers = tokens_of(generate(llm))
+    drafts = drafting(tmp_path / "answers", with_prompts(answers), wrong)
+    with make_llm(model, **settings, **drafts) as llm:
+        for _ in range(2):  # the second time after prefix hits
+            assert tokens_of(generate(llm)) == answers
+        check_acceptance(llm, wrong, preempts=settings.get("num_blocks") is not None)
+
+
+@pytest.mark.parametrize("case", FIRST_CASES.values(), ids=str)
+def test_every_family(case: Case, tmp_path: Path) -> None:
+    """Windows, chunks, latents, sinks, mixtures: or a refusal that names the reason."""
+    model = tmp_path / "model"
+    make_tiny_model(case.family, model, **case.settings)
+    with make_llm(model, in_process=True, block_size=16) as llm:
+        answers = tokens_of(generate(llm))
+    drafts = drafting(tmp_path / "answers", with_prompts(answers), wrong=2)
+    sizes = CacheSizes(block_size=16, dtype_bytes=4, num_shards=1)
+    if any(
+        isinstance(spec, StateSpec) for spec in read_model_config(model).cache_specs(sizes).values()
+    ):
+        with pytest.raises(ConfigError, match="it keeps states"):
+            make_llm(model, in_process=True, block_size=16, **drafts)
+        return
+    with make_llm(model, in_process=True, block_size=16, **drafts) as llm:
+        assert tokens_of(generate(llm)) == answers
+        check_acceptance(llm, 2, preempts=False)
+
+
+def test_structured_output(tmp_path: Path) -> None:
+    """Drafts that a grammar forbids are cut, and every position has its mask."""
+    grammars = [
+        StructuredOutputsParams(regex="(ab [0-9]{2},){12}"),
+        StructuredOutputsParams(choice=["yes, yes, yes, yes", "no, no, no, no"]),
+        None,
+    ]
+    params = [
+        SamplingParams(seed=index, max_tokens=60, structured_outputs=grammars[index % 3])
+        for index in range(6)
+    ]
+    prompts = [f"{index}: yes, yes, ab 12,ab 12," * 3 for index in range(6)]
+
+    def answers(**settings: Any) -> tuple[list[RequestOutput], dict[str, float]]:
+        with LLM(
+            DEMO_MODEL_DIR,
+            in_process=True,
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            num_blocks=400,
+            max_model_len=512,
+            **settings,
+        ) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            time.sleep(0.5)  # statistics are taken a few times per second
+            llm.generate(prompts[:1], params[:1], use_tqdm=False)
+            counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+        return outputs, counts
+
+    expected, _ = answers()
+    known = [
+        [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids] for output in expected
+    ]
+    found, counts = answers(**drafting(tmp_path / "answers", known, wrong=2))
+    assert tokens_of(found) == tokens_of(expected)
+    assert counts["longshore_scheduler_accepted_draft_tokens"] > 0
+    assert counts["longshore_scheduler_invalid_draft_tokens"] > 0
+
+
+def completions(deployment: Deployment, prompts: Sequence[str]) -> list[list[int]]:
+    client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0)
+    with client:
+        model = client.models.list().data[0].id
+        return [
+            client.completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=60,
+                temperature=index % 2,
+                seed=index,
+                extra_body={"ignore_eos": True, "return_token_ids": True, "top_k": 4},
+            )
+            .choices[0]
+            .token_ids
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+@pytest.mark.services
+@pytest.mark.slow
+def test_a_decode_engine_drafts_after_a_prefill_engine(start_deployment: StartDeployment) -> None:
+    """The drafter begins with the prompt and the first token, which the other engine sampled."""
+    prompts = ["round and round and round " * 9, "the same again, the same again", "x y x y x y"]
+    plain = start_deployment("--dtype", "float32").wait_until_ready()
+    expected = completions(plain, prompts)
+    assert plain.stop() == 0
+    config = '{"method": "suffix", "num_speculative_tokens": 6}'
+    pair = start_deployment(
+        *("--prefill", "1", "--decode", "1", "--dtype", "float32"),
+        *("--speculative-config", config),
+        environment={"UCX_TLS": "tcp"},
+    ).wait_until_ready()
+    assert completions(pair, prompts) == expected
+    with urllib.request.urlopen(f"{pair.url}/metrics", timeout=PATIENCE_S) as response:
+        text = response.read().decode()
+    accepted = r'longshore_scheduler_accepted_draft_tokens_total\{.*engine="1".*\} [1-9]'
+    assert re.search(accepted, text)
+
+
+def test_a_flag_as_vllm_has_it(start_deployment: StartDeployment) -> None:
+    flags = (
+        "--speculative-config.method",
+        "ngram",
+        "--speculative-config.num_speculative_tokens=3",
+    )
+    deployment = start_deployment(*flags).wait_until_ready()
+    assert len(completions(deployment, ["a b c a b c a b"])[0]) == 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "'mtp'"),
+        ({"speculative_config": {"method": "suffix"}, "async_scheduling": True}, "async_schedul"),
+        ({"speculative_config": "{"}, "JSON object such as"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], reason: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(model, in_process=True, **settings)
