@@ -42,7 +42,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 29
+PROTOCOL_VERSION: Final = 30
 """Increased by every change of a message; both sides must have the same version."""
 
 

@@ -1,10 +1,13 @@
 """llama.cpp's batched decoding, greedy, with the protocol of `report.Peer`.
 
-    {llamacpp environment}/bin/python generate_llamacpp.py FILE.gguf MAX_MODEL_LEN
+    {llamacpp environment}/bin/python generate_llamacpp.py FILE.gguf MAX_MODEL_LEN [--lookup]
 
 The jobs are those of generate_vllm.py. Two threads; prompts of all requests are computed in batches of
 2,048 tokens, then each step has one token of every request that has not ended. The KV cache is in
 float16, llama.cpp's default, and all requests share it.
+
+With `--lookup`, five drafts of one request are verified in a step: what followed the latest repetition of
+its last tokens, of five to two of them.
 
 A job with `windows`, lists of tokens, gets `log_probs` instead: of each token but the first of its
 window; and `best`: the token with the highest one.
@@ -29,6 +32,7 @@ def main() -> None:
     )
     arguments.add_argument("model", metavar="FILE", help="GGUF file")
     arguments.add_argument("max_model_len", metavar="MAX_MODEL_LEN", type=int)
+    arguments.add_argument("--lookup", action="store_true", help="verify drafts")
     options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
@@ -44,7 +48,8 @@ def main() -> None:
             print(json.dumps({"log_probs": log_probs, "best": best}), file=answers, flush=True)
             continue
         begin_s = time.perf_counter()
-        engine.generate(job["prompts"], job["output_lens"])
+        generate = engine.generate_with_drafts if options.lookup else engine.generate
+        generate(job["prompts"], job["output_lens"])
         wall_s = time.perf_counter() - begin_s
         print(json.dumps({"wall_s": wall_s}), file=answers, flush=True)
 
@@ -85,6 +90,25 @@ class Engine:
                 made[i] += 1
         assert list(made.values()) == output_lens
 
+    def generate_with_drafts(self, prompts, output_lens):
+        """Of one request. Wrong drafts leave the cache before the next step."""
+        llama, (prompt,), (output_len,) = self.llama, prompts, output_lens
+        memory = llama.llama_get_memory(self.context)
+        llama.llama_memory_clear(memory, True)
+        lines = self.logits([(token, i, 0, i + 1 == len(prompt)) for i, token in enumerate(prompt)])
+        known = [*prompt, *(int(line.argmax()) for _, line in lines)]
+        while len(known) < len(prompt) + output_len:
+            place = len(known) - 1
+            drafts = looked_up(known)[: len(prompt) + output_len - len(known) - 1]
+            tokens = [known[-1], *drafts]
+            lines = self.logits([(token, place + i, 0, True) for i, token in enumerate(tokens)])
+            sampled = [int(line.argmax()) for _, line in lines]
+            num_right = 0
+            while num_right < len(drafts) and drafts[num_right] == sampled[num_right]:
+                num_right += 1
+            known += sampled[: num_right + 1]
+            llama.llama_memory_seq_rm(memory, 0, place + num_right + 1, -1)
+
     def score(self, window):
         """Log probabilities of its tokens but the first, and the most likely ones instead."""
         import numpy as np
@@ -114,6 +138,15 @@ class Engine:
                 logits = llama.llama_get_logits_ith(self.context, i)
                 pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
                 yield request, np.ctypeslib.as_array(pointer, (self.vocab_size,))
+
+
+def looked_up(known):
+    """What followed the latest repetition of the longest of the last 5 to 2 tokens."""
+    for size in range(5, 1, -1):
+        for start in range(len(known) - size - 1, -1, -1):
+            if known[start : start + size] == known[-size:]:
+                return known[start + size : start + size + 5]
+    return []
 
 
 if __name__ == "__main__":

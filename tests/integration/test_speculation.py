@@ -3,12 +3,12 @@
 import json
 import random
 import re
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -18,6 +18,7 @@ from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import StateSpec
 from longshore.worker.kv_cache.plan import CacheSizes
+from longshore.worker.loading.quantise import Scheme, quantise
 from longshore.worker.models.families import read_model_config
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
@@ -33,6 +34,7 @@ PARAMS = [
     SamplingParams(seed=2, top_p=0.8, max_tokens=NUM_TOKENS - 9, frequency_penalty=0.7),
     SamplingParams(seed=3, top_k=9, min_tokens=20, stop_token_ids=list(range(60)), max_tokens=35),
     SamplingParams(temperature=0, repetition_penalty=1.2, max_tokens=NUM_TOKENS, ignore_eos=True),
+    SamplingParams(seed=4, n=2, max_tokens=NUM_TOKENS, ignore_eos=True),
 ]
 OFFLOADING = {
     "kv_connector": "offloading",
@@ -73,11 +75,17 @@ ENGINES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["floats", "int4"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Quantised matrices are multiplied as they are stored."""
     path = tmp_path_factory.mktemp("tiny-llama")
-    make_tiny_llama(path, num_hidden_layers=3, num_key_value_heads=1)
-    return path
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 1}
+    make_tiny_llama(path, num_hidden_layers=3, **shape)
+    if request.param == "floats":
+        return path
+    packed = tmp_path_factory.mktemp("quantised")
+    quantise(path, read_model_config(path), Scheme("int4", 32), packed, show_progress=False)
+    return packed
 
 
 def prompts_of(number: int) -> list[list[int]]:
@@ -104,8 +112,9 @@ def generate(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Reque
     return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
 
 
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    """By request, of each of its answers."""
+    return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
 def drafting(path: Path, known: Sequence[list[int]], wrong: int) -> dict[str, Any]:
@@ -116,27 +125,29 @@ def drafting(path: Path, known: Sequence[list[int]], wrong: int) -> dict[str, An
     return {"speculative_config": config}
 
 
-def with_prompts(answers: Sequence[list[int]]) -> list[list[int]]:
-    return [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+def with_prompts(answers: Sequence[list[list[int]]]) -> list[list[int]]:
+    """All tokens of each answer."""
+    pairs = zip(PROMPTS, answers, strict=True)
+    return [[*prompt, *answer] for prompt, several in pairs for answer in several]
 
 
 @pytest.fixture(scope="module")
-def answers(model: Path) -> list[list[int]]:
+def answers(model: Path) -> list[list[list[int]]]:
     with make_llm(model, in_process=True) as llm:
         return tokens_of(generate(llm))
 
 
+def counts_of(llm: LLM) -> dict[str, float]:
+    return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+
+
 def check_acceptance(llm: LLM, wrong: int, *, preempts: bool) -> None:
     """Drafts were verified, and right ones accepted."""
-
-    def values() -> dict[str, float]:
-        return {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-
     # Other processes send their statistics a few times per second.
-    wait_until(lambda: values()["longshore_scheduler_draft_tokens"] > 50)
+    wait_until(lambda: counts_of(llm)["longshore_scheduler_draft_tokens"] > 50)
     if preempts:
-        wait_until(lambda: values()["longshore_scheduler_preemptions"] > 0)
-    value = values()
+        wait_until(lambda: counts_of(llm)["longshore_scheduler_preemptions"] > 0)
+    value = counts_of(llm)
     drafted = value["longshore_scheduler_draft_tokens"]
     accepted = value["longshore_scheduler_accepted_draft_tokens"]
     assert 0 < accepted <= drafted
@@ -151,7 +162,7 @@ def test_tokens_are_those_without_drafts(
     settings: dict[str, Any],
     wrong: int,
     model: Path,
-    answers: list[list[int]],
+    answers: list[list[list[int]]],
     tmp_path: Path,
 ) -> None:
     if settings.keys() & {"kv_cache_dtype", "cpu_kernels"}:  # sums have another order there
@@ -184,8 +195,26 @@ def test_every_family(case: Case, tmp_path: Path) -> None:
         check_acceptance(llm, 2, preempts=False)
 
 
+def test_the_experts_of_tokens_are_those_without_drafts(tmp_path: Path) -> None:
+    """Those of a wrong draft are replaced with it."""
+    model = tmp_path / "model"
+    make_tiny_model("Mixtral", model, num_local_experts=4, num_experts_per_tok=2)
+    settings = {"in_process": True, "enable_return_routed_experts": True}
+    with make_llm(model, **settings) as llm:
+        expected = generate(llm)
+    drafts = drafting(tmp_path / "answers", with_prompts(tokens_of(expected)), wrong=2)
+    with make_llm(model, **settings, **drafts) as llm:
+        found = generate(llm)
+        check_acceptance(llm, 2, preempts=False)
+    assert tokens_of(found) == tokens_of(expected)
+    for output, other in zip(found, expected, strict=True):
+        for answer, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert answer.routed_experts is not None
+            np.testing.assert_array_equal(answer.routed_experts, wanted.routed_experts)
+
+
 def test_structured_output(tmp_path: Path) -> None:
-    """Drafts that a grammar forbids are cut, and every position has its mask."""
+    """Every position has a mask of its own, so no draft that a grammar forbids is accepted."""
     grammars = [
         StructuredOutputsParams(regex="(ab [0-9]{2},){12}"),
         StructuredOutputsParams(choice=["yes, yes, yes, yes", "no, no, no, no"]),
@@ -197,7 +226,7 @@ def test_structured_output(tmp_path: Path) -> None:
     ]
     prompts = [f"{index}: yes, yes, ab 12,ab 12," * 3 for index in range(6)]
 
-    def answers(**settings: Any) -> tuple[list[RequestOutput], dict[str, float]]:
+    def answers(**settings: Any) -> list[RequestOutput]:
         with LLM(
             DEMO_MODEL_DIR,
             in_process=True,
@@ -209,19 +238,14 @@ def test_structured_output(tmp_path: Path) -> None:
             **settings,
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            time.sleep(0.5)  # statistics are taken a few times per second
-            llm.generate(prompts[:1], params[:1], use_tqdm=False)
-            counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        return outputs, counts
+            if settings:
+                check_acceptance(llm, 2, preempts=False)
+        return outputs
 
-    expected, _ = answers()
-    known = [
-        [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids] for output in expected
-    ]
-    found, counts = answers(**drafting(tmp_path / "answers", known, wrong=2))
+    expected = answers()
+    known = [[*(each.prompt_token_ids or ()), *each.outputs[0].token_ids] for each in expected]
+    found = answers(**drafting(tmp_path / "answers", known, wrong=2))
     assert tokens_of(found) == tokens_of(expected)
-    assert counts["longshore_scheduler_accepted_draft_tokens"] > 0
-    assert counts["longshore_scheduler_invalid_draft_tokens"] > 0
 
 
 def completions(deployment: Deployment, prompts: Sequence[str]) -> list[list[int]]:
@@ -248,20 +272,24 @@ def completions(deployment: Deployment, prompts: Sequence[str]) -> list[list[int
 def test_a_decode_engine_drafts_after_a_prefill_engine(start_deployment: StartDeployment) -> None:
     """The drafter begins with the prompt and the first token, which the other engine sampled."""
     prompts = ["round and round and round " * 9, "the same again, the same again", "x y x y x y"]
-    plain = start_deployment("--dtype", "float32").wait_until_ready()
+    plain = start_deployment("--dtype", "float32", model_dir=DEMO_MODEL_DIR).wait_until_ready()
     expected = completions(plain, prompts)
     assert plain.stop() == 0
     config = '{"method": "suffix", "num_speculative_tokens": 6}'
     pair = start_deployment(
         *("--prefill", "1", "--decode", "1", "--dtype", "float32"),
         *("--speculative-config", config),
+        model_dir=DEMO_MODEL_DIR,
         environment={"UCX_TLS": "tcp"},
     ).wait_until_ready()
     assert completions(pair, prompts) == expected
-    with urllib.request.urlopen(f"{pair.url}/metrics", timeout=PATIENCE_S) as response:
-        text = response.read().decode()
     accepted = r'longshore_scheduler_accepted_draft_tokens_total\{.*engine="1".*\} [1-9]'
-    assert re.search(accepted, text)
+
+    def has_accepted() -> bool:
+        with urllib.request.urlopen(f"{pair.url}/metrics", timeout=PATIENCE_S) as response:
+            return re.search(accepted, response.read().decode()) is not None
+
+    wait_until(has_accepted)
 
 
 def test_a_flag_as_vllm_has_it(start_deployment: StartDeployment) -> None:

@@ -503,3 +503,21 @@ def test_preserved_thinking_keeps_the_prefix_at_the_next_question(tmp_path: Path
     assert on_next["computed_tokens"] <= 100 + 2 * block
     assert off_next["computed_tokens"] >= 50 + 300 + 100 + 100
     assert on["computed_tokens"] < off["computed_tokens"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_speculation_has_a_row_per_load_and_system(tmp_path: Path) -> None:
+    loads = ("--workloads", "story", "--requests", "1", "2", "--rounds", "1")
+    systems = ("--systems", "none", "suffix")
+    result = Result(tmp_path, "speculation.py", str(DEMO_MODEL_DIR), *loads, *systems)
+    assert [(row["requests"], row["system"]) for row in result.rows] == [
+        (1, "none"),
+        (1, "suffix"),
+        (2, "none"),
+        (2, "suffix"),
+    ]
+    for row in result.rows:
+        assert row["output_tokens_per_s"] > 0
+        assert row["per_step"] >= 1
+        assert 0 <= row["accepted"] <= 1
+        assert (row["ratio"] == 1) or row["system"] == "suffix"

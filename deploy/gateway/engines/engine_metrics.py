@@ -320,7 +320,7 @@ class EngineMetrics:
 
     def _accepted_by_position(self) -> Metric:
         counter = CounterMetricFamily(
-            "longshore_scheduler_accepted_draft_tokens_per_position",
+            "longshore_scheduler_accepted_by_position",
             "Draft tokens accepted, by their position among a request's drafts in a step",
             labels=POSITION_LABELS,
         )

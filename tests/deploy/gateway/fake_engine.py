@@ -70,6 +70,7 @@ CAPACITY = KVCapacity(
     99, 49, (FullAttentionSpec(16, 1, 2, 4),), LongestRequest(IDENTITY.max_model_len)
 )
 STATS = SchedulerStats(
+    accepted_by_position=(3, 1),
     num_running=3,
     num_waiting=1,
     num_blocks=100,

@@ -43,7 +43,7 @@ def test_accepted_drafts_are_shown_by_position() -> None:
     metrics = GatewayMetrics()
     stats = msgspec.structs.replace(STATS, accepted_by_position=(5, 3))
     metrics.observe_scheduler("0", stats)
-    name = "longshore_scheduler_accepted_draft_tokens_per_position_total"
+    name = "longshore_scheduler_accepted_by_position_total"
     shown = samples(metrics)
     found = [shown[f'{name}{{engine="0",position="{position}"}}'] for position in (0, 1)]
     assert found == [5, 3]
