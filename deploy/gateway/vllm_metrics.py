@@ -28,7 +28,7 @@ NAMES: Final[Mapping[str, str]] = {
     "external_prefix_cache_queries": "longshore_scheduler_external_queried_tokens",
     "external_prefix_cache_hits": "longshore_scheduler_external_hit_tokens",
     "spec_decode_num_drafts": "longshore_scheduler_drafted_rows",
-    "spec_decode_num_accepted_tokens_per_pos": ("longshore_scheduler_accepted_by_position"),
+    "spec_decode_num_accepted_tokens_per_pos": "longshore_scheduler_accepted_by_position",
     "spec_decode_num_draft_tokens": "longshore_scheduler_draft_tokens",
     "spec_decode_num_accepted_tokens": "longshore_scheduler_accepted_draft_tokens",
     "prompt_tokens": "longshore_scheduler_prompt_tokens",

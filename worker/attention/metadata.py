@@ -44,7 +44,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step. Sequences with one new token come first, so decode sequence i is token i.
+    """One step. Sequences with one new token come first, so decode sequence i is token i. A row
+    that verifies drafts is several of them: each attends to the new tokens of those before it.
 
     slot_mapping: (num_tokens,) int64, block_id * block_size + offset of each new token; -1 if
                   another rank stores it.

@@ -12,7 +12,10 @@ from longshore.worker.drafting.config import SpeculativeConfig
 ENTRY_POINT_GROUP: Final = "longshore.drafters"
 
 _LATER: Final = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
-_BUILT_IN: Final = ("ngram", "suffix")
+_BUILT_IN: Final = {
+    "ngram": "longshore.worker.drafting.lookup:NgramDrafter",
+    "suffix": "longshore.worker.drafting.lookup:SuffixDrafter",
+}
 
 
 class Drafter(ABC):
@@ -50,26 +53,19 @@ class Drafter(ABC):
 
 def load_drafter(config: SpeculativeConfig) -> type[Drafter]:
     """Raises ConfigError if there is no drafter of that name."""
-    from longshore.worker.drafting.lookup import NgramDrafter, SuffixDrafter
-
-    match config.method:
-        case "ngram":
-            return NgramDrafter
-        case "suffix":
-            return SuffixDrafter
     module, colon, name = config.method.partition(":")
-    installed = {each.name: each for each in entry_points(group=ENTRY_POINT_GROUP)}
+    places = {each.name: each.value for each in entry_points(group=ENTRY_POINT_GROUP)} | _BUILT_IN
     if colon and module and name:
-        installed[config.method] = EntryPoint(config.method, config.method, ENTRY_POINT_GROUP)
-    if config.method not in installed:
-        known = ", ".join([*_BUILT_IN, *sorted(installed)])
+        places[config.method] = config.method
+    if config.method not in places:
+        known = ", ".join(sorted(places))
         later = " Drafters with weights are not supported yet." * (config.method in _LATER)
         raise ConfigError(
             f"speculative_config: there is no method {config.method!r}; there are {known}, and "
             f"package.module:Class.{later}"
         )
     try:
-        drafter = installed[config.method].load()
+        drafter = EntryPoint(config.method, places[config.method], ENTRY_POINT_GROUP).load()
     except Exception as error:
         raise ConfigError(
             f"speculative_config: the drafter {config.method!r} cannot be loaded: "

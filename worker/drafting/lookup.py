@@ -20,7 +20,7 @@ MIN_SUFFIX: Final = 2
 """Tokens that `suffix` compares at least; repetitions of one token are mostly chance."""
 
 MAX_CACHED_TOKENS: Final = 1 << 18
-"""Of recent outputs in each of two generations; an index takes some 100 bytes per token."""
+"""Of recent outputs in each of two generations; an index takes up to 130 bytes per token."""
 
 _SEPARATOR: Final = -1
 

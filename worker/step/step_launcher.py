@@ -119,9 +119,8 @@ class StepLauncher:
         enforce_eager: bool = False,
         experts: ExpertCapture | None = None,
     ) -> None:
-        """num_drafts: the most that a row verifies in a step. has_layer_hooks,
-        may_repeat_steps: see ConnectorRunner. enforce_eager: see
-        WorkerConfig. experts: see DeviceState."""
+        """num_drafts: the most that a row verifies in a step. has_layer_hooks, may_repeat_steps:
+        see ConnectorRunner. enforce_eager: see WorkerConfig. experts: see DeviceState."""
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
