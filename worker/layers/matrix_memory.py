@@ -94,7 +94,7 @@ class MatrixMemory:
         """Free the memory: the matrix has been packed."""
         self._floats = None
         self._sources.clear()
-        self.tensor = self.tensor.new_empty(1).expand(self.shape)  # only its shape is used
+        self.tensor = self.tensor.new_zeros(1).expand(self.shape)  # only its shape is used
 
     def target(self, view: Tensor) -> Tensor:
         """The real memory of a view of `tensor`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.config import WorkerConfig
+from longshore.worker.layers.matrix_memory import MatrixMemory
 from longshore.worker.loading import host_weights
 from longshore.worker.loading.host_weights import HostWeights, tensors_of
 from longshore.worker.worker import Worker
@@ -91,3 +92,15 @@ def test_the_weights_of_every_family_leave_and_return_bit_by_bit(
         assert len(after) == len(before)
         for tensor, expected in zip(after, before, strict=True):
             assert torch.equal(tensor, expected)
+
+
+def test_a_packed_matrix_keeps_no_memory_that_nothing_has_written() -> None:
+    """Such memory may be a NaN, which does not equal itself when it has come back."""
+    memory = MatrixMemory(4, 8, torch.float32, CPU, read=None)
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    try:
+        memory.release()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert memory.tensor.shape == (4, 8)
+    assert not memory.tensor.isnan().any()
