@@ -47,8 +47,8 @@ class AttentionMetadata:
     """One step. Sequences with one new token come first, so decode sequence i is token i. A row
     that verifies drafts is several of them: each attends to the new tokens of those before it.
 
-    slot_mapping: (num_tokens,) int64, block_id * block_size + offset of each new token; -1 if
-                  another rank stores it.
+    slot_mapping: (num_tokens,) int64, block_id * block_size + offset of each new token; -1 if it is
+                  not stored: another rank stores it, or it has been computed before.
     block_table:  (max_num_seqs, max_blocks) int32, indexed by row; entries beyond a sequence's
                   length are the null block or stale ids.
     decode_rows, decode_lens: (num_decodes,) int64, row and length (new token included).

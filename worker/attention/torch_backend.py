@@ -225,6 +225,11 @@ class TorchAttentionStep:
         self._num_kv_heads, self._head_dim = cache.num_kv_heads, cache.head_dim
         self._planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
         slots = metadata.slot_mapping
+        # Tokens without a slot write what is there in the null block.
+        self._unstored: Tensor | None = None
+        if slots.device.type != "cpu" or bool((slots < 0).any()):
+            self._unstored = (slots < 0).view(-1, 1, 1)
+            slots = slots.clamp(min=0)
         self._blocks = slots.div(cache.block_size, rounding_mode="floor")
         self._offsets = slots - self._blocks * cache.block_size
         segments, max_blocks = metadata.decode_segments, reach.max_blocks(cache.block_size)
@@ -242,8 +247,12 @@ class TorchAttentionStep:
         scales = KVScales() if fp8 is None else fp8.scales[layer]
         if fp8 is not None:
             k, v = to_fp8(k, scales.keys), to_fp8(v, scales.values)
-        self._planes[:, :, layer, 0][self._blocks, :, self._offsets] = k
-        self._planes[:, :, layer, 1][self._blocks, :, self._offsets] = v
+        for plane, stored in enumerate((k, v)):
+            memory = self._planes[:, :, layer, plane]
+            if self._unstored is not None:
+                there = memory[self._blocks, :, self._offsets]
+                stored = torch.where(self._unstored, there, stored)
+            memory[self._blocks, :, self._offsets] = stored
         q = q.unflatten(1, (self._num_kv_heads, -1))
         out = torch.empty_like(q)
         for segment in self._segments:

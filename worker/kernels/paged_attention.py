@@ -65,7 +65,8 @@ class PagedAttention:
 
         block_table: (max_num_seqs, max_blocks) int32; of each sequence, only entries with tokens
                      that its new tokens attend to are read.
-        slots:       (num_tokens,) int64, block_id * block_size + offset of each new token.
+        slots:       (num_tokens,) int64, block_id * block_size + offset of each new token;
+                     negative: it is not stored.
         sequences:   (num_seqs, 4): row of the table, index of the first new token in the step,
                      number of new tokens, and total number of tokens, new ones included.
         """

@@ -143,6 +143,30 @@ class PagedSequences:
 
 
 @every_backend
+@pytest.mark.parametrize("scales", [None, KVScales(0.5, 2.0)])
+def test_tokens_without_a_slot_are_not_stored(make: MakeBackend, scales: KVScales | None) -> None:
+    """They attend to what is in the cache, of their own positions too."""
+    lens = [5, 12, 33]
+    sequences = PagedSequences(make, lens, block_size=4, group=2, seed=0, scales=scales)
+    sequences.step(lens)
+    planes = sequences.cache.planes.view(torch.uint8)
+    before = planes.clone()
+    batch = make_batch(np.ones(3, np.int64), np.array(lens), 4)
+    no_slots = torch.full((3,), -1)
+    step = sequences.attention.begin_step(
+        replace(metadata(batch, sequences.table, 4), slot_mapping=no_slots)
+    )
+    last = [(row, slice(lens[row] - 1, lens[row])) for row in batch.rows.tolist()]
+    other = torch.full((3, KV_HEADS, HEAD_DIM), 7.0)
+    for layer in range(NUM_LAYERS):
+        q = torch.cat([sequences.q[row][span] for row, span in last])
+        out = step.forward(layer, AttentionInputs(q, other, other.clone()))
+        wanted = torch.cat([sequences.reference(layer, row, span) for row, span in last])
+        torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
+    assert torch.equal(planes, before)
+
+
+@every_backend
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 3]))
 def test_ragged_batches_of_chunks_and_decodes_equal_the_reference(

@@ -596,6 +596,7 @@ static void merge(const AttentionStep& step, const float* partial, int64_t part_
 template <class T, class C>
 static void write_cache(const AttentionStep& step, const AttentionLayer& layer, int64_t token) {
   const int64_t slot = step.slots[token];
+  if (slot < 0) return;
   const int64_t place = slot / step.block_size * step.block_stride +
                         slot % step.block_size * step.head_dim;
   const int64_t size = step.head_dim;
