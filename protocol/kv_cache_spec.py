@@ -293,6 +293,10 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.layer_names) * self.spec.page_size_bytes
 
 
+DRAFT_PREFIX: Final = "draft."
+"""Begins the names of the layers of a drafter, which has KV heads of its own."""
+
+
 class HeadShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV heads of the model that a rank holds: `count` heads from `first` on, of `total`.
 

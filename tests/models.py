@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +71,42 @@ def make_tiny_config(
     config = getattr(transformers, name)(**(SHAPE | overrides))
     config.architectures = [f"{family}{head}"]
     config.save_pretrained(path)
+
+
+def make_tiny_mtp_model(path: Path, *, is_skilled: bool = False, **overrides: Any) -> Any:
+    """A DeepSeek-V3 of two layers, with a third one for multi-token prediction.
+
+    is_skilled: predictions depend on the last token more than on others, and the third layer knows
+                that token, so that it is often right.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    settings = {"num_nextn_predict_layers": 1, **overrides}
+    model = make_tiny_model("DeepseekV3", path, num_hidden_layers=3, **settings)
+    tensors, size = load_file(path / "model.safetensors"), model.config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        norm = 1 + 0.3 * torch.randn(size, generator=generator)
+        tensors[f"model.layers.2.{name}.weight"] = norm
+    projection = torch.randn(size, 2 * size, generator=generator) * size**-0.5
+    if is_skilled:
+        for name in [name for name in tensors if "o_proj" in name or "down_proj" in name]:
+            tensors[name] *= 0.05
+        embeddings = tensors["model.embed_tokens.weight"]
+        embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt()
+        projection = torch.cat((torch.eye(size), 0.01 * projection[:, size:]), dim=1)
+        tensors["model.layers.2.enorm.weight"] = torch.ones(size)
+        tensors["model.layers.2.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["model.layers.2.eh_proj.weight"] = projection
+    # As published: copies of what the model has, too.
+    tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if "lm_head.weight" in tensors:
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return type(model).from_pretrained(path, dtype=torch.float32).eval()
 
 
 def make_tiny_llama(path: Path, **kwargs: Any) -> Any:

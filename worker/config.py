@@ -148,9 +148,9 @@ class WorkerSettings(Settings):
         Setting(
             "Speculative decoding",
             "How drafts are made that a step verifies, as a JSON object with vLLM's names: method "
-            "(ngram, suffix or an installed drafter) and num_speculative_tokens, and what the "
-            "method takes (docs/speculation.md). Tokens are those without drafts; steps are then "
-            "planned one at a time. Default: no drafts.",
+            "(ngram, suffix, draft_model, mtp or an installed drafter) and num_speculative_tokens, "
+            "and what the method takes (docs/speculation.md). Tokens are those without drafts; "
+            "steps are then planned one at a time. Default: no drafts.",
         ),
     ] = None
     poison_kv: Annotated[
@@ -194,9 +194,17 @@ class WorkerSettings(Settings):
 
     def fingerprint(self, model_dir: Path) -> str:
         """`model_fingerprint` of a model that is computed with these settings: rounded inputs give
-        other keys and values, which no other engine may take for its own."""
+        other keys and values, which no other engine may take for its own, and a drafter with
+        weights has keys and values in the same blocks."""
         found, products = model_fingerprint(model_dir), self.quantised_weights
-        return f"{found}-{products}" if products in ("int8", "fp8") else found
+        if products in ("int8", "fp8"):
+            found += f"-{products}"
+        drafts = self.drafts
+        if drafts is not None and drafts.keeps_kv:
+            found += f"-{drafts.method}"
+            if drafts.model is not None:
+                found += f"-{model_fingerprint(Path(drafts.model))}"
+        return found
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,8 +35,13 @@ from longshore.protocol.routed_experts import (
 )
 from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.kind import CachedLayer
 from longshore.worker.config import QuantisedProducts, WorkerConfig
+from longshore.worker.drafting.config import DRAFT_MODEL
+from longshore.worker.drafting.draft_layers import find_draft_layers
 from longshore.worker.drafting.drafter import Drafter, load_drafter
+from longshore.worker.drafting.mtp import MtpDrafter
+from longshore.worker.drafting.network import DraftModel, DraftNetwork
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
 from longshore.worker.kernels import native
 from longshore.worker.kernels.device_matrix import HAS_FP8
@@ -62,6 +67,7 @@ from longshore.worker.kv_cache.plan import (
 from longshore.worker.kv_cache.report import report_on
 from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.host_weights import HostWeights
+from longshore.worker.loading.loadable_model import LoadableModel
 from longshore.worker.loading.loader import (
     check_weights,
     fill_at_random,
@@ -71,6 +77,7 @@ from longshore.worker.loading.loader import (
 from longshore.worker.loading.quantised_tensor import FP8_DTYPE
 from longshore.worker.loading.stored_weights import StoredWeights
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
 from longshore.worker.models.rope_config import DynamicRope, rotation_of
@@ -130,7 +137,7 @@ class Worker:
         self._meter = meter_of(self._device)
         self._drafts = config.drafts
         self._make_drafter: Callable[[], Drafter] | None = None
-        if self._drafts is not None:
+        if self._drafts is not None and not self._drafts.keeps_kv:
             self._make_drafter = partial(load_drafter(self._drafts), self._drafts)
         self._budget: MemoryBudget | None = None  # None: the cache is not sized by a profile
         model_dir = Path(config.model)
@@ -143,6 +150,9 @@ class Worker:
             num_shards=parallel.num_shards,
         )
         self._cache_specs = model_config.cache_specs(sizes)
+        self._draft_layers = find_draft_layers(self._drafts, model_dir, model_config)
+        if self._draft_layers is not None:
+            self._cache_specs |= self._draft_layers.cache_specs(sizes)
         check_cache_specs(self._cache_specs, config.kv_cache_dtype)
         share = parallel.context_share
         check_context_parallel(
@@ -154,18 +164,9 @@ class Worker:
             num_kv_heads=model_config.num_kv_heads,
         )
         self.max_model_len = _max_model_len(config, model_config)
-        build = partial(
-            MODELS[type(model_config)],
-            model_config,
-            max_model_len=self.max_model_len,
-            dtype=self._dtype,
-            parallel=parallel,
-        )
-        # On `meta`, tensors have shapes and no memory.
         weights = find_weights(model_dir) if config.load_format == "auto" else None
-        build = partial(
-            build, products=_quantised_products(config, self._device, self._dtype, weights)
-        )
+        build = self._build_of(model_config, weights)
+        # On `meta`, tensors have shapes and no memory.
         shapes = build(device=torch.device("meta"))
         self.routed_experts: RoutedExpertsShape | None = None
         if config.routed_experts_fd is not None:
@@ -175,16 +176,16 @@ class Worker:
         check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):
             self.model = build(device=self._device)
-        if weights is None:
-            fill_at_random(self.model)
-        else:
-            load_weights(self.model, weights, show_progress=config.show_progress)
+        self._fill(self.model, weights)
+        self._network = self._make_network(weights)
         self.heads = model_config.head_share(parallel.shard, parallel.num_shards)
         self.kv_scales: dict[str, KVScales] = {}
         if config.kv_cache_dtype == FP8_E4M3:
-            layers = [layer.name for layer in self.model.cached_layers()]
+            layers = [layer.name for layer in self._cached_layers]
             self.kv_scales = {} if weights is None else read_kv_scales(weights, layers)
         self._weight_bytes = num_bytes
+        if self._network is not None:
+            self._weight_bytes += weight_bytes(self._network.weights)
         self.connector: ConnectorRunner | None = None
         self.encoder_connector: EncoderRunner | None = None
         self._cache: KVCache | None = None
@@ -267,6 +268,47 @@ class Worker:
         self._log_plan(agreed)
         return runner
 
+    def _build_of(
+        self, model_config: DecoderConfig, weights: StoredWeights | None
+    ) -> Callable[..., DecoderModel]:
+        """Builds a model on a device."""
+        return partial(
+            MODELS[type(model_config)],
+            model_config,
+            max_model_len=self.max_model_len,
+            dtype=self._dtype,
+            parallel=self._parallel,
+            products=_quantised_products(self._config, self._device, self._dtype, weights),
+        )
+
+    def _fill(self, model: LoadableModel, weights: StoredWeights | None) -> None:
+        if weights is None:
+            fill_at_random(model)
+        else:
+            load_weights(model, weights, show_progress=self._config.show_progress)
+
+    def _make_network(self, weights: StoredWeights | None) -> DraftNetwork | None:
+        """The drafter, if it has weights. weights: of the model."""
+        layers = self._draft_layers
+        if layers is None:
+            return None
+        network: DraftNetwork
+        with fits_in_memory("The drafter", self._device):
+            if layers.method == DRAFT_MODEL:
+                if weights is not None:
+                    weights = find_weights(layers.model_dir)
+                model = self._build_of(layers.config, weights)(device=self._device)
+                network = DraftModel(model, self.model_config.vocab_size)
+            else:
+                network = MtpDrafter(
+                    self.model,
+                    dtype=self._dtype,
+                    device=self._device,
+                    products=_quantised_products(self._config, self._device, self._dtype, weights),
+                )
+        self._fill(network.weights, weights)
+        return network
+
     def _open_queue(self) -> ComputeQueue:
         return open_compute_queue(self._device, partial(self._parallel.check, self._device))
 
@@ -295,6 +337,7 @@ class Worker:
             experts=experts,
             num_drafts=0 if self._drafts is None else self._drafts.num_drafts,
             make_drafter=self._make_drafter,
+            network=self._network,
         )
 
     def _make_capture(self, cache: KVCache) -> ExpertCapture | None:
@@ -318,6 +361,12 @@ class Worker:
             group=group_with_experts(cache.groups),
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
+
+    @property
+    def _cached_layers(self) -> tuple[CachedLayer, ...]:
+        """Of the model and its drafter."""
+        drafter = () if self._network is None else self._network.cached_layers()
+        return (*self.model.cached_layers(), *drafter)
 
     @cached_property
     def kv_cache(self) -> KVCacheConfig:
@@ -392,7 +441,7 @@ class Worker:
         gc.collect()  # what is on the device goes with the last reference to it
         if self._asleep is None and leave_device(self._device):
             with fits_in_memory("A copy of the weights in host memory", torch.device("cpu")):
-                self._asleep = HostWeights(self.model, self._device)
+                self._asleep = HostWeights((self.model, self._network), self._device)
         release_unused_memory(self._device)
 
     def _wake_weights(self) -> None:
@@ -438,10 +487,15 @@ class Worker:
         step_tokens = config.max_num_scheduled_tokens or config.max_num_batched_tokens
         return LongestRequest(
             self.max_model_len,
-            num_steps * step_tokens,
+            num_steps * step_tokens + self._num_lookahead_tokens,
             num_steps,
             self._parallel.context_share.size,
         )
+
+    @property
+    def _num_lookahead_tokens(self) -> int:
+        """See SchedulerConfig."""
+        return 0 if self._draft_layers is None or self._drafts is None else self._drafts.num_drafts
 
     def _plan_cache(self) -> KVCacheConfig:
         config = self._config
@@ -452,7 +506,7 @@ class Worker:
                 max_model_len=self.max_model_len,
                 max_num_batched_tokens=config.max_num_batched_tokens,
             ),
-            {layer.name for layer in self.model.cached_layers()},
+            {layer.name for layer in self._cached_layers},
         )
         if self.routed_experts is not None:
             group_with_experts(groups)

@@ -94,13 +94,9 @@ class ModelFolder(msgspec.Struct, frozen=True):
         return cast(DtypeName, name)
 
 
-def read_model_folder(name: str | Path, state_dir: Path | None = None) -> ModelFolder:
-    """name: a folder, a GGUF file, a known model, or an id on a model hub (see `resolve_model`).
-    state_dir: where what is fetched or converted is kept; None: the default.
-
-    Logs a warning if nothing ends the answers of a model. Raises ConfigError if this is not a model
-    folder, or a required setting is missing.
-    """
+def find_model_folder(name: str | Path, state_dir: Path | None = None) -> Path:
+    """The folder of a model; name, state_dir: as in `read_model_folder`. Raises ConfigError if it
+    is not a model folder."""
     path = resolve_model(name, state_dir)
     if has_gguf(path):
         path = gguf_folder(path, state_dir)
@@ -110,6 +106,17 @@ def read_model_folder(name: str | Path, state_dir: Path | None = None) -> ModelF
         )
     if not exists(path / "config.json"):
         raise ConfigError(f"{path} has no config.json, so it is not a model folder")
+    return path
+
+
+def read_model_folder(name: str | Path, state_dir: Path | None = None) -> ModelFolder:
+    """name: a folder, a GGUF file, a known model, or an id on a model hub (see `resolve_model`).
+    state_dir: where what is fetched or converted is kept; None: the default.
+
+    Logs a warning if nothing ends the answers of a model. Raises ConfigError if this is not a model
+    folder, or a required setting is missing.
+    """
+    path = find_model_folder(name, state_dir)
     model = read_model_config(path)
     config = read_json_object(path / "config.json")
     generation = (

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from longshore.connectors.registry import (
     parse_options,
 )
 from longshore.deploy.machine.device import resolve_device
-from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.model.folder import ModelFolder, find_model_folder
 from longshore.deploy.requests.tracing import check_endpoint
 from longshore.deploy.settings.options import EngineOptions
 from longshore.deploy.supervisor.connector_options import (
@@ -60,6 +60,7 @@ from longshore.scheduler.queue.outside_policies import load_policy
 from longshore.worker.config import (
     check_memory_shares,
 )
+from longshore.worker.drafting.draft_layers import DraftLayers, find_draft_layers
 from longshore.worker.drafting.drafter import load_drafter
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -129,6 +130,7 @@ def plan_engine(
     record_path(options, ONLY)
     _check_backend(options.structured_output_backend)
     check_endpoint(options.otlp_traces_endpoint)
+    options = _with_draft_folder(options)
     config = read_model_config(model.path)
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
@@ -168,6 +170,11 @@ def plan_engine(
         num_shards=options.tensor_parallel_size,
     )
     specs = config.cache_specs(sizes)
+    _check_drafts(options, config, specs)
+    draft_layers = find_draft_layers(options.drafts, model.path, config)
+    if draft_layers is not None:
+        _check_draft_layers(options, draft_layers)
+        specs |= draft_layers.cache_specs(sizes)
     check_cache_specs(specs, options.kv_cache_dtype)
     check_context_parallel(
         specs,
@@ -177,10 +184,11 @@ def plan_engine(
         num_shards=options.tensor_parallel_size,
         num_kv_heads=config.num_kv_heads,
     )
-    _check_drafts(options, config, specs)
     scheduler = _scheduler_config(
         options, config, max_model_len=_max_model_len(options, model, config, specs)
     )
+    if draft_layers is not None:
+        draft_layers.check_length(scheduler.max_model_len)
     check_states(scheduler, specs.values())
     check_preemption_mode(scheduler, cache)
     if options.num_blocks is not None:
@@ -306,7 +314,7 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
 def _scheduler_config(
     options: EngineOptions, config: DecoderConfig, *, max_model_len: int
 ) -> SchedulerConfig:
-    max_num_batched_tokens = options.max_num_batched_tokens
+    max_num_batched_tokens, drafts = options.max_num_batched_tokens, options.drafts
     if config.is_bidirectional:  # a step computes whole prompts
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     return part_of(
@@ -318,7 +326,8 @@ def _scheduler_config(
         enable_chunked_prefill=options.enable_chunked_prefill and not config.is_bidirectional,
         policy=options.scheduling_policy or _DEFAULT_POLICY,
         max_steps_in_flight=options.max_steps_in_flight,
-        num_speculative_tokens=0 if options.drafts is None else options.drafts.num_drafts,
+        num_speculative_tokens=0 if drafts is None else drafts.num_drafts,
+        num_lookahead_tokens=drafts.num_drafts if drafts is not None and drafts.keeps_kv else 0,
         feed_back_tokens=options.pipeline_parallel_size > 1,
     )
 
@@ -330,7 +339,8 @@ def _check_drafts(
     drafts = options.drafts
     if drafts is None:
         return
-    load_drafter(drafts)
+    if not drafts.keeps_kv:
+        load_drafter(drafts)
     has_states = any(isinstance(spec, StateSpec) for spec in specs.values())
     why = None
     if not config.has_head:
@@ -343,6 +353,27 @@ def _check_drafts(
         raise ConfigError(
             f"speculative_config is not supported for this model: {why}. Remove speculative_config"
         )
+
+
+def _with_draft_folder(options: EngineOptions) -> EngineOptions:
+    """The draft model by its folder, whatever it was named by. Raises ConfigError."""
+    drafts = options.drafts
+    if drafts is None or drafts.model is None:
+        return options
+    folder = find_model_folder(drafts.model, StateDir(options.state_dir).path).absolute()
+    resolved = msgspec.structs.replace(drafts, model=str(folder))
+    return replace(options, speculative_config=msgspec.json.encode(resolved).decode())
+
+
+def _check_draft_layers(options: EngineOptions, layers: DraftLayers) -> None:
+    """Raise ConfigError if the ranks of this engine cannot compute them."""
+    layers.config.check_split(num_shards=options.tensor_parallel_size)
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(options, name) > 1:
+            raise ConfigError(
+                f"speculative_config: method {layers.method!r} is not supported with {name} yet. "
+                "Use ngram or suffix, or remove one of them"
+            )
 
 
 def _check_policy(name: str) -> None:

@@ -30,6 +30,7 @@ from longshore.protocol.handshake import (
     check_identity,
 )
 from longshore.protocol.kv_cache_spec import (
+    DRAFT_PREFIX,
     HeadShare,
     KVCacheConfig,
     check_holds_one_request,
@@ -292,7 +293,8 @@ def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
 
 
 def _check_heads(hellos: Sequence[WorkerHello], *, num_shards: int) -> None:
-    """Check that each rank has the KV heads of its shard, and as many as its blocks."""
+    """Check that each rank has the KV heads of its shard, and as many as its blocks, unless these
+    are of a drafter."""
     total = hellos[0].heads.total
     for rank, hello in enumerate(hellos):
         expected = HeadShare.of_shard(rank % num_shards, num_shards, total)
@@ -303,7 +305,8 @@ def _check_heads(hellos: Sequence[WorkerHello], *, num_shards: int) -> None:
             )
         for group in hello.kv_cache.groups:
             num_heads = getattr(group.spec, "num_kv_heads", expected.count)
-            if num_heads != expected.count:
+            is_of_drafter = all(name.startswith(DRAFT_PREFIX) for name in group.layer_names)
+            if num_heads != expected.count and not is_of_drafter:
                 raise HandshakeRejected(
                     f"worker {rank} has {expected.count} KV heads, but its blocks of "
                     f"{type(group.spec).__name__} have {num_heads}. Start all with the same "

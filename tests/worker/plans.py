@@ -49,10 +49,12 @@ class Planner:
         max_model_len: int = 256,
         epoch: int = 1,
         seed: int = 0,
+        num_lookahead: int = 0,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.epoch = epoch
+        self.num_lookahead = num_lookahead  # slots after the tokens of each row
         self.step = 0
         self.digest = 0
         self.rows = RowTable(max_num_seqs)
@@ -177,7 +179,8 @@ class Planner:
     def _append(self, new_rows: set[int]) -> tuple[AppendedBlocks, ...]:
         rows, ids = [], []
         for row, held in self.blocks.items():
-            needed = -(-int(self.rows.num_computed[row]) // self.block_size)
+            num_slots = int(self.rows.num_computed[row]) + self.num_lookahead
+            needed = -(-min(num_slots, self.max_model_len) // self.block_size)
             while len(held) < needed:
                 held.append(self.free.pop())
                 if row not in new_rows:

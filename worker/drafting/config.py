@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from longshore.protocol.errors import ConfigError
 
@@ -12,10 +13,15 @@ MAX_DRAFTS: Final = 64
 
 MAX_CACHED_REQUESTS: Final = 1 << 20
 
+DRAFT_MODEL: Final = "draft_model"
+MTP: Final = "mtp"
+
+_ALIASES: Final = {"deepseek_mtp": MTP}
+"""Earlier names in vLLM."""
+
 _ELSEWHERE: Final = {
-    "model": "a draft model is not supported yet",
-    "draft_tensor_parallel_size": "a draft model is not supported yet",
-    "quantization": "a draft model is not supported yet",
+    "draft_tensor_parallel_size": "a draft model is divided as the model is",
+    "quantization": "the folder of a draft model says how its weights are stored",
     "disable_by_batch_size": "drafts follow their acceptance and the measured time of steps",
     "rejection_sample_method": "a draft is accepted if it is the token that is sampled",
 }
@@ -25,6 +31,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """How drafts are made. Raises ConfigError naming the wrong setting.
 
     method:                 a drafter's name.
+    model:                  folder or name of the draft model (`draft_model`).
     num_speculative_tokens: the most drafts of a request in a step.
     prompt_lookup_min, prompt_lookup_max: tokens that must have occurred before for what followed
                             them to be a draft (`ngram`).
@@ -37,6 +44,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """
 
     method: str
+    model: str | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
@@ -51,6 +59,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         """The most drafts of a request in a step."""
         given = self.num_speculative_tokens
         return self.suffix_decoding_max_tree_depth if given is None else given
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the drafter has weights, and KV of its own in the blocks of each request."""
+        return self.method in (DRAFT_MODEL, MTP)
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -69,6 +82,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
             if isinstance(given, dict) and name in given:
                 raise ConfigError(f"speculative_config: {name!r}: {why}. Remove it.")
         config = msgspec.convert(given, SpeculativeConfig)
+        config = replace(config, method=_ALIASES.get(config.method, config.method))
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"speculative_config: {error}. It is a JSON object such as "
@@ -78,6 +92,11 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ConfigError(
             "speculative_config has no num_speculative_tokens: say how many drafts of a request a "
             "step verifies at most"
+        )
+    if (config.method == DRAFT_MODEL) != (config.model is not None):
+        raise ConfigError(
+            f"speculative_config: method {DRAFT_MODEL!r}, and no other one, has a model: the "
+            "folder or the name of the draft model"
         )
     low, high = config.lookup
     if low > high:

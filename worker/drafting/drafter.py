@@ -7,11 +7,11 @@ from typing import Final
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
-from longshore.worker.drafting.config import SpeculativeConfig
+from longshore.worker.drafting.config import DRAFT_MODEL, MTP, SpeculativeConfig
 
 ENTRY_POINT_GROUP: Final = "longshore.drafters"
 
-_LATER: Final = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+_LATER: Final = ("eagle", "eagle3", "medusa")
 _BUILT_IN: Final = {
     "ngram": "longshore.worker.drafting.lookup:NgramDrafter",
     "suffix": "longshore.worker.drafting.lookup:SuffixDrafter",
@@ -52,14 +52,15 @@ class Drafter(ABC):
 
 
 def load_drafter(config: SpeculativeConfig) -> type[Drafter]:
-    """Raises ConfigError if there is no drafter of that name."""
+    """The drafter of a method without weights. Raises ConfigError if there is none of that name."""
     module, colon, name = config.method.partition(":")
     places = {each.name: each.value for each in entry_points(group=ENTRY_POINT_GROUP)} | _BUILT_IN
     if colon and module and name:
         places[config.method] = config.method
     if config.method not in places:
-        known = ", ".join(sorted(places))
-        later = " Drafters with weights are not supported yet." * (config.method in _LATER)
+        known = ", ".join(sorted({*places, DRAFT_MODEL, MTP}))
+        later = " Drafters from hidden states of several layers are not supported yet."
+        later *= config.method in _LATER
         raise ConfigError(
             f"speculative_config: there is no method {config.method!r}; there are {known}, and "
             f"package.module:Class.{later}"

@@ -6,7 +6,7 @@ accepted, the row itself shows. Drafts change no token, so that both may depend 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -37,37 +37,47 @@ MIN_SPREAD: Final = 0.02
 @dataclass(slots=True)
 class StepCosts:
     """A line through the times of decode steps by their number of tokens, with least squares in
-    which earlier steps count less and less."""
+    which earlier steps count less and less; and the time of a drafter with weights, per draft of
+    all rows."""
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _drafting_s: float = 0.0
 
     def measured(self, num_tokens: int, seconds: float) -> None:
-        """A step of decodes and drafts, at least one, has taken so long."""
+        """A step of decodes and drafts, at least one, has taken so long, without the drafter."""
         values = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         self._sums = [MEMORY * old + new for old, new in zip(self._sums, values, strict=True)]
 
-    def price(self, num_outputs: float) -> float:
-        """The time of one more token in a step, relative to the time per output token of a step
-        that gives `num_outputs` of them; 0 while it is unknown."""
+    def drafted(self, num_drafts: int, seconds: float) -> None:
+        """A drafter with weights has taken so long for so many drafts of each row, at least one."""
+        new = seconds / num_drafts
+        kept = MEMORY if self._drafting_s else 0.0
+        self._drafting_s = kept * self._drafting_s + (1 - kept) * new
+
+    def price(self, num_outputs: float, num_rows: int) -> float:
+        """The time of one more draft of a row, relative to the time per output token of a step with
+        `num_rows` rows that gives `num_outputs` of them; 0 while it is unknown."""
         weight, tokens, squares, seconds, products = self._sums
         if not weight or seconds <= 0:
             return 0.0
         mean = tokens / weight
         variance = squares / weight - mean**2
-        if variance < (MIN_SPREAD * mean) ** 2:
-            return 0.0
-        slope = (products / weight - mean * seconds / weight) / variance
-        return max(0.0, slope) * num_outputs / (seconds / weight)
+        slope = 0.0
+        if variance >= (MIN_SPREAD * mean) ** 2:
+            slope = max(0.0, (products / weight - mean * seconds / weight) / variance)
+        return (slope + self._drafting_s / num_rows) * num_outputs / (seconds / weight)
 
 
 @dataclass(slots=True)
 class _Row:
     """acceptance: of its drafts, the probability of one whose predecessors are right.
-    pause: steps without drafts from now on; num_misses: steps in a row that accepted none."""
+    pause: steps without drafts from now on; num_misses: steps in a row that accepted none.
+    wanted: the limit of the next drafts, if it has been decided."""
 
     acceptance: float = FIRST_ACCEPTANCE
     pause: int = 0
     num_misses: int = 0
+    wanted: int | None = None
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """A step has verified so many drafts."""
@@ -118,15 +128,29 @@ class Proposals:
         self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._costs = StepCosts()
+        self._price = 0.0
         self._has_failed = False
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Take the changes of rows of the plan that is being answered."""
         self._try(self._begin, plan)
 
-    def measured(self, num_tokens: int, seconds: float) -> None:
-        """A step of decodes and drafts, at least one, has taken so long."""
-        self._costs.measured(num_tokens, seconds)
+    @property
+    def costs(self) -> StepCosts:
+        """Takes the times of steps."""
+        return self._costs
+
+    def num_wanted(self, rows: Sequence[int]) -> int:
+        """Decide how many drafts these rows get at most after the step that is about to run, for a
+        drafter that makes them in it. Returns the largest number. Called when the step before has
+        been answered."""
+        largest = 0
+        for row in rows:
+            wanted = self._max_drafts
+            if (state := self._rows.get(row)) is not None:
+                wanted = state.wanted = state.limit(self._max_drafts, self._price)
+            largest = max(largest, wanted)
+        return largest
 
     def propose(self, sampled: SampledTokens) -> tuple[Int32Array, Int32Array]:
         """The drafts for the next step, after what this one has sampled: the row of each, and its
@@ -164,7 +188,8 @@ class Proposals:
 
     def _propose(self, sampled: SampledTokens) -> dict[int, list[int]]:
         """The drafts of each row."""
-        price = self._costs.price(len(sampled.token_ids))
+        if len(sampled.rows):
+            self._price = self._costs.price(len(sampled.token_ids), len(sampled.rows))
         proposed: dict[int, list[int]] = {}
         ends = np.cumsum(sampled.num_tokens).tolist()
         columns = (sampled.rows, sampled.num_drafts, sampled.num_tokens)
@@ -175,7 +200,10 @@ class Proposals:
                 continue
             self._drafter.append(row, sampled.token_ids[end - num_tokens : end].tolist())
             state.verified(num_drafts, num_tokens - 1)
-            if limit := state.limit(self._max_drafts, price):
+            limit, state.wanted = state.wanted, None
+            if limit is None:
+                limit = state.limit(self._max_drafts, self._price)
+            if limit:
                 proposed[row] = ids = list(self._drafter.propose(row, limit))[:limit]
                 if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
                     raise ValueError(f"drafts {ids} are not in 0..{self._vocab_size - 1}")

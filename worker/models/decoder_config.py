@@ -97,6 +97,8 @@ class DecoderConfig(ABC):
     labels:      names of the labels of a classification head; empty: the model has none.
     label_tokens: the token against the only label and the one for it, if the head is made from
                  their rows of the output head; None: it is in the checkpoint.
+    num_mtp_layers: layers for multi-token prediction after the last layer; only a drafter loads
+                 one (worker/drafting/mtp.py).
     dtype:       the checkpoint's dtype, "float32" if config.json does not give it.
     """
 
@@ -131,6 +133,7 @@ class DecoderConfig(ABC):
     has_head: bool = True
     labels: tuple[str, ...] = ()
     label_tokens: tuple[int, int] | None = None
+    num_mtp_layers: int = 0
 
     @classmethod
     @abstractmethod

@@ -50,8 +50,8 @@ class Deepseek(DecoderModel):
         super().loaded()
         if self.config.num_mtp_layers:
             logger.info(
-                "num_nextn_predict_layers=%d: layers from model.layers.%d on are not loaded; "
-                "multi-token prediction is not supported",
+                "num_nextn_predict_layers=%d: layers from model.layers.%d on are not part of the "
+                "model; speculative_config with method mtp makes drafts with the first of them",
                 self.config.num_mtp_layers,
                 self.config.num_layers,
             )

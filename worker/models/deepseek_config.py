@@ -43,7 +43,6 @@ class DeepseekConfig(DecoderConfig):
     num_shared_experts: shared experts of that size, which compute every token.
     routed_scale:     factor on the weights of the chosen experts.
     renormalises:     the chosen weights are normalised to a sum of 1 before that.
-    num_mtp_layers:   multi-token prediction layers after the last layer; they are not loaded.
     """
 
     model = "longshore.worker.models.deepseek:Deepseek"
@@ -63,7 +62,6 @@ class DeepseekConfig(DecoderConfig):
     num_shared_experts: int
     routed_scale: float
     renormalises: bool
-    num_mtp_layers: int
 
     @property
     def qk_rope_head_dim(self) -> int:

@@ -134,7 +134,7 @@ def make_extras(
 ) -> SamplingExtras | None:
     """Make the extras, or None if no row of the step needs any. sampled_rows, sampled_positions:
     see StepTask."""
-    asked = columns.asks[batch.rows]
+    asked = np.where(batch.is_primer, 0, columns.asks[batch.rows])
     if not asked.any():
         return None
     packing = _Packing(columns, sampled_rows, sampled_positions, token_width, vocab_size)

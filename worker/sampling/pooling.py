@@ -69,7 +69,7 @@ class PoolingRows:
         pooling row. Raises PlanMismatch if a row is rewound to states that are already summed, is
         to be classified without labels, or has a part of a prompt whose tokens attend to later
         ones."""
-        chosen = np.flatnonzero(self.is_pooling[batch.rows])
+        chosen = np.flatnonzero(self.is_pooling[batch.rows] & ~batch.is_primer)
         if not len(chosen):
             return None
         rows, starts, ends = batch.rows[chosen], batch.starts[chosen], batch.ends[chosen]

@@ -33,6 +33,7 @@ from longshore.worker.step.decode_graphs import Decoded, DecodeGraphs, GraphKey
 from longshore.worker.step.encoder_rows import EncoderInput
 from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.model_forward import ModelForward
+from longshore.worker.step.network_drafts import STAGED, DraftParts, NetworkDrafts
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.step_task import StepTask
 from longshore.worker.step.token_table import TokenTable
@@ -47,6 +48,7 @@ class DeviceState:
     link:        link to the other pipeline stages; None if there is one stage.
     pooled:      running sums of pooling rows.
     experts:     captures the chosen experts; None if they are not returned.
+    network:     a drafter with weights; None: there is none.
     may_repeat_steps: a step without memory is reported as not computed; else it fails.
     """
 
@@ -61,6 +63,7 @@ class DeviceState:
     link: StageLink | None
     pooled: PooledSums
     experts: ExpertCapture | None
+    network: NetworkDrafts | None
     may_repeat_steps: bool
 
 
@@ -96,6 +99,7 @@ class DeviceStep:
     uploads: Sequence[TableUpload]
     shares_blocks: bool = False
     unsampled: Unsampled | None = field(default=None, init=False)
+    _draft_parts: DraftParts | None = field(default=None, init=False)
 
     def run(self) -> None:
         """The whole step as one operation."""
@@ -171,9 +175,11 @@ class DeviceStep:
                 return
             hidden, logits = state.graphs.replay(graph, self.task.transfers)
             self._keep_states(ints)
+            self._follow(hidden, ints, None)
             self._finish(hidden, ints, reals, logits)
             return
-        attention = state.attention.begin_step(self._metadata(ints), self.task.transfers)
+        metadata = self._metadata(ints)
+        attention = state.attention.begin_step(metadata, self.task.transfers)
         for item in self.task.encoded:
             state.model.write_encoded(self._encoded(item, ints.device), item.row, attention)
         positions = ints[inputs.positions]
@@ -186,11 +192,25 @@ class DeviceStep:
             self.task.prepare(model_inputs, positions, attention)
         hidden = state.forward(model_inputs, positions, attention)
         self._keep_states(ints)
+        self._follow(hidden, ints, metadata)
         if state.parallel.is_last_stage:
             self._finish(hidden, ints, reals)
         else:
             assert state.link is not None
             state.link.send(hidden)
+
+    def _follow(
+        self, hidden: Tensor, ints: Tensor, metadata: Sequence[AttentionMetadata] | None
+    ) -> None:
+        """A drafter with weights computes the step's tokens, too. metadata: None: not made yet."""
+        state, inputs = self.state, self.inputs
+        if state.network is None or inputs.network is None:
+            return
+        self._draft_parts = parts = state.network.parts(inputs.network, ints.device)
+        metadata = self._metadata(ints) if metadata is None else metadata
+        token_ids = state.tokens.gather(ints[inputs.token_index])
+        positions, hooks = ints[inputs.positions], self.task.transfers
+        state.network.follow(parts, token_ids, positions, hidden, metadata, hooks)
 
     def _keep_states(self, ints: Tensor) -> None:
         """Copy the states of single tokens that are kept. The kernels of such a step know nothing
@@ -272,7 +292,13 @@ class DeviceStep:
             sampled = self._sample(unsampled, mask)
         else:
             sampled = ints.new_empty(len(unsampled.logits), dtype=torch.int32)
-        state.tokens.scatter(ints[self.inputs.destinations], state.parallel.broadcast(sampled))
+        sampled = state.parallel.broadcast(sampled)
+        state.tokens.scatter(ints[self.inputs.destinations], sampled)
+        parts, self._draft_parts = self._draft_parts, None
+        step, network = self.inputs.network, state.network
+        if step is not None and parts is not None and network is not None:
+            staged = self.inputs.staging.tensors[STAGED]
+            self.inputs.outcome.drafting_s = network.propose(step, parts, sampled, staged)
 
     def _sample(self, unsampled: Unsampled, token_mask: TokenMask | None) -> Tensor:
         """Sample, and start copying the ids to the host. Returns (num_sampled,) int32 on the

@@ -82,4 +82,6 @@ class ExpertCapture:
         num_tokens = inputs.num_tokens
         slots = inputs.staging.arrays["ints"][inputs.slots[self._group]][:num_tokens]
         staged = inputs.staging.arrays[STAGED][:num_tokens]
-        self._by_slot[slots] = staged.view(np.uint8).reshape(num_tokens, self._shape.token_bytes)
+        lines = staged.view(np.uint8).reshape(num_tokens, self._shape.token_bytes)
+        is_new = slots.view(np.int64) >= 0  # others are computed once more
+        self._by_slot[slots[is_new]] = lines[is_new]

@@ -26,6 +26,7 @@ from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerRe
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.drafting.drafter import Drafter
+from longshore.worker.drafting.network import DraftNetwork, MadeDrafts
 from longshore.worker.drafting.proposals import Proposals, SampledTokens
 from longshore.worker.errors import OutOfMemory, RankLost
 from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
@@ -40,6 +41,7 @@ from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.given_tokens import GivenTokens, fed_back_tokens
 from longshore.worker.step.memory_profile import MemoryProfile
+from longshore.worker.step.network_drafts import STAGED
 from longshore.worker.step.planned_drafts import PlannedDrafts, planned_drafts
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs, StepResult
@@ -93,6 +95,7 @@ class ModelRunner:
         experts: ExpertCapture | None = None,
         num_drafts: int = 0,
         make_drafter: Callable[[], Drafter] | None = None,
+        network: DraftNetwork | None = None,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
@@ -101,7 +104,7 @@ class ModelRunner:
         guards_blocks: see BlockGuard. enforce_eager: see WorkerConfig.
         experts: see DeviceState.
         num_drafts: the most that a row verifies in a step. make_drafter: called on the rank that
-        samples, for each epoch; None: drafts come from elsewhere."""
+        samples, for each epoch; None: drafts come from elsewhere, or from `network`."""
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -117,6 +120,7 @@ class ModelRunner:
             may_repeat_steps=connector is None or connector.may_repeat_steps,
             enforce_eager=enforce_eager,
             experts=experts,
+            network=network,
         )
         self._make_rows = partial(
             WorkerRows,
@@ -150,11 +154,16 @@ class ModelRunner:
         self._held.clear()
         self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
         self._proposals = None
-        if self._make_drafter is not None and self._parallel.samples:
+        self._made_drafts = MadeDrafts()
+        drafter: Drafter | None = None
+        if self._parallel.samples:
+            if self._launcher.network is not None:
+                drafter = self._made_drafts
+            elif self._make_drafter is not None:
+                drafter = self._make_drafter()
+        if drafter is not None:
             vocab_size = self._launcher.state.model.config.vocab_size
-            self._proposals = Proposals(
-                self._make_drafter(), max_drafts=self._num_drafts, vocab_size=vocab_size
-            )
+            self._proposals = Proposals(drafter, max_drafts=self._num_drafts, vocab_size=vocab_size)
         self._guard = None
         if self._guards_blocks:
             self._guard = BlockGuard(self._launcher.state.cache, self._launcher.tables)
@@ -244,6 +253,12 @@ class ModelRunner:
         transfers = None
         if self._connector is not None:
             transfers = self._connector.begin_step(plan, batch.rows, batch.starts, batch.counts)
+        if (network := launcher.network) is not None:
+            network.forget([start.row for start in plan.added])
+            network.forget([rewind.row for rewind in plan.rewound])
+            generating = ~self._rows.pooling.is_pooling[batch.rows]
+            primed = network.primers(batch.rows[generating], batch.starts[generating])
+            batch = batch.with_primers(*primed, min(launcher.tables.block_sizes))
         outputs = None
         if self._encoder_connector is not None:
             outputs = self._encoder_connector.begin_step(plan)
@@ -260,6 +275,7 @@ class ModelRunner:
             sampled_positions=sampled_positions,
             given=self._given(plan, num_scheduled, drafts),
             drafts=drafts,
+            num_drafts=0 if network is None else self._num_wanted(sampled_rows),
             copies=copies,
             kept_states=self._rows.kept_states(plan, num_scheduled),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
@@ -280,6 +296,12 @@ class ModelRunner:
                 )
             ),
         )
+
+    def _num_wanted(self, sampled_rows: Int64s) -> int:
+        """The most drafts of a row that the step makes. All shards of a model make as many."""
+        if self._proposals is None or self._parallel.num_shards > 1:
+            return self._num_drafts
+        return self._proposals.num_wanted(np.unique(sampled_rows).tolist())
 
     def _report_or_failure(
         self, plan: SchedulerOutput, inputs: StepInputs, *others: Any
@@ -492,8 +514,15 @@ class ModelRunner:
         """The drafts for the next step: the row of each, and its id."""
         if self._proposals is None:
             return EMPTY_INT32, EMPTY_INT32
+        costs, network = self._proposals.costs, self._launcher.network
+        drafting_s = 0.0
+        if network is not None and inputs.network is not None:
+            self._made_drafts.made = network.drafts(inputs.network, inputs.staging.tensors[STAGED])
+            drafting_s = inputs.outcome.drafting_s
+            if drafting_s:
+                costs.drafted(inputs.network.num_drafts, drafting_s)
         rows, counts = np.unique(inputs.sampled_rows, return_counts=True)
         num_tokens = result.num_sampled.astype(np.int64) if inputs.drafts is not None else counts
         if 0 < inputs.num_tokens == len(inputs.sampled_rows):
-            self._proposals.measured(inputs.num_tokens, completion.elapsed_s)
+            costs.measured(inputs.num_tokens, max(0.0, completion.elapsed_s - drafting_s))
         return self._proposals.propose(SampledTokens(rows, counts - 1, num_tokens, result.sampled))

@@ -28,6 +28,8 @@ class StepBatch:
     counts: (num_seqs,) tokens computed in the step, at least 1.
     num_decodes: number of sequences with one new token.
     has_drafts: some rows are several sequences.
+    primers: (num_seqs,) sequences that compute a token once more, for its hidden state: nothing is
+            written or sampled. None: there are none.
     """
 
     rows: Int64s
@@ -35,6 +37,12 @@ class StepBatch:
     counts: Int64s
     num_decodes: int
     has_drafts: bool = False
+    primers: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def is_primer(self) -> npt.NDArray[np.bool_]:
+        """(num_seqs,) see `primers`."""
+        return np.zeros(len(self.rows), bool) if self.primers is None else self.primers
 
     @property
     def is_decode(self) -> bool:
@@ -71,6 +79,21 @@ class StepBatch:
         found = ends[order].searchsorted(rows * width + positions)
         indices: Int64s = self.last_tokens[order[found]]
         return indices
+
+    def with_primers(self, rows: Int64s, positions: Int64s, block_size: int) -> "StepBatch":
+        """Compute one token more of these rows, before their tokens in the step."""
+        if not len(rows):
+            return self
+        counts = np.append(np.ones_like(rows), self.counts)
+        is_primer = np.arange(len(counts)) < len(rows)
+        return _in_order(
+            np.append(rows, self.rows),
+            np.append(positions, self.starts),
+            counts,
+            block_size,
+            has_drafts=True,
+            primers=is_primer,
+        )
 
     def token_rows(self) -> Int64s:
         """(num_tokens,) row of each token."""
@@ -132,11 +155,29 @@ def make_batch(
         offsets = np.arange(copies.sum()) - np.repeat(firsts, copies)
         rows, starts = np.repeat(rows, copies), np.repeat(starts, copies) + offsets
         counts = np.repeat(np.where(copies > 1, 1, counts), copies)
+    return _in_order(rows, starts, counts, block_size, has_drafts=num_drafts is not None)
+
+
+def _in_order(
+    rows: Int64s,
+    starts: Int64s,
+    counts: Int64s,
+    block_size: int,
+    *,
+    has_drafts: bool,
+    primers: npt.NDArray[np.bool_] | None = None,
+) -> StepBatch:
     is_decode = counts == 1
     classes = length_classes(-(-(starts + counts) // block_size))
     order = np.lexsort((np.where(is_decode, classes, 0), ~is_decode))
-    has_drafts = num_drafts is not None
-    return StepBatch(rows[order], starts[order], counts[order], int(is_decode.sum()), has_drafts)
+    return StepBatch(
+        rows[order],
+        starts[order],
+        counts[order],
+        int(is_decode.sum()),
+        has_drafts,
+        None if primers is None else primers[order],
+    )
 
 
 def blocks_to_clear(
@@ -150,5 +191,6 @@ def blocks_to_clear(
     """
     ends = batch.ends
     columns = (ends - 1) // block_size
-    begins = (columns * block_size >= batch.starts) & (ends % block_size != 0)
-    return block_table[batch.rows[begins], columns[begins]].astype(np.int64)
+    begins = (columns * block_size >= batch.starts) & (ends % block_size != 0) & ~batch.is_primer
+    found: Int64s = block_table[batch.rows[begins], columns[begins]].astype(np.int64)
+    return found

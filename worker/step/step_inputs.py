@@ -18,6 +18,7 @@ from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.extras import SamplingExtras, make_extras
 from longshore.worker.sampling.sampler import MAX_TEMPERATURE, MIN_TEMPERATURE, Draws
 from longshore.worker.sampling.uniform import uniform
+from longshore.worker.step.network_drafts import NetworkStep
 from longshore.worker.step.planned_drafts import PlannedDrafts
 from longshore.worker.step.staging import StagingRing, StagingSet
 from longshore.worker.step.step_batch import Int64s
@@ -96,9 +97,14 @@ class StepResult:
 
 @dataclass
 class StepOutcome:
-    """Set on the compute queue. is_out_of_memory: the step was not computed."""
+    """Set on the compute queue.
+
+    is_out_of_memory: the step was not computed.
+    drafting_s: the time in which a drafter with weights has made drafts.
+    """
 
     is_out_of_memory: bool = False
+    drafting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class StepInputs:
                   are copied after the step.
     sampled_rows: (num_sampled,) on the host.
     drafts: those that the step verifies.
+    network: what a drafter with weights reads; None: there is none.
     extras: None if no row needs more than a token.
     device_ints: where the integers are copied to, so that graphs find them; None: to new memory.
     num_padded: of a decode step that replays a graph: its rows. What the graph reads is then padded
@@ -151,6 +158,7 @@ class StepInputs:
     draws: DrawSlices | None
     sampled_rows: Int64s
     drafts: PlannedDrafts | None
+    network: NetworkStep | None
     extras: SamplingExtras | None
     outcome: StepOutcome = field(default_factory=StepOutcome)
 
@@ -207,6 +215,7 @@ class StepInputsBuilder:
     max_samples: tokens that a step samples at most.
     token_width: token ids per row of the token table.
     num_state_pages: blocks of a row's state.
+    num_begun_blocks: blocks of a group that a row begins at most in a step without filling them.
     staged:      host memory of further results in each set: shape and dtype, by name.
     device:      keeps the integers of every step at one address, for graphs; None: it need not.
     """
@@ -221,6 +230,7 @@ class StepInputsBuilder:
         num_blocks: int,
         num_groups: int,
         num_state_pages: int,
+        num_begun_blocks: int = 1,
         vocab_size: int,
         pin_memory: bool,
         staged: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
@@ -230,12 +240,14 @@ class StepInputsBuilder:
         self._pin_memory = pin_memory
         self._token_width = token_width
         # Per token: index, position, kept token, cross row and length, slots. Per sample: decode
-        # row and length, last token, destination, four integers of the draw. Per row: a cleared
-        # block of each group, and a copied block with its target and number of tokens; a state is
+        # row and length, last token, destination, four integers of the draw. Per row: the cleared
+        # blocks of each group, and a copied block with its target and number of tokens; a state is
         # copied whole, before the step, and to where it is kept, after it. In addition a plan may
         # clear every block. Each array may begin one integer later than the one before it ends.
         num_ints = (5 + num_groups) * max_num_batched_tokens + 8 * max_samples + num_blocks
-        num_ints += (4 * num_groups + 5 * num_state_pages) * max_num_seqs + num_groups
+        num_ints += (
+            (3 + num_begun_blocks) * num_groups + 5 * num_state_pages
+        ) * max_num_seqs + num_groups
         num_ints += 16 + num_groups
         self._ring = StagingRing(
             {
@@ -262,6 +274,7 @@ class StepInputsBuilder:
         cleared_blocks: Int64s,
         kept_pages: Int64s,
         num_padded: int | None = None,
+        network: NetworkStep | None = None,
     ) -> StepInputs:
         """slots: per group. The others: see StepInputs.
 
@@ -296,6 +309,7 @@ class StepInputsBuilder:
             draws=_pack_draws(sampling, sampled_rows, sampled_positions, ints, reals),
             sampled_rows=sampled_rows,
             drafts=task.drafts,
+            network=network,
             extras=make_extras(
                 sampling,
                 batch,

@@ -20,6 +20,7 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
+from longshore.worker.drafting.network import DraftNetwork
 from longshore.worker.kernels.cascade_attention import pays
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable, StateTable
 from longshore.worker.kv_cache.buffer import KVCache
@@ -35,6 +36,7 @@ from longshore.worker.step.device_step import DeviceState, DeviceStep
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderRows
 from longshore.worker.step.expert_capture import ExpertCapture
 from longshore.worker.step.model_forward import ModelForward
+from longshore.worker.step.network_drafts import NetworkDrafts
 from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.step.step_task import StepTask
@@ -118,9 +120,11 @@ class StepLauncher:
         may_repeat_steps: bool = True,
         enforce_eager: bool = False,
         experts: ExpertCapture | None = None,
+        network: DraftNetwork | None = None,
     ) -> None:
         """num_drafts: the most that a row verifies in a step. has_layer_hooks, may_repeat_steps:
-        see ConnectorRunner. enforce_eager: see WorkerConfig. experts: see DeviceState."""
+        see ConnectorRunner. enforce_eager: see WorkerConfig. experts: see DeviceState.
+        network: a drafter with weights."""
         self._queue = queue
         self._share = parallel.context_share
         self.pin_memory = cache.device.type == "cuda"
@@ -129,6 +133,9 @@ class StepLauncher:
         self.max_step_tokens = min(max_num_batched_tokens, max_model_len)
         self._shares_blocks = attention.shares_blocks and self._share.size == 1
         self.max_decodes = min(max_num_batched_tokens, max_num_seqs * (1 + num_drafts))
+        max_tokens, max_samples = max_num_batched_tokens, self.max_decodes
+        if network is not None and network.reads_hidden:  # then a row may have a primer
+            max_tokens, max_samples = max_tokens + max_num_seqs, max_samples + max_num_seqs
         self.tables = MultiGroupBlockTable(
             [
                 _block_table(group.spec, max_num_seqs, max_model_len, self._share, cache.device)
@@ -164,6 +171,19 @@ class StepLauncher:
                 shares_blocks=attention.shares_blocks,
             )
         tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
+        self.network: NetworkDrafts | None = None
+        if network is not None:
+            self.network = NetworkDrafts(
+                network,
+                model,
+                GroupedAttention(cache, network.cached_layers(), parallel),
+                self.tables.tables,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                num_drafts=num_drafts,
+                dtype=cache.dtype,
+                device=cache.device,
+            )
         self.state = DeviceState(
             model,
             ModelForward(model, is_eager=enforce_eager or has_layer_hooks),
@@ -176,21 +196,26 @@ class StepLauncher:
             _stage_link(parallel, model, cache),
             PooledSums(max_num_seqs),
             experts,
+            self.network,
             may_repeat_steps=may_repeat_steps and parallel.num_ranks == 1,
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
-            max_samples=self.max_decodes,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_samples=max_samples,
+            max_num_batched_tokens=max_tokens,
             token_width=tokens.width,
             num_blocks=cache.num_blocks,
             num_groups=len(cache.groups),
             num_state_pages=sum(
                 group.spec.num_pages for group in cache.groups if isinstance(group.spec, StateSpec)
             ),
+            num_begun_blocks=1 if self.network is None else 2 + num_drafts,
             vocab_size=model.config.vocab_size,
             pin_memory=self.pin_memory,
-            staged=None if experts is None else experts.staged,
+            staged={
+                **({} if experts is None else experts.staged),
+                **({} if self.network is None else self.network.staged),
+            },
             device=None if graphs is None else cache.device,
         )
 
@@ -219,15 +244,24 @@ class StepLauncher:
             num_padded, shares_blocks = task.captured
         elif self.state.graphs is not None and not task.encoded and batch.is_decode:
             num_padded, shares_blocks = self.state.graphs.best(len(batch.rows), shares_blocks)
+        slots = tables.slots(token_rows, positions)
+        if batch.primers is not None:
+            is_primer = np.repeat(batch.primers, batch.counts)
+            slots = [np.where(is_primer, -1, of_group) for of_group in slots]
+        network = None
+        if self.network is not None and task.captured is None:
+            network = self.network.plan(task, num_padded)
+            begun += [self.network.begun_blocks(network, table) for table in self._cleared_tables]
         inputs = self._inputs.build(
             task,
-            slots=tables.slots(token_rows, positions),
+            slots=slots,
             kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
             cross_lens=cross_lens,
             shared_tokens=shared_tokens,
             cleared_blocks=np.concatenate((task.zero_block_ids, *begun)),
             kept_pages=self._kept_pages(task),
             num_padded=num_padded,
+            network=network,
         )
         step = DeviceStep(
             state=self.state,

@@ -41,6 +41,7 @@ class StepTask:
     encoded:  encoder inputs of added rows.
     given:    tokens that this step computes and that no step of this rank has sampled.
     drafts:   those of them that the step verifies.
+    num_drafts: the most drafts of a row that a drafter with weights makes for the next step.
     pooling:  the step's part of pooled vectors, if any.
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     guard:    verifies full blocks, with `--poison-kv`.
@@ -60,6 +61,7 @@ class StepTask:
     encoded: Sequence[EncoderInput] = ()
     given: Sequence[GivenTokens] = ()
     drafts: PlannedDrafts | None = None
+    num_drafts: int = 0
     pooling: StepPooling | None = None
     transfers: StepTransfers | None = None
     guard: GuardedStep | None = None

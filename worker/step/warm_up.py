@@ -141,6 +141,7 @@ class WarmUp:
             sampled_rows=batch.rows[samples],
             sampled_positions=batch.ends[samples],
             encoded=encoded,
+            num_drafts=0 if self._launcher.network is None else self._launcher.network.num_drafts,
             prepare=prepare,
             captured=captured,
         )

@@ -46,7 +46,13 @@ def test_the_names_and_defaults_of_vllm(
         ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1"),
         ('{"method": "ngram", "num_speculative_tokens": 65}', "<= 64"),
         ('{"method": "suffix", "tree": 1}', "unknown field `tree`"),
-        ('{"method": "suffix", "model": "small"}', "'model': a draft model is not supported"),
+        ('{"method": "suffix", "model": "small"}', "'draft_model', and no other one, has a model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 2}', "has a model"),
+        ('{"method": "mtp"}', "has no num_speculative_tokens"),
+        (
+            '{"method": "mtp", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}',
+            "divided as the model is",
+        ),
         (
             '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 3, '
             '"prompt_lookup_max": 2}',
@@ -59,8 +65,22 @@ def test_settings_that_do_not_fit_are_refused(text: str, reason: str) -> None:
         parse_speculative_config(text)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "draft_model"])
-def test_drafters_with_weights_are_refused_by_name(method: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ('{"method": "mtp", "num_speculative_tokens": 2}', "mtp"),
+        ('{"method": "deepseek_mtp", "num_speculative_tokens": 2}', "mtp"),
+        ('{"method": "draft_model", "num_speculative_tokens": 2, "model": "x"}', "draft_model"),
+    ],
+)
+def test_drafters_with_weights(text: str, method: str) -> None:
+    config = parse_speculative_config(text)
+    assert (config.method, config.keeps_kv, config.num_drafts) == (method, True, 2)
+    assert not parse_speculative_config('{"method": "suffix"}').keeps_kv
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_what_is_not_supported_yet_is_refused_by_name(method: str) -> None:
     config = parse_speculative_config(f'{{"method": "{method}", "num_speculative_tokens": 2}}')
     with pytest.raises(ConfigError, match=f"no method '{method}'.*not supported yet"):
         load_drafter(config)

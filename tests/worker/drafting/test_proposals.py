@@ -103,7 +103,7 @@ def test_where_tokens_cost_time_rows_get_the_drafts_that_pay(acceptance: float, 
     chance = np.random.default_rng(0)
     for _ in range(300):
         for num_tokens in (1, 9):
-            rows.proposals.measured(num_tokens, 0.75 + 0.25 * num_tokens)
+            rows.proposals.costs.measured(num_tokens, 0.75 + 0.25 * num_tokens)
         num_right = 0
         while num_right < MAX_DRAFTS and chance.random() < acceptance:
             num_right += 1
@@ -113,19 +113,42 @@ def test_where_tokens_cost_time_rows_get_the_drafts_that_pay(acceptance: float, 
 
 def test_the_price_of_a_token_is_its_share_of_the_time_per_output() -> None:
     costs = StepCosts()
-    assert costs.price(4) == 0
+    assert costs.price(4, 2) == 0
     for num_tokens in (8, 12, 16, 8, 20):
         costs.measured(num_tokens, 2.0 + 0.5 * num_tokens)
     weight, tokens, _, seconds, _ = costs._sums
-    assert costs.price(4) == pytest.approx(0.5 * 4 / (seconds / weight))
+    assert costs.price(4, 2) == pytest.approx(0.5 * 4 / (seconds / weight))
     assert 0 < tokens / weight < 20
+
+
+def test_a_drafter_with_weights_has_a_price_per_draft_that_rows_share() -> None:
+    costs = StepCosts()
+    for num_tokens in (2, 4, 2, 4):
+        costs.measured(num_tokens, 1.0)
+    costs.drafted(4, 0.8)
+    assert costs.price(4, 1) == pytest.approx(0.2 * 4)
+    assert costs.price(4, 4) == pytest.approx(0.2 * 4 / 4)
+    costs.drafted(2, 0.8)
+    assert costs.price(4, 1) == pytest.approx((0.9 * 0.2 + 0.1 * 0.4) * 4)
+
+
+def test_a_drafter_in_the_step_is_told_before_how_many_drafts_are_wanted() -> None:
+    """The row gets as many; one that is not known yet may want all."""
+    rows = Rows()
+    numbers = []
+    for _ in range(100):
+        numbers.append(rows.proposals.num_wanted([0]))
+        assert rows.step(0) == numbers[-1:]
+    assert numbers[0] == MAX_DRAFTS
+    assert numbers.count(0) > 80
+    assert rows.proposals.num_wanted([0, 5]) == MAX_DRAFTS
 
 
 def test_steps_of_one_size_do_not_show_the_price() -> None:
     costs = StepCosts()
     for seconds in (1.0, 1.1, 0.9):
         costs.measured(64, seconds)
-    assert costs.price(64) == 0
+    assert costs.price(64, 64) == 0
 
 
 def test_a_drafter_learns_of_every_change_of_its_rows() -> None:

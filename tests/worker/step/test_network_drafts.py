@@ -1,0 +1,258 @@
+"""Drafters with weights in a real worker: their drafts are those of transformers, however the KV
+before them came about."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.plan import Rewind
+from longshore.protocol.sampling import SamplingParams
+from longshore.worker.config import WorkerConfig
+from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_llama, make_tiny_mtp_model
+from tests.worker.models.cases import LATENT
+from tests.worker.plans import Entry, Planner
+
+NUM_BLOCKS = 400
+NUM_DRAFTS = 3
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+GREEDY = SamplingParams(temperature=0.0)
+WRONG = 2
+
+Reference = Callable[[Sequence[int], int], list[int]]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """reference: the drafts after some tokens."""
+
+    path: Path
+    config: dict[str, Any]
+    reference: Reference
+
+
+@pytest.fixture(scope="module", params=["draft_model", "mtp"])
+def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    path = tmp_path_factory.mktemp("model")
+    config = {"method": request.param, "num_speculative_tokens": NUM_DRAFTS}
+    if request.param == "mtp":
+        settings = {**LATENT, "n_group": 4, "topk_group": 2, "initializer_range": 0.2}
+        model = make_tiny_mtp_model(path, **settings)
+        return Drafted(path, config, mtp_reference(model))
+    make_tiny_llama(path)
+    small = tmp_path_factory.mktemp("draft-model")
+    draft_model = make_tiny_llama(small, seed=1, num_hidden_layers=1)
+    return Drafted(path, config | {"model": str(small)}, greedy_reference(draft_model))
+
+
+def greedy_reference(model: Any) -> Reference:
+    @torch.no_grad()
+    def drafts(token_ids: Sequence[int], count: int) -> list[int]:
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
+        return known[len(token_ids) :]
+
+    return drafts
+
+
+def mtp_reference(model: Any) -> Reference:
+    """The first token has a hidden state of zeros before it, as in our layer."""
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    # transformers knows the layer by its number in the published model.
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]
+    mtp = MtpModel.from_pretrained(model).eval()
+
+    @torch.no_grad()
+    def drafts(token_ids: Sequence[int], count: int) -> list[int]:
+        known = torch.tensor([list(token_ids)])
+        hidden = model.model(known[:, :-1]).last_hidden_state
+        previous = torch.cat((torch.zeros_like(hidden[:, :1]), hidden), dim=1)
+        for _ in range(count):
+            computed = mtp.forward_layer(
+                0,
+                previous,
+                torch.arange(known.shape[1])[None],
+                MtpCache(config=model.config.get_mtp_config()),
+                input_ids=known,
+            )
+            draft = mtp._project_to_logits(computed[:, -1:]).argmax(dim=-1)
+            known = torch.cat((known, draft), dim=1)
+            previous = torch.cat((previous, computed[:, -1:]), dim=1)
+        return known[0, len(token_ids) :].tolist()
+
+    return drafts
+
+
+OpenRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture
+def open_runner(drafted: Drafted) -> Iterator[OpenRunner]:
+    workers = []
+
+    def open_(**settings: Any) -> ModelRunner:
+        config = WorkerConfig(
+            model=str(drafted.path),
+            num_blocks=NUM_BLOCKS,
+            max_num_seqs=8,
+            max_model_len=MAX_MODEL_LEN,
+            show_progress=False,
+            block_size=BLOCK_SIZE,
+            poison_kv=True,
+            speculative_config=json.dumps(drafted.config),
+            **settings,
+        )
+        workers.append(Worker(config))
+        return workers[-1].start()
+
+    yield open_
+    for worker in workers:
+        worker.close()
+
+
+def planner() -> Planner:
+    return Planner(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        num_lookahead=NUM_DRAFTS,
+    )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 128), k=length)
+
+
+def drafts_of(output: ModelRunnerOutput) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for row, token_id in zip(output.draft_rows.tolist(), output.draft_tokens.tolist(), strict=True):
+        found.setdefault(row, []).append(token_id)
+    return found
+
+
+class Run:
+    """Rows that decode with the drafts that their steps made."""
+
+    def __init__(self, runner: ModelRunner, reference: Reference) -> None:
+        self.runner, self.reference = runner, reference
+        self.plans = planner()
+        self.tokens: dict[int, list[int]] = {}  # of each row, with its prompt
+        self.drafts: dict[int, list[int]] = {}
+        self.num_accepted = 0
+
+    def begin(self, prompts: dict[int, list[int]], chunk: int = MAX_MODEL_LEN) -> None:
+        """In chunks of that many tokens."""
+        entries = [Entry(row, prompt) for row, prompt in prompts.items()]
+        self.tokens |= {row: list(prompt) for row, prompt in prompts.items()}
+        for start in range(0, max(map(len, prompts.values())), chunk):
+            counts = {
+                row: min(chunk, len(prompt) - start)
+                for row, prompt in prompts.items()
+                if start < len(prompt)
+            }
+            self.step(counts, added=entries if start == 0 else ())
+
+    def step(self, *args: Any, **changes: Any) -> None:
+        output = self.runner.execute(self.plans.plan(*args, **changes))
+        for row, ids in self.plans.verified(output).items():
+            self.tokens[row] += ids
+            self.num_accepted += len(ids) - 1
+        made = drafts_of(output)
+        for row, ids in made.items():
+            assert ids == self.reference(self.tokens[row], len(ids)), row
+        for row in self.plans.sampled_rows[output.step].tolist():
+            self.drafts[row] = made.get(row, [])
+
+    def decode(self, num_steps: int, chance: random.Random) -> None:
+        """Some drafts are wrong, and some rows verify none."""
+        for _ in range(num_steps):
+            drafts = {}
+            for row, made in sorted(self.drafts.items()):
+                kept = [WRONG if chance.random() < 0.2 else each for each in made]
+                if kept and chance.random() < 0.9:
+                    drafts[row] = kept
+            self.step(drafts=drafts)
+
+
+@pytest.mark.parametrize("chunk", [MAX_MODEL_LEN, 7])
+def test_drafts_are_those_of_the_reference(
+    chunk: int, open_runner: OpenRunner, drafted: Drafted
+) -> None:
+    run = Run(open_runner(), drafted.reference)
+    run.begin({row: prompt_of(3 + 5 * row, row) for row in (0, 2, 3, 6)}, chunk)
+    assert all(len(made) == NUM_DRAFTS for made in run.drafts.values())
+    run.decode(7, random.Random(0))
+
+
+def test_drafts_after_a_hit_are_those_of_a_cold_prompt_at_every_length(
+    open_runner: OpenRunner, drafted: Drafted
+) -> None:
+    prompt = prompt_of(2 * BLOCK_SIZE + 3, 7)
+    run = Run(open_runner(), drafted.reference)
+    run.begin({0: prompt})
+    blocks, (cold, first) = run.plans.blocks[0], (run.drafts[0], run.tokens[0][-1])
+    for num_cached in range(1, len(prompt)):
+        num_whole = num_cached // BLOCK_SIZE
+        held, copies = blocks[:num_whole], []
+        if num_cached % BLOCK_SIZE:
+            own = run.plans.free.pop()
+            copies = [(blocks[num_whole], own, num_cached % BLOCK_SIZE)]
+            held = [*held, own]
+        run.tokens[1] = list(prompt)
+        entry = Entry(1, prompt, blocks=held, num_computed_tokens=num_cached)
+        run.step(
+            {0: 0, 1: len(prompt) - num_cached},
+            added=[entry],
+            copies=copies,
+        )
+        assert run.tokens[1][-1] == first
+        assert run.drafts[1]
+        assert run.drafts[1] == cold[: len(run.drafts[1])]
+        for _ in range(2):
+            run.step({0: 0}, drafts={1: run.drafts[1]} if run.drafts[1] else None)
+        run.plans.blocks[1] = run.plans.blocks[1][num_whole:]  # the shared ones are of row 0
+        run.step(finished=[1])
+        del run.tokens[1], run.drafts[1]
+
+
+def test_drafts_after_a_rewind_and_a_preemption(open_runner: OpenRunner, drafted: Drafted) -> None:
+    run = Run(open_runner(), drafted.reference)
+    run.begin({row: prompt_of(5 + 6 * row, row) for row in (0, 1, 2)})
+    run.decode(3, random.Random(1))
+    known = len(run.tokens[1]) - 2
+    run.tokens[1] = run.tokens[1][:known]
+    tokens = run.tokens.pop(2)
+    del run.drafts[2]
+    resumed = Entry(4, tokens[:17], tuple(tokens[17:]))
+    run.tokens[4] = tokens
+    run.step(
+        {1: known - 4, 4: len(tokens)},
+        preempted=[2],
+        rewound=[Rewind(1, 4, num_known_tokens=known)],
+        added=[resumed],
+    )
+    run.decode(3, random.Random(2))
+
+
+def test_drafts_end_with_the_longest_request(open_runner: OpenRunner, drafted: Drafted) -> None:
+    """The positions after it have no slots, and nothing is written to the blocks of others."""
+    run = Run(open_runner(), drafted.reference)
+    run.begin({0: prompt_of(MAX_MODEL_LEN - 5, 0), 1: prompt_of(9, 1)})
+    while len(run.tokens[0]) < MAX_MODEL_LEN:
+        left = MAX_MODEL_LEN - len(run.tokens[0])
+        drafts = {row: made for row, made in run.drafts.items() if made}
+        if 0 in drafts:
+            drafts[0] = drafts[0][: left - 1]
+        run.step(drafts={row: made for row, made in drafts.items() if made})
