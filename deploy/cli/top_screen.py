@@ -143,6 +143,9 @@ def _blocks(view: Overview) -> Table:
         hits = f"prefix cache hits {_share(engine.prefix_hit_share)}"
         if engine.external_hit_share is not None:
             hits += f"   connector hits {_share(engine.external_hit_share)}"
+        if engine.draft_acceptance is not None:
+            by_position = "  ".join(map(_share, engine.acceptance_by_position[:MAX_POSITIONS]))
+            grid.add_row(f"drafts accepted {_share(engine.draft_acceptance)}", by_position)
         preempted = f"preemptions per second {_number(engine.preemptions_per_s)}"
         grid.add_row(hits, preempted)
     return grid
@@ -156,6 +159,9 @@ def _tiers(tiers: Sequence[TierView]) -> Table:
         rows.append((_MEDIA.get(tier.medium, tier.medium), used))
     return _pairs(rows)
 
+
+MAX_POSITIONS = 5
+"""Of drafts; the shares of later ones do not fit a narrow terminal."""
 
 _MEDIA = {"CPU": "host memory", "DISK": "disk", "STORAGE": "store"}
 

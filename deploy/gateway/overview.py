@@ -37,7 +37,12 @@ class TierView(msgspec.Struct, frozen=True):
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """One scheduler. Hit shares are of the tokens looked up in the window; None if none were."""
+    """One scheduler. Hit shares are of the tokens looked up in the window; None if none were.
+
+    draft_acceptance: of the drafts that were verified in the window; None if none were.
+    acceptance_by_position: how many of the requests with drafts accepted the first, the second, and
+                      so on.
+    """
 
     engine: str
     num_running: int
@@ -52,6 +57,8 @@ class EngineView(msgspec.Struct, frozen=True):
     preemptions_per_s: float | None
     prefix_hit_share: float | None
     external_hit_share: float | None
+    draft_acceptance: float | None
+    acceptance_by_position: list[float]
     tiers: list[TierView] = []
 
 
@@ -187,8 +194,28 @@ def _engine(window: Window, engine: str) -> EngineView:
         preemptions_per_s=rate("preemptions"),
         prefix_hit_share=hit_share("prefix"),
         external_hit_share=hit_share("external"),
+        draft_acceptance=window.share(
+            "longshore_scheduler_accepted_draft_tokens_total",
+            "longshore_scheduler_draft_tokens_total",
+            labels,
+        ),
+        acceptance_by_position=_by_position(window, engine),
         tiers=_tiers(window, engine),
     )
+
+
+def _by_position(window: Window, engine: str) -> list[float]:
+    """Empty without drafts in the window."""
+    accepted, shares = "longshore_scheduler_accepted_by_position_total", []
+    for of_engine, position in sorted(
+        window.now.label_values(accepted, "engine", "position"), key=lambda pair: int(pair[1])
+    ):
+        labels = {"engine": engine, "position": position}
+        if of_engine != engine or not window.added(accepted, labels):
+            continue
+        drafted = window.added("longshore_scheduler_drafted_rows_total", {"engine": engine})
+        shares.append(min(1.0, window.added(accepted, labels) / max(drafted, 1.0)))
+    return shares
 
 
 def _worker(window: Window, engine: str, worker: str) -> WorkerView:

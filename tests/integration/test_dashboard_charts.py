@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 from selenium.webdriver import ActionChains
 
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.integration.browser import Page, open_page
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
@@ -116,12 +117,47 @@ def test_hits_are_the_same_in_metrics_top_and_dashboard(deployment: Deployment, 
     wait_until(all_agree)
 
 
+def test_drafts_are_shown_by_position(start_deployment: StartDeployment, tmp_path: Path) -> None:
+    """The model itself drafts."""
+    config = {"method": "draft_model", "model": str(DEMO_MODEL_DIR), "num_speculative_tokens": 3}
+    deployment = start_deployment(
+        "--speculative-config", json.dumps(config), model_dir=DEMO_MODEL_DIR
+    ).wait_until_ready()
+    for _ in range(3):
+        prompt = "The harbour has ships, and every ship has a name."
+        assert post(deployment, "/v1/completions", prompt=prompt, max_tokens=60) == 200
+
+    def shown() -> dict[str, str]:
+        with urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
+            text = response.read().decode()
+
+        def values(name: str) -> list[float]:
+            found = re.findall(rf"^longshore_scheduler_{name}_total{{.*}} (\S+)$", text, re.M)
+            return list(map(float, found))
+
+        (drafts,), (accepted,) = values("draft_tokens"), values("accepted_draft_tokens")
+        (num_rows,), by_position = values("drafted_rows"), values("accepted_by_position")
+        if not accepted:
+            return {}
+        rows = {"all": f"{drafts:,.0f}, {100 * accepted / drafts:.1f} %"}
+        for position, count in enumerate(filter(None, by_position), start=1):
+            rows[f"no. {position}"] = f"{100 * count / num_rows:.1f} %"
+        return rows
+
+    wait_until(shown)
+    with open_page(deployment.url, tmp_path) as page:
+        wait_until(lambda: rows(page, "drafts") == shown())
+        assert not page.run("return document.getElementById('drafts-part').hidden")
+        assert page.complaints == []
+
+
 def test_states_are_shown_of_models_that_have_them(page: Page) -> None:
     page.wait_for_polls(1)
     page.driver.find_element("id", "freeze").click()
     page.wait_for_status("frozen")
     is_hidden = "return document.getElementById('states-part').hidden"
     assert page.run(is_hidden)
+    assert page.run("return document.getElementById('drafts-part').hidden")
     names = ("kept_states", "kept_state_blocks")
     names += tuple(f"states_{event}_total" for event in ("kept", "found", "evicted"))
     lines = [

@@ -123,7 +123,7 @@ async function readState() {
 
 const SAMPLE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 
-const PARTS = [["workers", "worker", "longshore_worker_"], ["tiers", "medium", "longshore_kv_tier_"], ["transfers", "transfer_type", "longshore_kv_offload_"]];
+const PARTS = [["positions", "position", "longshore_scheduler_"], ["workers", "worker", "longshore_worker_"], ["tiers", "medium", "longshore_kv_tier_"], ["transfers", "transfer_type", "longshore_kv_offload_"]];
 
 const COUNTED_BY = { longshore_requests_finished_total: "reason", longshore_http_responses_total: "status" };
 const SCHEDULER = "longshore_scheduler_";
@@ -762,7 +762,7 @@ async function loadSamples() {
 
 // ---- Responses and ends of requests, since the start of the gateways
 
-function showEnds({ counts, scheduler }) {
+function showEnds({ counts, scheduler, positions }) {
   const isNumber = (column) => column > 0, byName = ([a], [b]) => a.localeCompare(b);
   fill($("reasons"), [...counts.reason].sort(byName).map(([reason, number]) => [reason, count(number)]), isNumber);
   fill($("statuses"), [...counts.status].sort(byName).map(([status, number]) => [
@@ -773,6 +773,16 @@ function showEnds({ counts, scheduler }) {
     ["all", count(value("prompt"))], ["looked up", count(queried)], ["found", count(value("prefix_hit"))],
     ["hits", queried ? `${(100 * value("prefix_hit") / queried).toFixed(1)} %` : "–"],
   ], isNumber);
+  const rows = scheduler.get("drafted_rows_total"), drafts = scheduler.get("draft_tokens_total");
+  const ofRows = (part, whole) => `${(100 * part / whole).toFixed(1)} %`;
+  $("drafts-part").hidden = !drafts;
+  const byPosition = [...positions].sort(([a], [b]) => a - b)
+    .map(([position, each]) => [Number(position) + 1, each.get("accepted_by_position_total")])
+    .filter(([, accepted]) => accepted > 0);
+  fill($("drafts"), drafts ? [
+    ["all", `${count(drafts)}, ${ofRows(scheduler.get("accepted_draft_tokens_total"), drafts)}`],
+    ...byPosition.slice(0, 8).map(([position, accepted]) => [`no. ${position}`, ofRows(accepted, rows)]),
+  ] : [], isNumber);
   $("states-part").hidden = !scheduler.get("states_kept_total");  // a model without states keeps none
   fill($("states"), [
     ["now", "kept_states"], ["blocks", "kept_state_blocks"],

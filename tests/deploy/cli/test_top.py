@@ -149,6 +149,29 @@ def test_tiers_are_shown_where_there_is_room() -> None:
         assert "host memory" not in "\n".join(lines)
 
 
+def test_acceptance_of_drafts_is_shown_by_position() -> None:
+    metrics = busy_metrics()
+    before = sample(metrics, 10.0)
+    stats = msgspec.structs.replace(
+        STATS,
+        num_drafted_rows=STATS.num_drafted_rows + 10,
+        num_draft_tokens=STATS.num_draft_tokens + 40,
+        num_accepted_tokens=STATS.num_accepted_tokens + 10,
+        accepted_by_position=(3 + 8, 1 + 2, 0),
+    )
+    metrics.observe_scheduler("0", stats)
+    view = overview(Window(sample(metrics, 12.0), before))
+    (engine,) = view.engines
+    assert engine.draft_acceptance == 0.25
+    assert engine.acceptance_by_position == [0.8, 0.2]
+    text = "\n".join(drawn(view))
+    assert "drafts accepted 25.0%" in text
+    assert "80.0%  20.0%" in text
+    (engine,) = two_samples().engines
+    assert (engine.draft_acceptance, engine.acceptance_by_position) == (None, [])
+    assert "drafts" not in "\n".join(drawn(two_samples()))
+
+
 def test_pins_are_shown_with_the_blocks_of_all_engines() -> None:
     metrics = busy_metrics()
     for engine, num_pins in (("0", 2), ("1", 1)):
