@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,6 +108,76 @@ def make_tiny_mtp_model(path: Path, *, is_skilled: bool = False, **overrides: An
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     return type(model).from_pretrained(path, dtype=torch.float32).eval()
+
+
+def make_tiny_eagle(
+    path: Path, target: Any, *, read_layers: Sequence[int], is_whole: bool = False, **changes: Any
+) -> None:
+    """An EAGLE-3 drafter for `target`, a model of transformers. Its head has every third token of
+    the vocabulary, and it has embeddings of its own.
+
+    is_whole: the head has all tokens, and the embeddings are the model's; names as vLLM writes
+             them.
+    changes:  of config.json.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    given, generator = target.config, torch.Generator().manual_seed(2)
+    width, heads, kv_heads, head_dim = 80, 4, 2, 16  # KV like that of `SHAPE`
+    size = given.hidden_size if is_whole else 48
+    token_ids = torch.arange(0, given.vocab_size, 1 if is_whole else 3)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": given.vocab_size,
+        "draft_vocab_size": len(token_ids),
+        "hidden_size": size,
+        "target_hidden_size": given.hidden_size,
+        "intermediate_size": width,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(read_layers)},
+        **changes,
+    }
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def norm() -> torch.Tensor:
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    layer = {
+        "self_attn.q_proj": matrix(heads * head_dim, 2 * size),
+        "self_attn.k_proj": matrix(kv_heads * head_dim, 2 * size),
+        "self_attn.v_proj": matrix(kv_heads * head_dim, 2 * size),
+        "self_attn.o_proj": matrix(size, heads * head_dim),
+        "mlp.gate_proj": matrix(width, size),
+        "mlp.up_proj": matrix(width, size),
+        "mlp.down_proj": matrix(size, width),
+        "hidden_norm": norm(),
+        "input_layernorm": norm(),
+        "post_attention_layernorm": norm(),
+    }
+    prefix = "layers.0" if is_whole else "midlayer"
+    tensors = {f"{prefix}.{name}.weight": tensor for name, tensor in layer.items()}
+    tensors |= {
+        "fc.weight": matrix(size, 3 * given.hidden_size),
+        "norm.weight": norm(),
+        "lm_head.weight": matrix(len(token_ids), size),
+    }
+    if not is_whole:
+        tensors |= {
+            "embed_tokens.weight": torch.randn(given.vocab_size, size, generator=generator),
+            "d2t": token_ids - torch.arange(len(token_ids)),
+            "t2d": torch.zeros(given.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True),
+        }
+    save_file(tensors, path / "model.safetensors")
 
 
 def make_tiny_llama(path: Path, **kwargs: Any) -> Any:

@@ -148,9 +148,9 @@ class WorkerSettings(Settings):
         Setting(
             "Speculative decoding",
             "How drafts are made that a step verifies, as a JSON object with vLLM's names: method "
-            "(ngram, suffix, draft_model, mtp or an installed drafter) and num_speculative_tokens, "
-            "and what the method takes (docs/speculation.md). Tokens are those without drafts; "
-            "steps are then planned one at a time. Default: no drafts.",
+            "(ngram, suffix, draft_model, mtp, eagle3 or an installed drafter), "
+            "num_speculative_tokens, and what the method takes (docs/speculation.md). Tokens are "
+            "those without drafts; steps are then planned one at a time. Default: no drafts.",
         ),
     ] = None
     poison_kv: Annotated[

@@ -37,9 +37,11 @@ from longshore.worker.attention import selector
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.kind import CachedLayer
 from longshore.worker.config import QuantisedProducts, WorkerConfig
-from longshore.worker.drafting.config import DRAFT_MODEL
+from longshore.worker.drafting.config import MTP
 from longshore.worker.drafting.draft_layers import find_draft_layers
 from longshore.worker.drafting.drafter import Drafter, load_drafter
+from longshore.worker.drafting.eagle import EagleDrafter
+from longshore.worker.drafting.eagle_config import EagleConfig
 from longshore.worker.drafting.mtp import MtpDrafter
 from longshore.worker.drafting.network import DraftModel, DraftNetwork
 from longshore.worker.errors import OutOfMemory, UnsupportedModel
@@ -65,6 +67,7 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import report_on
+from longshore.worker.layers.placement import Placement
 from longshore.worker.loading.checkpoint import find_weights
 from longshore.worker.loading.host_weights import HostWeights
 from longshore.worker.loading.loadable_model import LoadableModel
@@ -165,7 +168,8 @@ class Worker:
         )
         self.max_model_len = _max_model_len(config, model_config)
         weights = find_weights(model_dir) if config.load_format == "auto" else None
-        build = self._build_of(model_config, weights)
+        products = _quantised_products(config, self._device, self._dtype, weights)
+        build = self._build_of(model_config, products)
         # On `meta`, tensors have shapes and no memory.
         shapes = build(device=torch.device("meta"))
         self.routed_experts: RoutedExpertsShape | None = None
@@ -269,7 +273,9 @@ class Worker:
         return runner
 
     def _build_of(
-        self, model_config: DecoderConfig, weights: StoredWeights | None
+        self,
+        model_config: DecoderConfig,
+        products: QuantisedProducts | None,
     ) -> Callable[..., DecoderModel]:
         """Builds a model on a device."""
         return partial(
@@ -278,7 +284,7 @@ class Worker:
             max_model_len=self.max_model_len,
             dtype=self._dtype,
             parallel=self._parallel,
-            products=_quantised_products(self._config, self._device, self._dtype, weights),
+            products=products,
         )
 
     def _fill(self, model: LoadableModel, weights: StoredWeights | None) -> None:
@@ -292,20 +298,25 @@ class Worker:
         layers = self._draft_layers
         if layers is None:
             return None
+        if layers.model_dir != Path(self._config.model) and weights is not None:
+            weights = find_weights(layers.model_dir)
+        products = _quantised_products(
+            self._config, self._device, self._dtype, weights, is_required=False
+        )
+        placement = Placement(self._dtype, self._device, self._parallel, products)
         network: DraftNetwork
         with fits_in_memory("The drafter", self._device):
-            if layers.method == DRAFT_MODEL:
-                if weights is not None:
-                    weights = find_weights(layers.model_dir)
-                model = self._build_of(layers.config, weights)(device=self._device)
-                network = DraftModel(model, self.model_config.vocab_size)
-            else:
-                network = MtpDrafter(
-                    self.model,
-                    dtype=self._dtype,
-                    device=self._device,
-                    products=_quantised_products(self._config, self._device, self._dtype, weights),
+            if isinstance(layers.config, EagleConfig):
+                # With the tokens that are computed once more.
+                max_tokens = self._config.max_num_batched_tokens + self._config.max_num_seqs
+                network = EagleDrafter(
+                    self.model, layers.config, placement, weights, max_tokens=max_tokens
                 )
+            elif layers.method == MTP:
+                network = MtpDrafter(self.model, placement)
+            else:
+                model = self._build_of(layers.config, products)(device=self._device)
+                network = DraftModel(model, self.model_config.vocab_size)
         self._fill(network.weights, weights)
         return network
 
@@ -618,10 +629,15 @@ def leave_device(device: torch.device) -> bool:
 
 
 def _quantised_products(
-    config: WorkerConfig, device: torch.device, dtype: torch.dtype, weights: StoredWeights | None
+    config: WorkerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: StoredWeights | None,
+    *,
+    is_required: bool = True,
 ) -> QuantisedProducts | None:
     """How quantised matrices are multiplied. Raises ConfigError if the settings want inputs to be
-    rounded, and there are no such matrices or no kernels."""
+    rounded, and there are no such matrices or no kernels; not unless `is_required`."""
     products = config.quantised_products(device.type, dtype_name(dtype))
     if products is None:
         return None
@@ -639,7 +655,7 @@ def _quantised_products(
     is_quantised = weights is not None and weights.method is not None
     if has_kernels and (is_quantised if is_auto else kept):
         return products
-    if not is_auto:
+    if not is_auto and is_required:
         place = "GPU" if device.type == "cuda" else "CPU"
         what = f"there are no kernels of them for this {place}" if kept else "this model has none"
         raise ConfigError(

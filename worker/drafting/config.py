@@ -15,6 +15,7 @@ MAX_CACHED_REQUESTS: Final = 1 << 20
 
 DRAFT_MODEL: Final = "draft_model"
 MTP: Final = "mtp"
+EAGLE3: Final = "eagle3"
 
 _ALIASES: Final = {"deepseek_mtp": MTP}
 """Earlier names in vLLM."""
@@ -31,7 +32,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """How drafts are made. Raises ConfigError naming the wrong setting.
 
     method:                 a drafter's name.
-    model:                  folder or name of the draft model (`draft_model`).
+    model:                  folder or name of the draft model (`draft_model`) or drafter (`eagle3`).
     num_speculative_tokens: the most drafts of a request in a step.
     prompt_lookup_min, prompt_lookup_max: tokens that must have occurred before for what followed
                             them to be a draft (`ngram`).
@@ -63,7 +64,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     @property
     def keeps_kv(self) -> bool:
         """Whether the drafter has weights, and KV of its own in the blocks of each request."""
-        return self.method in (DRAFT_MODEL, MTP)
+        return self.method in (DRAFT_MODEL, MTP, EAGLE3)
 
     @property
     def lookup(self) -> tuple[int, int]:
@@ -93,10 +94,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
             "speculative_config has no num_speculative_tokens: say how many drafts of a request a "
             "step verifies at most"
         )
-    if (config.method == DRAFT_MODEL) != (config.model is not None):
+    if (config.method in (DRAFT_MODEL, EAGLE3)) != (config.model is not None):
         raise ConfigError(
-            f"speculative_config: method {DRAFT_MODEL!r}, and no other one, has a model: the "
-            "folder or the name of the draft model"
+            f"speculative_config: methods {DRAFT_MODEL!r} and {EAGLE3!r}, and no other ones, have "
+            "a model: its folder or name"
         )
     low, high = config.lookup
     if low > high:

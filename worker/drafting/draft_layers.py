@@ -18,7 +18,8 @@ from longshore.protocol.kv_cache_spec import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from longshore.worker.drafting.config import DRAFT_MODEL, SpeculativeConfig
+from longshore.worker.drafting.config import EAGLE3, MTP, SpeculativeConfig
+from longshore.worker.drafting.eagle_config import read_eagle_config
 from longshore.worker.kv_cache.plan import CacheSizes, cache_name
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
@@ -36,7 +37,7 @@ class DraftLayers:
     """Where a drafter's weights are, and its layers.
 
     model_dir: folder of the weights.
-    config:    of the draft model; for `mtp` that of the model, whose next layer it is.
+    config:    of the draft model or drafter; for `mtp` that of the model, whose next layer it is.
     """
 
     method: str
@@ -46,16 +47,17 @@ class DraftLayers:
     def cache_specs(self, sizes: CacheSizes) -> dict[str, KVCacheSpec]:
         """The specs of its cached layers, by `draft_name`."""
         config = self.config
-        if self.method == DRAFT_MODEL:
-            specs = config.cache_specs(sizes)
-        else:
+        if self.method == MTP:
             specs = {cache_name(config.num_layers): config.cache_spec(config.num_layers, sizes)}
+        else:
+            specs = config.cache_specs(sizes)
         return {draft_name(name): spec for name, spec in specs.items()}
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise ConfigError if it has no positions for requests of so many tokens."""
+        """Raise ConfigError if it has no positions for requests of so many tokens. What folders of
+        EAGLE drafters say is the length of their training, beyond which they are used."""
         longest = self.config.max_supported_len
-        if max_model_len > longest:
+        if max_model_len > longest and self.method != EAGLE3:
             raise ConfigError(
                 f"speculative_config: {self.model_dir} has positions for {longest} tokens, but "
                 f"max_model_len is {max_model_len}. Lower max_model_len, or use another draft model"
@@ -82,6 +84,8 @@ def find_draft_layers(
             )
         return DraftLayers(drafts.method, model_dir, config)
     draft_dir = Path(drafts.model)
+    if drafts.method == EAGLE3:
+        return DraftLayers(drafts.method, draft_dir, read_eagle_config(draft_dir, config))
     draft = read_model_config(draft_dir)
     specs = draft.cache_specs(CacheSizes(block_size=1, dtype_bytes=1)).values()
     if not draft.has_head or draft.max_encoder_tokens or draft.is_bidirectional:

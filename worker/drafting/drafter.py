@@ -7,11 +7,11 @@ from typing import Final
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
-from longshore.worker.drafting.config import DRAFT_MODEL, MTP, SpeculativeConfig
+from longshore.worker.drafting.config import DRAFT_MODEL, EAGLE3, MTP, SpeculativeConfig
 
 ENTRY_POINT_GROUP: Final = "longshore.drafters"
 
-_LATER: Final = ("eagle", "eagle3", "medusa")
+_LATER: Final = ("eagle", "medusa")
 _BUILT_IN: Final = {
     "ngram": "longshore.worker.drafting.lookup:NgramDrafter",
     "suffix": "longshore.worker.drafting.lookup:SuffixDrafter",
@@ -58,8 +58,8 @@ def load_drafter(config: SpeculativeConfig) -> type[Drafter]:
     if colon and module and name:
         places[config.method] = config.method
     if config.method not in places:
-        known = ", ".join(sorted({*places, DRAFT_MODEL, MTP}))
-        later = " Drafters from hidden states of several layers are not supported yet."
+        known = ", ".join(sorted({*places, DRAFT_MODEL, EAGLE3, MTP}))
+        later = " Of drafters from the model's last hidden state, only mtp is supported."
         later *= config.method in _LATER
         raise ConfigError(
             f"speculative_config: there is no method {config.method!r}; there are {known}, and "

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import CachedLayer
-from longshore.worker.config import QuantisedProducts
 from longshore.worker.drafting.draft_layers import draft_name
 from longshore.worker.drafting.network import DraftNetwork
+from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns
@@ -77,20 +77,16 @@ class MtpDrafter(DraftNetwork):
     def __init__(
         self,
         model: DecoderModel,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        products: QuantisedProducts | None,
+        placement: Placement,
     ) -> None:
         self._model = model
         config = model.config
-        placement = Placement(dtype, device, model.parallel, products)
         self.weights = self._layer = MtpWeights(model, placement)
         self._rotary_table = rotary_table(
             config.rope_of(config.num_layers - 1),
             rotary_dim=config.rotary_dim,
             max_positions=model.max_model_len,
-            device=device,
+            device=placement.device,
         )
 
     def cached_layers(self) -> tuple[CachedLayer, ...]:
@@ -107,7 +103,15 @@ class MtpDrafter(DraftNetwork):
         x, residual = weights.layer(x, None, 0, rotation, attention)
         return weights.last_norm(x if residual is None else residual.add_(x))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        config, head = self._model.config, self._model.head
+    @property
+    def hidden_size(self) -> int:
+        return self._model.config.hidden_size
+
+    def states_of(self, hidden: Tensor) -> Tensor:
+        return self._model.last_norm(hidden)
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """Without the model's last norm, in whose place is the layer's own."""
+        head = self._model.head
         assert head is not None
-        return head(hidden, scale=config.logit_scale, cap=config.logit_softcap)
+        return argmax(head(hidden))[0]

@@ -1,4 +1,4 @@
-"""Drafters with weights, as the device computes them: a draft model, and multi-token prediction."""
+"""Drafters with weights, as the device computes them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import CachedLayer
 from longshore.worker.drafting.draft_layers import draft_name
 from longshore.worker.drafting.drafter import Drafter
+from longshore.worker.kernels.argmax import argmax
 from longshore.worker.loading.loadable_model import LoadableModel
 from longshore.worker.models.decoder_model import DecoderModel
 
@@ -43,10 +44,20 @@ class DraftNetwork(ABC):
         previous:  (n, hidden_size), hidden states of the tokens before, if `reads_hidden`.
         """
 
+    @property
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) from `forward` -> (n, vocab_size) float32, the same on all
-        shards, which all call it."""
+    def hidden_size(self) -> int:
+        """Of its own hidden states, and of what `states_of` returns."""
+
+    def states_of(self, hidden: Tensor) -> Tensor:
+        """What `forward` reads of the model: (n, hidden_size) for the tokens of the step that was
+        just computed, if `reads_hidden`. hidden: the model's, before its last norm."""
+        return hidden
+
+    @abstractmethod
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        """The most likely token after each. hidden: (n, hidden_size) from `forward` -> (n,) int64,
+        the same on all shards, which all call it."""
 
 
 class DraftModel(DraftNetwork):
@@ -69,8 +80,12 @@ class DraftModel(DraftNetwork):
         known = token_ids.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(known, positions, attention)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)[:, : self._vocab_size]
+    @property
+    def hidden_size(self) -> int:
+        return self._model.config.hidden_size
+
+    def next_tokens(self, hidden: Tensor) -> Tensor:
+        return argmax(self._model.logits(hidden)[:, : self._vocab_size])[0]
 
 
 class MadeDrafts(Drafter):

@@ -42,7 +42,9 @@ class SelfAttention:
         *,
         qkv_names: Sequence[str] = SPLIT_QKV,
         out_name: str = "o_proj",
+        in_features: int | None = None,
     ) -> None:
+        """in_features: width of x; None: hidden_size."""
         self._qkv_names = qkv_names
         self._out_name = out_name
         self.head_dim = config.head_dim
@@ -57,7 +59,7 @@ class SelfAttention:
         )
         self._heads = [column.num_local // config.head_dim for column in self.columns()]
         self.qkv = ColumnParallelLinear(
-            config.hidden_size,
+            config.hidden_size if in_features is None else in_features,
             self.columns(),
             bias=config.qkv_bias,
             placement=placement,
@@ -69,7 +71,7 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
-        """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
+        """x: (n, in_features) -> (n, hidden_size). layer: index among the layers of this rank."""
         q, k, v = self.split_heads(self.qkv(x))
         q, k, to_rotate = self.prepare(q, k, rotation)
         return self.out(attention.forward(layer, AttentionInputs(q, k, v, to_rotate)))

@@ -6,7 +6,7 @@ last the norm and the head; a head that is tied to the embedding is held by both
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, Protocol, TypeAlias
 
 import torch
@@ -65,6 +65,8 @@ class DecoderModel(ABC):
     max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
     norm_type:     class of the final norm, before the head; None: there is none.
     products:      see Placement.
+    taps:          by layer of this rank, memory (max_tokens, hidden_size) to which each step copies
+                   the hidden states before it.
     Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
@@ -87,6 +89,7 @@ class DecoderModel(ABC):
         self._placement = Placement(dtype, device, parallel, products)
         self.num_local_heads = config.num_heads // parallel.num_shards
         self.num_local_kv_heads = config.num_local_kv_heads(parallel.num_shards)
+        self.taps: Mapping[int, Tensor] = {}
         self._layer_indices = parallel.layers(config.num_layers)
         ropes = [config.rope_of(layer) for layer in self._layer_indices]
         tables = {
@@ -181,6 +184,8 @@ class DecoderModel(ABC):
         """Run the layers only. Returns hidden states as a sum, see DecoderLayer. Overwrites x."""
         residual: Tensor | None = None
         for index, (layer, table) in enumerate(zip(self.layers, self._rotary_tables, strict=True)):
+            if (tap := self.taps.get(index)) is not None:
+                tap[: len(x)] = x if residual is None else x + residual
             x, residual = layer(x, residual, index, Rotation(positions, table), attention)
         return x, residual
 

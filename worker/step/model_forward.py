@@ -62,6 +62,7 @@ class ModelForward:
         self._is_not_capturable = False
         self.is_capturable = (
             type(model).forward is DecoderModel.forward  # `replay` repeats what it does
+            and not model.taps
             and model.parallel.num_shards == 1
             and native() is not None
             and not is_eager

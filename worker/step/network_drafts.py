@@ -24,9 +24,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments, length_classes
 from longshore.worker.drafting.network import DraftNetwork
-from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache.block_table import BlockTable
-from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.step.step_task import StepTask
 
@@ -86,7 +84,6 @@ class NetworkDrafts:
     def __init__(
         self,
         network: DraftNetwork,
-        model: DecoderModel,
         attention: GroupedAttention,
         tables: Sequence[BlockTable],
         *,
@@ -97,8 +94,7 @@ class NetworkDrafts:
         device: torch.device,
     ) -> None:
         """attention: of the drafter's layers. tables: of all groups."""
-        self._network, self._model, self._attention = network, model, attention
-        self._tables = tables
+        self._network, self._attention, self._tables = network, attention, tables
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self.num_drafts = num_drafts
         self._pin_memory = device.type == "cuda"
@@ -108,7 +104,7 @@ class NetworkDrafts:
         self._ring_size = num_drafts + 1
         self._ring: Tensor | None = None
         if network.reads_hidden:
-            shape = max_num_seqs * self._ring_size + 1, model.config.hidden_size
+            shape = max_num_seqs * self._ring_size + 1, network.hidden_size
             self._ring = torch.zeros(shape, dtype=dtype, device=device)
         self._num_kept = np.zeros(max_num_seqs, np.int64)
         self.staged = {STAGED: ((max_num_seqs, num_drafts), torch.int32)}
@@ -222,7 +218,7 @@ class NetworkDrafts:
         """Write the KV of the step's tokens. token_ids, positions, hidden: of each token; hidden is
         before the model's last norm. metadata: by group."""
         if self._ring is not None:
-            hidden = self._model.last_norm(hidden)
+            hidden = self._network.states_of(hidden)
             previous = hidden.index_select(0, parts.predecessors)
             kept = self._ring.index_select(0, parts.first_places)
             previous.index_copy_(0, parts.firsts, kept)
@@ -262,7 +258,7 @@ class NetworkDrafts:
                 positions.clamp(max=self._max_model_len - 1),
                 self._attention.begin_step(metadata),
             )
-            token_ids = argmax(self._network.logits(hidden))[0]
+            token_ids = self._network.next_tokens(hidden)
             drafts[:, number] = token_ids
             positions = positions + 1
         staged[:num_rows, : step.num_drafts].copy_(drafts, non_blocking=True)

@@ -175,7 +175,6 @@ class StepLauncher:
         if network is not None:
             self.network = NetworkDrafts(
                 network,
-                model,
                 GroupedAttention(cache, network.cached_layers(), parallel),
                 self.tables.tables,
                 max_num_seqs=max_num_seqs,

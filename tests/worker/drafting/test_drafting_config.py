@@ -46,8 +46,9 @@ def test_the_names_and_defaults_of_vllm(
         ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1"),
         ('{"method": "ngram", "num_speculative_tokens": 65}', "<= 64"),
         ('{"method": "suffix", "tree": 1}', "unknown field `tree`"),
-        ('{"method": "suffix", "model": "small"}', "'draft_model', and no other one, has a model"),
-        ('{"method": "draft_model", "num_speculative_tokens": 2}', "has a model"),
+        ('{"method": "suffix", "model": "small"}', "'eagle3', and no other ones, have a model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 2}', "have a model"),
+        ('{"method": "eagle3", "num_speculative_tokens": 2}', "have a model"),
         ('{"method": "mtp"}', "has no num_speculative_tokens"),
         (
             '{"method": "mtp", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}',
@@ -71,6 +72,7 @@ def test_settings_that_do_not_fit_are_refused(text: str, reason: str) -> None:
         ('{"method": "mtp", "num_speculative_tokens": 2}', "mtp"),
         ('{"method": "deepseek_mtp", "num_speculative_tokens": 2}', "mtp"),
         ('{"method": "draft_model", "num_speculative_tokens": 2, "model": "x"}', "draft_model"),
+        ('{"method": "eagle3", "num_speculative_tokens": 2, "model": "x"}', "eagle3"),
     ],
 )
 def test_drafters_with_weights(text: str, method: str) -> None:
@@ -79,10 +81,10 @@ def test_drafters_with_weights(text: str, method: str) -> None:
     assert not parse_speculative_config('{"method": "suffix"}').keeps_kv
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
 def test_what_is_not_supported_yet_is_refused_by_name(method: str) -> None:
     config = parse_speculative_config(f'{{"method": "{method}", "num_speculative_tokens": 2}}')
-    with pytest.raises(ConfigError, match=f"no method '{method}'.*not supported yet"):
+    with pytest.raises(ConfigError, match=f"no method '{method}'.*only mtp is supported"):
         load_drafter(config)
 
 
