@@ -39,6 +39,7 @@ sys.path.insert(0, str(report.ROOT))  # for helpers of the tests
 
 NUM_PROCESSORS: Final = 2
 NUM_ROWS: Final = 64
+NUM_DRAFTS: Final = 4
 PREFIX_TOKENS: Final = 4096
 LEDGER_BLOCKS: Final = 16  # of a request
 TURNS_CAPACITY: Final = 150_000  # tokens
@@ -94,6 +95,12 @@ def instrument() -> None:
 def scheduler(work: str, num_rows: int, num_rounds: int) -> Round:
     """A step as in `scheduler_step.py`, with two plans in flight."""
     return Load(workload.make(work, num_rows, num_rounds), mode="async").step
+
+
+def drafts(num_rounds: int) -> Round:
+    """A decode step of rows with drafts, of which some are right."""
+    work = workload.make("steady", NUM_ROWS, num_rounds * (1 + NUM_DRAFTS))
+    return Load(work, mode="sync", drafts=NUM_DRAFTS).step
 
 
 def states(num_rounds: int) -> Round:
@@ -233,6 +240,7 @@ LOADS: Final[Mapping[str, CountedLoad]] = {
     "scheduler-step-64": CountedLoad(partial(scheduler, "steady", NUM_ROWS), "step", 128),
     "scheduler-step-1": CountedLoad(partial(scheduler, "steady", 1), "step", 128),
     "scheduler-step-states": CountedLoad(states, "step", 128),
+    "scheduler-step-drafts": CountedLoad(drafts, "step", 128),
     "scheduler-turn-states": CountedLoad(turns, "turn", 32, warm_up=64),
     **{
         name: CountedLoad(partial(products, *of), "product", 16, units=len(FORMATS), warm_up=2)

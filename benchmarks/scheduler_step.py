@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
                                         [--kinds windows] [--json F]
+    python benchmarks/scheduler_step.py --drafts 4 [--running 16 64 256 1024] [--json F]
     python benchmarks/scheduler_step.py --connector [--running 64 256 1024] [--json F]
     python benchmarks/scheduler_step.py --trace [--running 64 256 1024] [--json F]
 
@@ -18,6 +19,10 @@ cache groups, the first one has full attention. `--kinds` selects the others: `w
 windows of 256 tokens; `states` is a state of 99 pages (with `--groups 1 2`); `mixed` are such a
 window, a state, and chunks of 256 tokens (both without the peer, which has no states here).
 `growth` is the median and the mean of a row, divided by those of the row with the fewest groups.
+
+`--drafts K`: every row verifies K drafts in each step, of which 0 to K are right, the same on both
+sides, with one plan unanswered. `plain` is our step without drafts, in turns with it, and
+`to_plain` our step divided by it. A step gives each row K / 2 + 1 tokens.
 
 `--connector` compares our step with the offloading connector to our step without one instead: two
 schedulers with the same requests take turns, one step each. `idle`: all requests complete a block
@@ -128,7 +133,9 @@ class Load:
         kinds: str = "windows",
         connector: SchedulerConnector | None = None,
         trace: SchedulerTrace | None = None,
+        drafts: int = 0,
     ) -> None:
+        self._num_drafts = drafts
         num_running = len(work.first)
         # Those of rows, and those that are kept.
         kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds, num_states=4 * num_running)
@@ -140,6 +147,7 @@ class Load:
                 max_num_seqs=num_running,
                 max_num_batched_tokens=max(num_prompt_tokens, 8192),
                 max_steps_in_flight=2 if mode == "async" else 1,
+                num_speculative_tokens=drafts,
             ),
             CacheConfig(block_size=workload.BLOCK_SIZE),
             kv_cache=kv_cache,
@@ -154,7 +162,7 @@ class Load:
         self._unanswered: deque[SchedulerOutput] = deque()
         self._num_samples: deque[int] = deque()  # of each unanswered plan
         self._tokens = np.random.default_rng(1).integers(
-            3, workload.VOCAB_SIZE, 2 * num_running, np.int32
+            3, workload.VOCAB_SIZE, 2 * num_running * (1 + drafts), np.int32
         )
         self._num_made = 0
         self._arriving = [self._message(arrival) for arrival in work.first]
@@ -175,9 +183,32 @@ class Load:
 
     def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """The answer to the oldest plan. Call it once per plan."""
+        if self._num_drafts:
+            self._num_samples.popleft()
+            return self._answer_with_drafts(plan)
         first = plan.step % (len(self._tokens) // 2)
         tokens = self._tokens[first : first + self._num_samples.popleft()]
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
+
+    def _answer_with_drafts(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """The right drafts of each row, a token, and drafts for the next step."""
+        rows = np.arange(plan.num_rows)
+        num_drafts = np.bincount(plan.draft_rows, minlength=len(rows))
+        num_right = np.minimum(workload.num_right(rows, plan.step, self._num_drafts), num_drafts)
+        places = np.arange(len(plan.draft_rows)) - (num_drafts.cumsum() - num_drafts).repeat(
+            num_drafts
+        )
+        right = plan.draft_tokens[places < num_right.repeat(num_drafts)]
+        tokens = np.insert(right, num_right.cumsum(), self._tokens[rows])
+        count = len(rows) * self._num_drafts
+        return ModelRunnerOutput(
+            epoch=1,
+            step=plan.step,
+            sampled_tokens=tokens,
+            num_sampled=(num_right + 1).astype(np.int32),
+            draft_rows=rows.repeat(self._num_drafts).astype(np.int32),
+            draft_tokens=self._tokens[:count],
+        )
 
     def _end_stores(self) -> list[TransferReport]:
         """The workers' reports of the stores of earlier steps."""
@@ -241,11 +272,12 @@ def measure_ours(
     warm_up: int,
     groups: int = 1,
     kinds: str = "windows",
+    drafts: int = 0,
 ) -> dict[str, Any]:
     """Samples in the format of `peers/vllm_steps.py`, and the mean size of a plan. A `cpu_share`
     well below 1 means that other processes used the machine, so the samples are unreliable."""
-    requests = workload.make(work, running, steps + warm_up)
-    load = Load(requests, mode=mode, groups=groups, kinds=kinds)
+    requests = workload.make(work, running, (steps + warm_up) * (1 + drafts))
+    load = Load(requests, mode=mode, groups=groups, kinds=kinds, drafts=drafts)
     for _ in range(warm_up):
         load.step()
     load.forget_samples()
@@ -443,6 +475,31 @@ def compare_trace(running: int, mode: str, *, steps: int) -> dict[str, Any]:
     }
 
 
+def compare_drafts(
+    peer: report.Peer | None, running: int, drafts: int, *, turns: int, steps: int
+) -> dict[str, Any]:
+    """Our step with drafts, without them, and the peer's with them, in turns."""
+    job: dict[str, Any] = {"work": "steady", "running": running, "mode": "sync", "warm_up": 64}
+    ours, plain, theirs = [], [], []
+    for turn in range(turns):
+        ours += steps_us(undisturbed(measure_ours, **job, steps=steps, drafts=drafts))
+        plain += steps_us(undisturbed(measure_ours, **job, steps=steps))
+        if peer is not None and turn < turns - 1:
+            samples = undisturbed(peer.measure, **job, steps=steps, groups=1, drafts=drafts)
+            theirs += steps_us(samples)
+    median, without = float(np.median(ours)), float(np.median(plain))
+    of_peer = float(np.median(theirs)) if theirs else None
+    return {
+        "running": running,
+        "drafts": drafts,
+        "step_us": median,
+        "plain_us": without,
+        "to_plain": median / without,
+        "peer_us": of_peer,
+        "ratio": None if of_peer is None else of_peer / median,
+    }
+
+
 def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str, float]:
     """The figures of `row`, divided by those of the row with the fewest groups."""
     return {name.removesuffix("_us"): row[name] / fewest[name] for name in names}
@@ -461,6 +518,7 @@ def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     arguments.add_argument("--connector", action="store_true", help="compare with offloading")
+    arguments.add_argument("--drafts", type=int, default=0, help="of each row in each step")
     arguments.add_argument("--trace", action="store_true", help="compare with a scheduler trace")
     arguments.add_argument("--steps", type=int, default=500, help="minimum per turn")
     add_groups(arguments)
@@ -481,6 +539,16 @@ def main() -> None:
             for mode in ("sync", "async")
         ]
         report.write(options.json, rows)
+        return
+    if options.drafts:
+        with report.peer(options.peer_python, "vllm_steps.py") as peer:
+            rows = [
+                compare_drafts(
+                    peer, running, options.drafts, turns=options.turns, steps=options.steps
+                )
+                for running in options.running
+            ]
+        report.write(options.json, rows, peer=peer and peer.about)
         return
     groups = {
         "turns": options.turns,

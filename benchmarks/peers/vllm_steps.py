@@ -3,11 +3,11 @@ JSON each. `benchmarks/scheduler_step.py` and `mixed_load.py` start this program
 let the two sides take turns.
 
 Job:    {"work": "steady", "running": 64, "mode": "sync" | "async", "steps": 200, "warm_up": 32,
-         "groups": 1}; with several KV cache groups, all but the first have sliding windows
+         "groups": 1, "drafts": 0}; with several KV cache groups, all but the first have sliding windows
 Answer: microseconds of each step, by part: intake_us (Request(), which hashes its prompt, and
         add_request), plan_us (schedule), apply_us (update_from_output); and the numbers of finished
         and preempted requests. A cpu_share well below 1 means that other processes used the machine,
-        so the samples are unreliable.
+        so the samples are unreliable. With drafts, apply_us includes update_draft_token_ids.
 """
 
 import os
@@ -24,8 +24,8 @@ import random
 import tempfile
 import time
 from collections import deque
-from importlib.metadata import version
 
+import vllm
 import workload
 from bench_vllm_core import LLAMA_2L, T, hasher_for, make_scheduler, settle
 
@@ -33,11 +33,12 @@ from bench_vllm_core import LLAMA_2L, T, hasher_for, make_scheduler, settle
 class Load:
     """A scheduler with a workload. `step` returns the cost of its three parts, in ns."""
 
-    def __init__(self, model_dir, work, *, is_async, groups):
-        from vllm.v1.outputs import ModelRunnerOutput
+    def __init__(self, model_dir, work, *, is_async, groups, drafts):
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
         from vllm.v1.request import Request
 
         self.request_type, self.output_type = Request, ModelRunnerOutput
+        self.drafts_type, self.num_drafts, self.num_steps = DraftTokenIds, drafts, 0
         self.hasher = hasher_for("sha256")
         self.random_token = random.Random(0).randrange
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
@@ -48,6 +49,7 @@ class Load:
             max(num_prompt_tokens, 8192),
             is_async,
             groups,
+            drafts,
         )
         self.steps_in_flight = 2 if is_async else 1
         self.in_flight = deque()
@@ -83,8 +85,11 @@ class Load:
             self.num_preempted += len(plan.preempted_req_ids or ())
             self.in_flight.append((plan, self.answer(plan)))
         plan, output = self.in_flight.popleft()
+        proposed = self.proposed(output)
         t2 = T()
         outputs = sched.update_from_output(plan, output)
+        if proposed is not None:
+            sched.update_draft_token_ids(proposed)
         t3 = T()
         ended = sum(
             one.finish_reason is not None for many in outputs.values() for one in many.outputs
@@ -97,10 +102,16 @@ class Load:
         """A token for every request that has none left to compute; made when the plan is, as a
         worker would."""
         ids = list(plan.num_scheduled_tokens)
-        tokens = [
-            [] if self.sched.requests[i].is_prefill_chunk else [self.random_token(3, 32000)]
-            for i in ids
-        ]
+        self.num_steps += 1
+        drafts = plan.scheduled_spec_decode_tokens
+        tokens = []
+        for row, i in enumerate(ids):
+            if self.sched.requests[i].is_prefill_chunk:
+                tokens.append([])
+                continue
+            verified = drafts.get(i, [])
+            num_right = workload.num_right(row, self.num_steps, self.num_drafts)
+            tokens.append([*verified[:num_right], self.random_token(3, 32000)])
         return self.output_type(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
@@ -108,9 +119,20 @@ class Load:
         )
 
 
-def measure(model_dir, *, work, running, mode, steps, warm_up, groups):
-    requests = workload.make(work, running, steps + warm_up)
-    load = Load(model_dir, requests, is_async=mode == "async", groups=groups)
+    def proposed(self, output):
+        """Drafts for the next step of every request; None: there are none."""
+        if not self.num_drafts:
+            return None
+        ids = [name for name, tokens in zip(output.req_ids, output.sampled_token_ids) if tokens]
+        each = [[self.random_token(3, 32000) for _ in range(self.num_drafts)] for _ in ids]
+        return self.drafts_type(ids, each)
+
+
+def measure(model_dir, *, work, running, mode, steps, warm_up, groups, drafts=0):
+    requests = workload.make(work, running, (steps + warm_up) * (1 + drafts))
+    load = Load(
+        model_dir, requests, is_async=mode == "async", groups=groups, drafts=drafts
+    )
     for _ in range(warm_up):
         load.step()
     settle()
@@ -138,7 +160,7 @@ def main():
     with tempfile.TemporaryDirectory() as model_dir:
         with open(os.path.join(model_dir, "config.json"), "w") as config:
             json.dump(LLAMA_2L, config)
-        say({"vllm": version("vllm"), "python": sys.version.split()[0]})
+        say({"vllm": vllm.__version__, "python": sys.version.split()[0]})
         for line in sys.stdin:
             say(measure(model_dir, **json.loads(line)))
             gc.collect()

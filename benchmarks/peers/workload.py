@@ -58,6 +58,11 @@ def make(name: str, num_running: int, num_steps: int) -> Workload:
     return Workload(first, later, max(int(num_running * blocks_at_end * share), blocks_at_end) + 1)
 
 
+def num_right(row: int | np.ndarray, step: int, num_drafts: int) -> int | np.ndarray:
+    """How many of a row's drafts in a step are right."""
+    return (row + step) % (num_drafts + 1)
+
+
 def _tokens(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(3, VOCAB_SIZE, count).astype(np.int32)
 

@@ -13,9 +13,10 @@ import numpy as np
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.rows import EMPTY_ROW
 from longshore.scheduler.features.grammar import Grammars
 from longshore.scheduler.hooks import PlanChanges, SchedulerFeature
-from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.running import RunningTable
 
 
@@ -63,12 +64,12 @@ class Drafts(SchedulerFeature):
         self.num_invalid_in_step = 0
 
     def _listed(self, counts: Int64Array) -> tuple[Int32Array, Int32Array]:
-        running = self.running
-        rows = np.flatnonzero(counts)
-        ids = [running.drafts[row, : counts[row]] for row in rows.tolist()]
-        if not ids:
+        drafts, rows = self.running.drafts, np.flatnonzero(counts)
+        if not len(rows):
             return EMPTY_INT32, EMPTY_INT32
-        return int32_array(np.repeat(rows, counts[rows])), np.concatenate(ids)
+        numbers = counts[rows]
+        is_listed = np.arange(drafts.shape[1]) < numbers[:, np.newaxis]
+        return int32_array(rows.repeat(numbers)), drafts[rows][is_listed]
 
     def _consume(self, num_scheduled: Int64Array, rows: Int64Array, num_drafts: Int64Array) -> None:
         """A plan verifies `num_drafts` (max_num_seqs,) drafts; `rows` sample in it."""
@@ -91,26 +92,57 @@ class Drafts(SchedulerFeature):
         if len(rows) == 0 or self.is_async:
             return
         running = self.running
-        for row in np.unique(rows).tolist():
-            if not 0 <= row < running.max_num_seqs or running.requests[row] is None:
-                continue
-            if planned is not None and not self._sampled_in(planned, row):
-                continue
-            request = running.request_on(row)
-            if (
-                request.options.pooling is not None
-                or running.num_computed[row] < running.num_known[row]
-            ):
-                continue
-            ids = token_ids[rows == row].tolist()
-            if self.grammars is not None:
-                num_valid = self.grammars.num_valid(request, ids)
-                num_invalid = len(ids) - num_valid
-                request.num_invalid_draft_tokens += num_invalid
-                self.num_invalid_draft_tokens += num_invalid
-                self.num_invalid_in_step += num_invalid
-                ids = ids[:num_valid]
-            running.set_drafts(row, ids)
+        if planned is not None and self._all_have_drafts(rows, planned.sampling):
+            shape = -1, running.drafts.shape[1]
+            running.drafts[planned.sampling.index] = token_ids.reshape(shape)
+            running.num_drafts[planned.sampling.index] = shape[1]
+            return
+        if np.count_nonzero(rows[1:] < rows[:-1]):
+            order = rows.argsort(kind="stable")
+            rows, token_ids = rows[order], token_ids[order]
+        firsts = np.append(True, rows[1:] != rows[:-1]).nonzero()[0]
+        listed, counts = rows[firsts], np.diff(firsts, append=len(rows))
+        can_draft = (listed >= 0) & (listed < running.max_num_seqs)
+        listed, firsts, counts = listed[can_draft], firsts[can_draft], counts[can_draft]
+        can_draft = running.num_computed[listed] >= running.num_known[listed]
+        can_draft &= running.generation[listed] != EMPTY_ROW
+        if planned is not None:
+            sampled_in = np.full(running.max_num_seqs, EMPTY_ROW)
+            sampled_in[planned.sampling.rows] = planned.sampling.generations
+            can_draft &= sampled_in[listed] == running.generation[listed]
+        listed, firsts, counts = listed[can_draft], firsts[can_draft], counts[can_draft]
+        places = np.arange(running.drafts.shape[1])
+        chosen = np.minimum(firsts[:, np.newaxis] + places, len(rows) - 1)
+        running.drafts[listed] = token_ids[chosen]
+        running.num_drafts[listed] = np.minimum(counts, len(places))
+        for row in listed[running.is_special[listed]].tolist():
+            self._check(row)
+
+    def _all_have_drafts(self, rows: Int32Array, sampling: SamplingRows) -> bool:
+        """Whether every row that sampled still has its occupant, needs no check and has as many
+        drafts as it may have."""
+        running = self.running
+        if sampling.version != running.version or not sampling.is_plain:
+            return False
+        num_drafts = running.drafts.shape[1]
+        if len(rows) != len(sampling.rows) * num_drafts:
+            return False
+        return not np.count_nonzero(rows.reshape(-1, num_drafts) != sampling.rows[:, np.newaxis])
+
+    def _check(self, row: int) -> None:
+        """Drop the drafts of a row from the first one that its grammar rejects, or all if it does
+        not generate."""
+        running, request = self.running, self.running.request_on(row)
+        if request.options.pooling is not None:
+            running.num_drafts[row] = 0
+        elif self.grammars is not None:
+            num_drafts = int(running.num_drafts[row])
+            ids: list[int] = running.drafts[row, :num_drafts].tolist()
+            running.num_drafts[row] = num_valid = self.grammars.num_valid(request, ids)
+            num_invalid = num_drafts - num_valid
+            request.num_invalid_draft_tokens += num_invalid
+            self.num_invalid_draft_tokens += num_invalid
+            self.num_invalid_in_step += num_invalid
 
     def counts(self) -> dict[str, Any]:
         """Fields of SchedulerStats."""
@@ -122,9 +154,3 @@ class Drafts(SchedulerFeature):
             "accepted_by_position": tuple(by_position),
             "num_invalid_draft_tokens": self.num_invalid_draft_tokens,
         }
-
-    def _sampled_in(self, planned: PlannedStep, row: int) -> bool:
-        rows, generations = planned.sampling.rows, planned.sampling.generations
-        index = int(np.searchsorted(rows, row))
-        is_there = index < len(rows) and rows[index] == row
-        return bool(is_there and generations[index] == self.running.generation[row])

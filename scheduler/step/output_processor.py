@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from longshore.protocol.arrays import Float32Array, Int32Array
+from longshore.protocol.arrays import Float32Array, Int32Array, Int64Array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.scheduler.features.recovery import Recovery
 from longshore.scheduler.features.repetition import is_repeating
@@ -87,21 +87,34 @@ class OutputProcessor:
     def _apply_sampled(self, planned: PlannedStep, output: ModelRunnerOutput) -> None:
         sampling, tokens, num_sampled = planned.sampling, output.sampled_tokens, output.num_sampled
         has_one_each = planned.num_drafts is None and not len(num_sampled)
-        if sampling.version == self.running.version and sampling.is_plain and has_one_each:
-            self._apply_tokens(sampling, tokens)
+        if sampling.version == self.running.version and sampling.is_plain:
+            if has_one_each:
+                self._apply_tokens(sampling, tokens)
+            else:
+                self._apply_several(sampling, num_sampled, tokens, planned.num_drafts)
             return
         # Some tokens may not simply be the next one of the row's occupant.
         rows, generations = sampling.rows, sampling.generations
         is_current = self.running.generation[rows] == generations
         is_current &= self.running.void_through[rows] < planned.step
-        is_plain = is_current & ~self.running.is_special[rows] & has_one_each
-        if is_plain.all():
+        is_plain = is_current & ~self.running.is_special[rows]
+        if has_one_each and is_plain.all():
             self._apply_tokens(sampling, tokens)
             return
         counts = num_sampled if len(num_sampled) else np.ones(len(rows), np.int32)
         last = np.cumsum(counts)
         if np.count_nonzero(is_plain):
-            self._apply_tokens(sampling.part(is_plain), tokens[last[is_plain] - 1])
+            plain = sampling.part(is_plain)
+            if has_one_each:
+                self._apply_tokens(plain, tokens[last[is_plain] - 1])
+            else:
+                drafts = planned.num_drafts
+                self._apply_several(
+                    plain,
+                    counts[is_plain],
+                    tokens[is_plain.repeat(counts)],
+                    None if drafts is None else drafts[is_plain],
+                )
         pooled = dict(zip(output.pooled_rows.tolist(), output.pooled, strict=True))
         for index in np.flatnonzero(~is_plain).tolist():
             ids = tokens[last[index] - counts[index] : last[index]].tolist()
@@ -117,15 +130,46 @@ class OutputProcessor:
             self.outputs.add_client_tokens(sampling.client, sampling.handles, tokens)
         may_stop = sampling.has_stop_id(tokens)
         if may_stop or running.fewest_left <= 0:
-            rows = running.stopped(sampling.rows, tokens if may_stop else None)
-            counts = running.num_tokens[rows]
-            last_ids = running.token_ids[rows, counts - 1].tolist()
-            generations = running.generation[rows].tolist()
-            columns = zip(rows.tolist(), generations, counts.tolist(), last_ids, strict=True)
-            for row, generation, num_tokens, token_id in columns:
-                request = running.request_on(row)
-                outcome = self._outcome(request, token_id, num_tokens)
-                self._ending.append((generation, request, outcome))
+            self._end(running.stopped(sampling.rows, tokens if may_stop else None))
+
+    def _apply_several(
+        self,
+        sampling: SamplingRows,
+        num_sampled: Int32Array,
+        tokens: Int32Array,
+        num_drafts: Int64Array | None,
+    ) -> None:
+        """Apply the tokens of rows that verified drafts; they still have the occupants of the
+        plan. num_sampled, num_drafts: tokens and drafts of each."""
+        running = self.running
+        counts = np.ones(len(sampling.rows), np.int64)
+        if len(num_sampled):
+            counts = num_sampled.astype(np.int64)
+        if num_drafts is not None:
+            running.settle_drafts(sampling.rows, num_drafts, counts - 1)
+        kept, ending = running.append_several(sampling.rows, counts, tokens)
+        if len(ending):
+            self.num_stale_tokens += int((counts - kept).sum())
+            offsets = np.arange(len(tokens)) - (counts.cumsum() - counts).repeat(counts)
+            tokens = tokens[offsets < kept.repeat(counts)]
+        handles = sampling.handles.repeat(kept)
+        if sampling.client is None:
+            self.outputs.add_tokens(sampling.clients.repeat(kept), handles, tokens)
+        else:
+            self.outputs.add_client_tokens(sampling.client, handles, tokens)
+        self._end(ending)
+
+    def _end(self, rows: Int64Array) -> None:
+        """The requests on these rows end with their last tokens."""
+        running = self.running
+        counts = running.num_tokens[rows]
+        last_ids = running.token_ids[rows, counts - 1].tolist()
+        generations = running.generation[rows].tolist()
+        columns = zip(rows.tolist(), generations, counts.tolist(), last_ids, strict=True)
+        for row, generation, num_tokens, token_id in columns:
+            request = running.request_on(row)
+            outcome = self._outcome(request, token_id, num_tokens)
+            self._ending.append((generation, request, outcome))
 
     def _apply_one(
         self, planned: PlannedStep, index: int, token_ids: list[int], pooled: Float32Array | None
@@ -142,8 +186,10 @@ class OutputProcessor:
             self._ending.append((generation, request, outcome))
         else:
             if request.row >= 0 and planned.num_drafts is not None:
-                num_drafts = int(planned.num_drafts[index])
-                self.running.settle_drafts(request, num_drafts, len(token_ids) - 1)
+                num_accepted = np.array([len(token_ids) - 1])
+                self.running.settle_drafts(
+                    np.array([request.row]), planned.num_drafts[[index]], num_accepted
+                )
             self._append(request, generation, token_ids)
 
     def _append(self, request: Request, generation: int, token_ids: list[int]) -> None:

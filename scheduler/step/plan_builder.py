@@ -127,10 +127,8 @@ class PlanBuilder:
             "added": tuple(self.added),
             "appended": tuple(self.appended),
         }
-        if running.rejected:
-            rejected, running.rejected = running.rejected, {}
-            changes["rejected_rows"] = int32_array(list(rejected))
-            changes["rejected_tokens"] = int32_array(list(rejected.values()))
+        if len((rejected := running.take_rejected())[0]):
+            changes |= zip(("rejected_rows", "rejected_tokens"), rejected, strict=True)
         if self.finished:
             changes["finished_rows"] = np.array(list(self.finished), np.int32)
         if self.preempted:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.plan import Rewind, RowStart
 from longshore.protocol.rows import EMPTY_ROW, RowTable
@@ -28,6 +28,9 @@ class _Row(NamedTuple):
     num_tokens:       prompt and verified output.
     num_placeholders: tokens sampled in unanswered plans, including drafts.
     num_drafts:       drafts for the next step.
+    num_rejected:     drafts that answers have rejected since the last plan.
+    num_verified, num_accepted: drafts that steps have verified since the request was admitted, and
+                      those that were right.
     void_through:     a step; tokens of plans up to it are void, because the row was rewound.
     num_prompt:       prompt tokens.
     max_total:        the request ends when num_tokens reaches this number.
@@ -42,6 +45,9 @@ class _Row(NamedTuple):
     num_tokens: int = 0
     num_placeholders: int = 0
     num_drafts: int = 0
+    num_rejected: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
     void_through: int = 0
     num_prompt: int = 0
     max_total: int = _NEVER
@@ -82,7 +88,6 @@ class RunningTable(RowTable):
     fewest_left: lower bound of the tokens that a row has left; at 0, `stopped` finds the rows.
     num_of_width: rows with stop ids, by how many they have.
     num_drafted_rows, num_draft_tokens, accepted_by_position: see SchedulerStats.
-    rejected:    by row, the drafts that answers have rejected since the last plan.
     withheld:    a row that gets no tokens; -1: none.
 
     Generations increase with every admission and define the admission order; rows have no order.
@@ -102,6 +107,9 @@ class RunningTable(RowTable):
         self.num_tokens: Int64Array = next(columns)
         self.num_placeholders: Int64Array = next(columns)
         self.num_drafts: Int64Array = next(columns)
+        self.num_rejected: Int64Array = next(columns)
+        self.num_verified: Int64Array = next(columns)
+        self.num_accepted: Int64Array = next(columns)
         self.void_through: Int64Array = next(columns)
         self.num_prompt: Int64Array = next(columns)
         self.max_total: Int64Array = next(columns)
@@ -122,7 +130,6 @@ class RunningTable(RowTable):
         self.num_of_width: Counter[int] = Counter()
         self.num_drafted_rows = self.num_draft_tokens = 0
         self.accepted_by_position: Int64Array = np.zeros(num_speculative_tokens, np.int64)
-        self.rejected: dict[int, int] = {}
         self.withheld = -1
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
@@ -206,9 +213,10 @@ class RunningTable(RowTable):
             request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
             request.has_new_token = bool(self.num_tokens[row] > self.num_known[row])
             request.num_computed_on_row = int(self.num_computed[row])
+            request.num_draft_tokens += int(self.num_verified[row])
+            request.num_accepted_tokens += int(self.num_accepted[row])
             request.row = -1
             self.requests[row] = None
-            self.rejected.pop(row, None)
             heapq.heappush(self._free_rows, row)
             if request.is_special:
                 self.is_special[row] = self.has_grammar[row] = False
@@ -292,24 +300,56 @@ class RunningTable(RowTable):
         num_drafts: Int64Array = np.where(num_scheduled > 0, np.maximum(beyond, 0), 0)
         return num_drafts
 
-    def set_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Set the drafts for the row's next step; those beyond the limit are dropped."""
-        kept = list(token_ids)[: self.drafts.shape[1]]
-        self.drafts[row, : len(kept)] = kept
-        self.num_drafts[row] = len(kept)
+    def settle_drafts(
+        self, rows: Int64Array, num_drafts: Int64Array, num_accepted: Int64Array
+    ) -> None:
+        """So many of the drafts that a step has verified for each of `rows` were accepted."""
+        num_rejected = num_drafts - num_accepted
+        self.num_computed[rows] -= num_rejected
+        self.num_placeholders[rows] -= num_rejected
+        self.num_rejected[rows] += num_rejected
+        self.num_verified[rows] += num_drafts
+        self.num_accepted[rows] += num_accepted
+        self.num_drafted_rows += int(np.count_nonzero(num_drafts))
+        self.num_draft_tokens += int(num_drafts.sum())
+        num_positions = len(self.accepted_by_position)
+        num_ending = np.bincount(num_accepted, minlength=num_positions + 1)  # before each position
+        self.accepted_by_position += len(rows) - num_ending.cumsum()[:num_positions]
 
-    def settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """So many of the drafts that a step has verified for a running request were accepted."""
-        row, num_rejected = request.row, num_drafts - num_accepted
-        if num_rejected:
-            self.num_computed[row] -= num_rejected
-            self.num_placeholders[row] -= num_rejected
-            self.rejected[row] = self.rejected.get(row, 0) + num_rejected
-        self.num_drafted_rows += num_drafts > 0
-        self.num_draft_tokens += num_drafts
-        self.accepted_by_position[:num_accepted] += 1
-        request.num_draft_tokens += num_drafts
-        request.num_accepted_tokens += num_accepted
+    def take_rejected(self) -> tuple[Int32Array, Int32Array]:
+        """The rows with rejected drafts since the last call, and their numbers."""
+        rows = self.num_rejected.nonzero()[0]
+        counts = self.num_rejected[rows]
+        self.num_rejected[rows] = 0
+        return int32_array(rows), int32_array(counts)
+
+    def append_several(
+        self, rows: Int64Array, counts: Int64Array, token_ids: Int32Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Append the verified tokens of each of `rows`, all different, up to one that ends it.
+
+        counts: (n,) tokens of each. token_ids: (counts.sum(),), one row after the other. Returns
+        how many were appended to each row, and the rows that end with them.
+        """
+        ends = counts.cumsum()
+        offsets = np.arange(len(token_ids)) - (ends - counts).repeat(counts)
+        lines = rows.repeat(counts)
+        num_before = self.num_tokens[lines] + offsets
+        self._token_slots[self._first_slot[lines] + num_before] = token_ids
+        is_last = num_before + 1 >= self.max_total[lines]
+        if self.num_of_width:
+            hit = (self.stop_ids[lines] == token_ids[:, None]).any(axis=1)
+            is_last |= hit & (num_before + 1 >= self.min_total[lines])
+        ending = rows[:0]
+        if np.count_nonzero(is_last):
+            ended = lines[is_last]
+            ending, first = np.unique(ended, return_index=True)
+            counts = counts.copy()
+            counts[rows.searchsorted(ending)] = offsets[is_last][first] + 1
+        self.num_tokens[rows] += counts
+        self.num_placeholders[rows] -= counts
+        self.fewest_left -= int(counts.max(initial=0))
+        return counts, ending[self.generation[ending].argsort()]
 
     def append_tokens(self, rows: Int64Array | slice, token_ids: Int32Array) -> None:
         """Append one verified token to each of `rows`, all different."""
@@ -324,8 +364,7 @@ class RunningTable(RowTable):
         rewind = Rewind(row, num_computed_tokens, int(self.num_tokens[row]))
         self.rewind(rewind)
         self.num_placeholders[row] = 0
-        self.num_drafts[row] = 0
-        self.rejected.pop(row, None)
+        self.num_drafts[row] = self.num_rejected[row] = 0
         self.void_through[row] = newest_step
         self.version += 1
         return rewind

@@ -134,7 +134,9 @@ def make_extras(
 ) -> SamplingExtras | None:
     """Make the extras, or None if no row of the step needs any. sampled_rows, sampled_positions:
     see StepTask."""
-    asked = np.where(batch.is_primer, 0, columns.asks[batch.rows])
+    asked = columns.asks[batch.rows]
+    if batch.primers is not None:
+        asked = np.where(batch.primers, 0, asked)
     if not asked.any():
         return None
     packing = _Packing(columns, sampled_rows, sampled_positions, token_width, vocab_size)

@@ -69,7 +69,10 @@ class PoolingRows:
         pooling row. Raises PlanMismatch if a row is rewound to states that are already summed, is
         to be classified without labels, or has a part of a prompt whose tokens attend to later
         ones."""
-        chosen = np.flatnonzero(self.is_pooling[batch.rows] & ~batch.is_primer)
+        is_chosen = self.is_pooling[batch.rows]
+        if batch.primers is not None:
+            is_chosen &= ~batch.primers
+        chosen = np.flatnonzero(is_chosen)
         if not len(chosen):
             return None
         rows, starts, ends = batch.rows[chosen], batch.starts[chosen], batch.ends[chosen]

@@ -40,11 +40,6 @@ class StepBatch:
     primers: npt.NDArray[np.bool_] | None = None
 
     @property
-    def is_primer(self) -> npt.NDArray[np.bool_]:
-        """(num_seqs,) see `primers`."""
-        return np.zeros(len(self.rows), bool) if self.primers is None else self.primers
-
-    @property
     def is_decode(self) -> bool:
         """Whether every sequence has one new token; there is at least one."""
         return self.num_decodes == len(self.rows) > 0
@@ -191,6 +186,8 @@ def blocks_to_clear(
     """
     ends = batch.ends
     columns = (ends - 1) // block_size
-    begins = (columns * block_size >= batch.starts) & (ends % block_size != 0) & ~batch.is_primer
+    begins = (columns * block_size >= batch.starts) & (ends % block_size != 0)
+    if batch.primers is not None:
+        begins &= ~batch.primers
     found: Int64s = block_table[batch.rows[begins], columns[begins]].astype(np.int64)
     return found
