@@ -307,10 +307,12 @@ class Worker:
         network: DraftNetwork
         with fits_in_memory("The drafter", self._device):
             if isinstance(layers.config, EagleConfig):
-                # With the tokens that are computed once more.
-                max_tokens = self._config.max_num_batched_tokens + self._config.max_num_seqs
                 network = EagleDrafter(
-                    self.model, layers.config, placement, weights, max_tokens=max_tokens
+                    self.model,
+                    layers.config,
+                    placement,
+                    weights,
+                    max_tokens=self._max_step_tokens,
                 )
             elif layers.method == MTP:
                 network = MtpDrafter(self.model, placement)
@@ -370,7 +372,7 @@ class Worker:
             shape,
             lines,
             group=group_with_experts(cache.groups),
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_batched_tokens=self._max_step_tokens,
         )
 
     @property
@@ -502,6 +504,13 @@ class Worker:
             num_steps,
             self._parallel.context_share.size,
         )
+
+    @property
+    def _max_step_tokens(self) -> int:
+        """Tokens of a step, with those that are computed once more."""
+        config, layers = self._config, self._draft_layers
+        num_primers = config.max_num_seqs if layers is not None and layers.reads_hidden else 0
+        return config.max_num_batched_tokens + num_primers
 
     @property
     def _num_lookahead_tokens(self) -> int:

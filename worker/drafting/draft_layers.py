@@ -53,6 +53,11 @@ class DraftLayers:
             specs = config.cache_specs(sizes)
         return {draft_name(name): spec for name, spec in specs.items()}
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads the model's hidden states; then a row may compute a token once more."""
+        return self.method in (MTP, EAGLE3)
+
     def check_length(self, max_model_len: int) -> None:
         """Raise ConfigError if it has no positions for requests of so many tokens. What folders of
         EAGLE drafters say is the length of their training, beyond which they are used."""

@@ -109,10 +109,6 @@ class NetworkDrafts:
         self._num_kept = np.zeros(max_num_seqs, np.int64)
         self.staged = {STAGED: ((max_num_seqs, num_drafts), torch.int32)}
 
-    @property
-    def reads_hidden(self) -> bool:
-        return self._network.reads_hidden
-
     # On the host, in the order of the plans
 
     def forget(self, rows: Sequence[int]) -> None:
