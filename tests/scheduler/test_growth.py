@@ -210,6 +210,57 @@ def test_a_step_costs_the_same_however_many_requests_wait(policy: str, reason: s
     assert many <= 1.25 * few + 50
 
 
+def operations_with_drafts(num_rows: int, block_size: int) -> list[int]:
+    """Operations of steps in which every row verifies four drafts, of which 0 to 4 are right."""
+    num_drafts = 4
+    engine = Engine(
+        num_blocks=40_000,
+        block_size=block_size,
+        max_tokens=900,
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=8 * num_rows,
+        max_model_len=1024,
+        max_steps_in_flight=1,
+        num_speculative_tokens=num_drafts,
+    )
+    for number in range(num_rows):
+        engine.add(f"r{number}", prompt_of(6, number % 90), handle=number)
+    rows = np.arange(num_rows)
+
+    def step() -> None:
+        plan = engine.scheduler.schedule(0.0)
+        assert plan is not None
+        drafts = plan.draft_tokens.reshape(num_rows, -1)
+        num_right = np.minimum((rows + plan.step) % (num_drafts + 1), drafts.shape[1])
+        right = drafts[np.arange(drafts.shape[1]) < num_right[:, np.newaxis]]
+        output = ModelRunnerOutput(
+            1,
+            plan.step,
+            np.insert(right, num_right.cumsum(), 7),
+            num_sampled=int32_array(num_right + 1),
+            draft_rows=int32_array(rows.repeat(num_drafts)),
+            draft_tokens=int32_array(np.full(num_rows * num_drafts, 9)),
+        )
+        engine.scheduler.update_from_output(output, 0.0)
+        engine.scheduler.take_outputs()
+
+    step()
+    counts = [count_operations(step) for _ in range(20)]
+    accepted = engine.scheduler.make_stats().num_accepted_tokens
+    assert accepted > 20 * num_rows
+    return counts
+
+
+def test_a_step_with_drafts_costs_at_most_n_log_n_rows() -> None:
+    few, many = (operations_with_drafts(num_rows, block_size=16) for num_rows in (32, 256))
+    assert grows_at_most_n_log_n({32: sum(few), 256: sum(many)})
+
+
+def test_drafts_that_complete_no_block_cost_the_same_however_many_rows_have_them() -> None:
+    few, many = (operations_with_drafts(num_rows, block_size=512) for num_rows in (32, 256))
+    assert np.median(many) <= 1.25 * np.median(few) + 50
+
+
 def operations_of_chunks(kinds: str, num_tokens: int) -> list[int]:
     """Operations of each step of a prompt in chunks, but of the last one."""
     chunk = 64
