@@ -275,7 +275,7 @@ class ModelRunner:
             sampled_positions=sampled_positions,
             given=self._given(plan, num_scheduled, drafts),
             drafts=drafts,
-            num_drafts=0 if network is None else self._num_wanted(sampled_rows),
+            num_drafts=0 if network is None else self._num_wanted(sampled_rows, num_drafts),
             copies=copies,
             kept_states=self._rows.kept_states(plan, num_scheduled),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
@@ -297,11 +297,18 @@ class ModelRunner:
             ),
         )
 
-    def _num_wanted(self, sampled_rows: Int64s) -> int:
-        """The most drafts of a row that the step makes. All shards of a model make as many."""
+    def _num_wanted(self, sampled_rows: Int64s, num_drafts: Int64s | None) -> int:
+        """The most drafts of a row that the step makes. All shards of a model make as many.
+        num_drafts: (max_num_seqs,) those that it verifies."""
+        table = self._rows.rows
+        num_computed = table.num_computed if num_drafts is None else table.num_computed - num_drafts
+        rows = np.unique(sampled_rows)
+        rows = rows[num_computed[rows] < table.last_computed[rows]]  # others end with this step
+        if not len(rows):
+            return 0
         if self._proposals is None or self._parallel.num_shards > 1:
             return self._num_drafts
-        return self._proposals.num_wanted(np.unique(sampled_rows).tolist())
+        return self._proposals.num_wanted(rows.tolist())
 
     def _report_or_failure(
         self, plan: SchedulerOutput, inputs: StepInputs, *others: Any

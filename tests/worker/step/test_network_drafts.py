@@ -310,6 +310,16 @@ def test_drafts_after_a_rewind_and_a_preemption(open_runner: OpenRunner, drafted
     run.decode(3, random.Random(2))
 
 
+def test_a_row_that_ends_gets_no_drafts(open_runner: OpenRunner, drafted: Drafted) -> None:
+    """As in an engine that only computes prompts, which must not pay for drafts."""
+    run = Run(open_runner(), drafted.reference)
+    run.begin({0: prompt_of(MAX_MODEL_LEN - 1, 0)})
+    assert len(run.tokens[0]) == MAX_MODEL_LEN
+    assert run.drafts[0] == []
+    run.begin({1: prompt_of(MAX_MODEL_LEN - 2, 0)})
+    assert len(run.drafts[1]) == NUM_DRAFTS
+
+
 def test_drafts_end_with_the_longest_request(open_runner: OpenRunner, drafted: Drafted) -> None:
     """The positions after it have no slots, and nothing is written to the blocks of others."""
     run = Run(open_runner(), drafted.reference)
