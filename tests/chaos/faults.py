@@ -277,6 +277,11 @@ LOADS: Final[Sequence[Fault]] = (
     ),
     Fault("load", "the worker is killed meanwhile", kill("worker-0"), is_short=False),
 )
+
+DRAFTS: Final[Sequence[Fault]] = (
+    *LOADS,
+    Fault("load", "drafts are accepted", until_counted("scheduler_accepted_draft_tokens_total")),
+)
 """On one engine with host memory, through a connector whose loads fail, and whose reports are late
 and repeated, all the time."""
 

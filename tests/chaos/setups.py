@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.testing.faults import FAULTY_CONNECTOR
-from tests.chaos.faults import GRAMMARS, LINKS, LOADS, REPLICAS, TIERS, Fault
+from tests.chaos.faults import DRAFTS, GRAMMARS, LINKS, LOADS, REPLICAS, TIERS, Fault
 from tests.chaos.proxy import Proxies
 from tests.chaos.streams import Prompt
 from tests.chaos.target import Target
@@ -98,11 +98,22 @@ def tiers(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Targ
 
 
 @contextmanager
-def loads(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
+def loads(
+    model: Path, folder: Path, prompts: Sequence[Prompt], flags: Sequence[str] = ()
+) -> Iterator[Target]:
     faults = {"failed_load": 0.2, "late": 0.3, "duplicate": 0.3}
     options = {"connector": "offloading", "options": HOST_TIER, "faults": faults}
-    with deploy(model, folder, *connector_flags(FAULTY_CONNECTOR, options)) as deployment:
+    with deploy(model, folder, *connector_flags(FAULTY_CONNECTOR, options), *flags) as deployment:
         yield Target(deployment.wait_until_ready(), prompts, folder=folder)
+
+
+@contextmanager
+def drafts(model: Path, folder: Path, prompts: Sequence[Prompt]) -> Iterator[Target]:
+    """The model drafts for itself: its drafts are right where a request is greedy, and often wrong
+    where it draws. Their KV is loaded with the other, or fails to be."""
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    with loads(model, folder, prompts, ("--speculative-config", json.dumps(config))) as target:
+        yield target
 
 
 @contextmanager
@@ -134,6 +145,7 @@ SETUPS: Final[Mapping[str, tuple[Setup, Sequence[Fault]]]] = {
     "replicas": (replicas, REPLICAS),
     "tiers": (tiers, TIERS),
     "loads": (loads, LOADS),
+    "drafts": (drafts, DRAFTS),
     "links": (links, LINKS),
     "grammars": (grammars, GRAMMARS),
 }
