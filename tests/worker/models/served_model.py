@@ -65,12 +65,16 @@ class ServedModel:
             routed_experts_fd=routed_experts_fd,
             **given,
         )
+        if (drafts := config.drafts) is not None:
+            max_steps_in_flight = 1
         scheduling = SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_steps_in_flight=max_steps_in_flight,
             max_num_encoder_input_tokens=num_encoder_tokens,
+            num_speculative_tokens=0 if drafts is None else drafts.num_drafts,
+            num_lookahead_tokens=0 if drafts is None else drafts.num_drafts,
         )
         cache = CacheConfig(
             enable_prefix_caching=enable_prefix_caching,

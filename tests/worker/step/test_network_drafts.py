@@ -16,13 +16,16 @@ from safetensors.torch import load_file
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import Rewind
 from longshore.protocol.sampling import SamplingParams
+from longshore.worker.attention import selector
 from longshore.worker.config import WorkerConfig
 from longshore.worker.drafting.proposals import StepCosts
+from longshore.worker.step import step_launcher
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_eagle, make_tiny_llama, make_tiny_mtp_model
 from tests.worker.models.cases import LATENT
 from tests.worker.plans import Entry, Planner
+from tests.worker.step.test_decode_graphs import PaddedAttention, RerunMaker
 
 NUM_BLOCKS = 400
 NUM_DRAFTS = 3
@@ -259,6 +262,24 @@ def test_drafts_are_those_of_the_reference(
     run.begin({row: prompt_of(3 + 5 * row, row) for row in (0, 2, 3, 6)}, chunk)
     assert all(len(made) == NUM_DRAFTS for made in run.drafts.values())
     run.decode(7, random.Random(0))
+
+
+@pytest.mark.parametrize("drafted", ["draft_model", "eagle3"], indirect=True)
+def test_drafts_after_replayed_steps_are_those_of_the_reference(
+    drafted: Drafted, open_runner: OpenRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose graphs pad decodes."""
+    maker = RerunMaker()
+    monkeypatch.setattr(selector, "NativeAttention", PaddedAttention)
+    monkeypatch.setattr(step_launcher, "graph_maker", lambda device: maker)
+    runner = open_runner()
+    runner.warm_up(8, 4)
+    num_captured = len(maker.replayed)
+    run = Run(runner, drafted.reference)
+    run.begin({row: prompt_of(3 + 5 * row, row) for row in (0, 2, 3)})
+    run.decode(6, random.Random(0))
+    assert len(maker.replayed) > num_captured
+    assert max(maker.replayed[num_captured:]) > 8
 
 
 def test_drafts_after_a_hit_are_those_of_a_cold_prompt_at_every_length(

@@ -35,7 +35,7 @@ from longshore.worker.worker import Worker
 from tests.models import SHAPE, make_tiny_config, make_tiny_model
 from tests.worker.audio_plans import audio
 from tests.worker.fake_device import FakeDevice, WaitsForDevice
-from tests.worker.models.cases import CASES, Case
+from tests.worker.models.cases import CASES, LATENT, Case
 from tests.worker.models.served_model import ServedModel
 from tests.worker.models.tiny_whisper import NUM_ENCODER_TOKENS, sound
 from tests.worker.models.tiny_whisper import SHAPE as WHISPER
@@ -309,6 +309,36 @@ def test_rows_verify_drafts_with_any_settings(settings: str, steps: Steps) -> No
     assert plans.verified(steps.execute(plan)) == {0: [0, 0, 0], 1: [0]}
     plan = plans.plan({2: len(PROMPT) - 30}, drafts={0: [0], 1: [0, 0]})
     assert plans.verified(steps.execute(plan)) == {0: [0, 0], 1: [0, 0, 0], 2: [0]}
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+def test_a_drafter_with_weights_runs_in_the_step(
+    method: str, enforce_eager: bool, device: FakeDevice, tmp_path: Path
+) -> None:
+    """After kernels and after captured decodes; the second prompt begins with a hit."""
+    config = {"method": method, "num_speculative_tokens": 3}
+    path, drafter = tmp_path / "model", tmp_path / "drafter"
+    if method == "mtp":
+        settings = {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1}
+        make_tiny_config("DeepseekV3", path, **settings)
+    else:
+        make_tiny_config("Llama", path, num_hidden_layers=3)
+        config["model"] = str(drafter)
+        make_tiny_config("Llama", drafter, num_hidden_layers=1, num_key_value_heads=4)
+    if method == "eagle3":
+        given = json.loads((drafter / "config.json").read_text())
+        eagle = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": 40,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }
+        (drafter / "config.json").write_text(json.dumps(given | eagle))
+    settings = {"enforce_eager": enforce_eager, "speculative_config": json.dumps(config)}
+    with serve(path, num_tokens=12, **settings) as served:
+        assert served.answers(prompts_of(ONE_LAYER)) == [[0] * 12] * 2
+        assert served.answers(prompts_of(ONE_LAYER))[-1] == [0] * 12
+        assert served.scheduler.make_stats().num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize("settings", ["greedy", "all of these", "everything"])
