@@ -40,7 +40,7 @@ def folder() -> Iterator[Path]:
         pytest.param(
             "loads", marks=pytest.mark.req("MET-05", "MET-06", "MET-07", "MET-08", "SPD-07")
         ),
-        pytest.param("drafts", marks=pytest.mark.req("SPD-01", "SPD-03")),
+        pytest.param("drafts", marks=pytest.mark.req("SPD-03")),
         "links",
         pytest.param("grammars", marks=pytest.mark.req("FEA-01")),
     ],

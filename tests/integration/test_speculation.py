@@ -195,6 +195,15 @@ def test_every_family(case: Case, tmp_path: Path) -> None:
         check_acceptance(llm, 2, preempts=False)
 
 
+def check_experts(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Tokens and experts are equal."""
+    assert tokens_of(found) == tokens_of(expected)
+    for output, other in zip(found, expected, strict=True):
+        for answer, wanted in zip(output.outputs, other.outputs, strict=True):
+            assert answer.routed_experts is not None
+            np.testing.assert_array_equal(answer.routed_experts, wanted.routed_experts)
+
+
 def test_the_experts_of_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     """Those of a wrong draft are replaced with it."""
     model = tmp_path / "model"
@@ -206,45 +215,42 @@ def test_the_experts_of_tokens_are_those_without_drafts(tmp_path: Path) -> None:
     with make_llm(model, **settings, **drafts) as llm:
         found = generate(llm)
         check_acceptance(llm, 2, preempts=False)
-    assert tokens_of(found) == tokens_of(expected)
-    for output, other in zip(found, expected, strict=True):
-        for answer, wanted in zip(output.outputs, other.outputs, strict=True):
-            assert answer.routed_experts is not None
-            np.testing.assert_array_equal(answer.routed_experts, wanted.routed_experts)
+    check_experts(found, expected)
 
 
-def test_structured_output(tmp_path: Path) -> None:
-    """Every position has a mask of its own, so no draft that a grammar forbids is accepted."""
+def constrained_answers(num_tokens: int, **settings: Any) -> list[RequestOutput]:
+    """Of the demo model, two of three with a grammar. settings: of the drafter; none: no drafts."""
     grammars = [
         StructuredOutputsParams(regex="(ab [0-9]{2},){12}"),
         StructuredOutputsParams(choice=["yes, yes, yes, yes", "no, no, no, no"]),
         None,
     ]
     params = [
-        SamplingParams(seed=index, max_tokens=60, structured_outputs=grammars[index % 3])
+        SamplingParams(seed=index, max_tokens=num_tokens, structured_outputs=grammars[index % 3])
         for index in range(6)
     ]
     prompts = [f"{index}: yes, yes, ab 12,ab 12," * 3 for index in range(6)]
+    with LLM(
+        DEMO_MODEL_DIR,
+        in_process=True,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        num_blocks=400,
+        max_model_len=512,
+        **settings,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        if settings:
+            check_acceptance(llm, 2, preempts=False)
+    return outputs
 
-    def answers(**settings: Any) -> list[RequestOutput]:
-        with LLM(
-            DEMO_MODEL_DIR,
-            in_process=True,
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            num_blocks=400,
-            max_model_len=512,
-            **settings,
-        ) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            if settings:
-                check_acceptance(llm, 2, preempts=False)
-        return outputs
 
-    expected = answers()
+def test_structured_output(tmp_path: Path) -> None:
+    """Every position has a mask of its own, so no draft that a grammar forbids is accepted."""
+    expected = constrained_answers(60)
     known = [[*(each.prompt_token_ids or ()), *each.outputs[0].token_ids] for each in expected]
-    found = answers(**drafting(tmp_path / "answers", known, wrong=2))
+    found = constrained_answers(60, **drafting(tmp_path / "answers", known, wrong=2))
     assert tokens_of(found) == tokens_of(expected)
 
 

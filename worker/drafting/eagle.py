@@ -14,7 +14,7 @@ from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import CachedLayer, PagedAttentionKind
 from longshore.worker.drafting.draft_layers import draft_name
 from longshore.worker.drafting.eagle_config import NUM_STATES, EagleConfig
-from longshore.worker.drafting.network import DraftNetwork
+from longshore.worker.drafting.network import DraftNetwork, DraftWeights
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kernels.rotary import Rotation
@@ -22,7 +22,6 @@ from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns
-from longshore.worker.layers.matrix_memory import MatrixMemory
 from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
@@ -34,12 +33,12 @@ from longshore.worker.models.decoder_model import DecoderModel
 _LAYER_NAMES = ("midlayer", "layers.0")
 
 
-class EagleWeights:
+class EagleWeights(DraftWeights):
     """names: of the tensors in the checkpoint."""
 
     def __init__(self, config: EagleConfig, placement: Placement, names: Sequence[str]) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._placement = placement
+        super().__init__(placement)
         self._layer_name = next(
             (name for name in _LAYER_NAMES if any(each.startswith(name) for each in names)),
             _LAYER_NAMES[0],
@@ -75,19 +74,9 @@ class EagleWeights:
             tensors["embed_tokens.weight"] = self.embedding.stored()
         return tensors
 
-    @property
-    def memories(self) -> Sequence[MatrixMemory]:
-        return self._placement.memories
-
     def is_redundant(self, name: str) -> bool:
         """d2t is read on its own; t2d says the same."""
         return name in ("d2t", "t2d") or name.endswith("rotary_emb.inv_freq")
-
-    def loaded(self) -> None:
-        self._placement.loaded()
-
-    def copy_of(self, name: str) -> str | None:
-        return None
 
 
 class EagleDrafter(DraftNetwork):

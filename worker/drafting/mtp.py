@@ -6,20 +6,17 @@ In training, it never saw the first token of a text, which has none before it; h
 keys and values from a hidden state of zeros, so that position j of every cached layer is token j.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import CachedLayer
 from longshore.worker.drafting.draft_layers import draft_name
-from longshore.worker.drafting.network import DraftNetwork
+from longshore.worker.drafting.network import DraftNetwork, DraftWeights
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kernels.rotary import Rotation
 from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns
-from longshore.worker.layers.matrix_memory import MatrixMemory
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import rotary_table
@@ -28,13 +25,14 @@ from longshore.worker.loading.tensor_names import renamed
 from longshore.worker.models.decoder_model import DecoderModel
 
 
-class MtpWeights:
+class MtpWeights(DraftWeights):
     """The first layer for multi-token prediction, in the checkpoint of its model."""
 
     def __init__(self, model: DecoderModel, placement: Placement) -> None:
         config = model.config
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self._placement = config, placement
+        super().__init__(placement)
+        self._config = config
         self._name = f"model.layers.{config.num_layers}"
         self.embedding_norm = RMSNorm(size, eps, placement)
         self.hidden_norm = RMSNorm(size, eps, placement)
@@ -54,19 +52,9 @@ class MtpWeights:
         }
         return {renamed(each, names): tensor for each, tensor in tensors.items()}
 
-    @property
-    def memories(self) -> Sequence[MatrixMemory]:
-        return self._placement.memories
-
     def is_redundant(self, name: str) -> bool:
         """The other tensors are those of the model, which has been loaded."""
         return True
-
-    def loaded(self) -> None:
-        self._placement.loaded()
-
-    def copy_of(self, name: str) -> str | None:
-        return None
 
 
 class MtpDrafter(DraftNetwork):

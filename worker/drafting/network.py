@@ -12,8 +12,34 @@ from longshore.worker.attention.kind import CachedLayer
 from longshore.worker.drafting.draft_layers import draft_name
 from longshore.worker.drafting.drafter import Drafter
 from longshore.worker.kernels.argmax import argmax
+from longshore.worker.layers.matrix_memory import MatrixMemory
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensors
 from longshore.worker.loading.loadable_model import LoadableModel
 from longshore.worker.models.decoder_model import DecoderModel
+
+
+class DraftWeights(ABC):
+    """Weights of a layer of its own. A LoadableModel."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> StoredTensors: ...
+
+    @abstractmethod
+    def is_redundant(self, name: str) -> bool: ...
+
+    @property
+    def memories(self) -> Sequence[MatrixMemory]:
+        return self._placement.memories
+
+    def loaded(self) -> None:
+        self._placement.loaded()
+
+    def copy_of(self, name: str) -> str | None:
+        return None
 
 
 class DraftNetwork(ABC):
